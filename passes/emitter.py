@@ -1,0 +1,73 @@
+"""Writing new nodes: each with its value's shape and with what people need to recognise it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.passes.base import Context
+
+
+class Emitter:
+    """Appends nodes after a point of a graph, each labelled with the ``subject`` it serves.
+
+    ``made_by`` names the pass; ``source`` is the user's line that the nodes belong to.
+    """
+
+    def __init__(self, gm: fx.GraphModule, context: Context, after: fx.Node, subject: str, source: str) -> None:
+        self.graph, self.context, self.point = gm.graph, context, after
+        self.meta = {"subject": subject, "source": source}
+
+    def call(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], like: torch.Tensor, **meta: Any) -> fx.Node:
+        """One node calling ``target``; its value has ``shape`` and the dtype and device of ``like``."""
+        with self.graph.inserting_after(self.point):
+            node = self.graph.call_function(target, args)
+        with self.context.fake_mode:
+            value = torch.empty(shape, dtype=like.dtype, device=like.device)
+        node.meta.update(self.meta | {"val": value} | meta)
+        self.point = node
+        return node
+
+    def all_gather(self, shard: fx.Node, axis: str, **meta: Any) -> fx.Node:
+        """Start and wait: the shards of every rank of ``axis``, one after the other along dim 0."""
+        value, size = shard.meta["val"], self.context.sizes[axis]
+        shape = (value.shape[0] * size, *value.shape[1:])
+        start = self.call(ir.ALL_GATHER, (shard, size, axis), shape, value, axis=axis, **meta)
+        return self.call(ir.WAIT, (start,), shape, value, **meta)
+
+    def reduce_scatter(self, full: fx.Node, axis: str) -> fx.Node:
+        """Start and wait: this rank's rows of the sum over ``axis``."""
+        value, size = full.meta["val"], self.context.sizes[axis]
+        shape = (value.shape[0] // size, *value.shape[1:])
+        start = self.call(ir.REDUCE_SCATTER, (full, "sum", size, axis), shape, value, axis=axis)
+        return self.call(ir.WAIT, (start,), shape, value)
+
+    def all_reduce(self, tensor: fx.Node, axis: str) -> fx.Node:
+        """Start and wait: the sum over ``axis``, on every rank of it."""
+        value = tensor.meta["val"]
+        start = self.call(ir.ALL_REDUCE, (tensor, "sum", axis), tuple(value.shape), value, axis=axis)
+        return self.call(ir.WAIT, (start,), tuple(value.shape), value)
+
+    def pad_rows(self, tensor: fx.Node, rows: int, **meta: Any) -> fx.Node:
+        """``tensor`` zero-padded along dim 0 to ``rows``."""
+        value = tensor.meta["val"]
+        return self.call(ir.pad_shard, (tensor, rows), (rows, *value.shape[1:]), value, **meta)
+
+    def rows(self, tensor: fx.Node, count: int, **meta: Any) -> fx.Node:
+        """The first ``count`` rows."""
+        value = tensor.meta["val"]
+        return self.call(torch.ops.aten.slice.Tensor, (tensor, 0, 0, count), (count, *value.shape[1:]), value, **meta)
+
+    def scale(self, tensor: fx.Node, divisor: int) -> fx.Node:
+        """``tensor / divisor``."""
+        value = tensor.meta["val"]
+        return self.call(torch.ops.aten.div.Tensor, (tensor, divisor), tuple(value.shape), value)
+
+
+def padded_rows(rows: int, parts: int) -> int:
+    """The least multiple of ``parts`` that holds ``rows``."""
+    return math.ceil(rows / parts) * parts

@@ -1,0 +1,73 @@
+"""Gradient accumulation without a reduction per microbatch: two variants of a backward graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Accumulated, Gradient, Parameter, Role, outputs, set_outputs
+from shardgraph.passes.base import Context
+
+
+@dataclass(frozen=True)
+class KeepGradientsLocal:
+    """Takes a backward graph; gives the one of ``no_sync``: gradients come out whole and unreduced.
+
+    Must not change: gradients of inputs, and of parameters that nothing reduces.
+    """
+
+    name: ClassVar[str] = "keep-gradients-local"
+    requires: ClassVar[frozenset[str]] = frozenset({"split", "reduced-gradients"})
+    provides: ClassVar[frozenset[str]] = frozenset({"local-gradients"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"local-gradients", "accumulated-gradients"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        results: list[tuple[Role | None, Any]] = []
+        for role, value in outputs(gm):
+            results.append((role, _local(value) if isinstance(value, fx.Node) else value))
+        set_outputs(gm, results)
+        for node in [n for n in reversed(gm.graph.nodes) if "reduces" in n.meta]:
+            gm.graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class AddAccumulated:
+    """Takes a backward graph; gives the one that ends a ``no_sync`` run: it also takes the local gradients of earlier
+    microbatches (role ``Accumulated``) and adds each to its own before reducing.
+
+    Must not change: gradients that nothing reduces.
+    """
+
+    name: ClassVar[str] = "add-accumulated"
+    requires: ClassVar[frozenset[str]] = frozenset({"split", "reduced-gradients"})
+    provides: ClassVar[frozenset[str]] = frozenset({"accumulated-gradients"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"local-gradients", "accumulated-gradients"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        first = next(iter(gm.graph.nodes))
+        for role, value in outputs(gm):
+            if not (isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node)):
+                continue
+            local = _local(value)
+            if local is value:
+                continue
+            users = [user for user in local.users if "reduces" in user.meta]
+            with gm.graph.inserting_before(first):
+                earlier = gm.graph.placeholder(f"accumulated_{local.name}")
+            earlier.meta.update(role=Accumulated(role.of), val=local.meta["val"])
+            with gm.graph.inserting_after(local):
+                total = gm.graph.call_function(torch.ops.aten.add.Tensor, (local, earlier))
+            total.meta.update(val=local.meta["val"], source=local.meta.get("source", ""))
+            for user in users:
+                user.replace_input_with(local, total)
+
+
+def _local(reduced: fx.Node) -> fx.Node:
+    """This rank's own gradient, from the end of the chain that reduces it."""
+    node = reduced
+    while "reduces" in node.meta:
+        node = node.args[0]
+    return node

@@ -1,0 +1,48 @@
+"""Buffers that forward writes (batch norm's running statistics) stay equal on all data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from shardgraph.ir import Buffer, Mutation, Role, outputs, set_outputs
+from shardgraph.passes.base import Context
+from shardgraph.passes.emitter import Emitter
+
+
+@dataclass(frozen=True)
+class AverageBuffers:
+    """Takes a graph that writes buffers from this rank's batch; gives one that writes the ranks' mean.
+
+    Each rank computes the new value as the original would on its part of the batch; floating-point
+    values are then averaged over all ranks, so that evaluation and checkpoints do not depend on the rank. With
+    equal batches the mean of running means is the running mean of the whole batch. Integers (a count of
+    batches) are the same on every rank already. Must not change: what forward returns.
+    """
+
+    name: ClassVar[str] = "average-buffers"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"averaged-buffers"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"averaged-buffers", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        results: list[tuple[Role | None, object]] = []
+        for role, value in outputs(gm):
+            if isinstance(role, Mutation) and isinstance(role.of, Buffer) and isinstance(value, fx.Node):
+                value = _average(gm, context, role.of.fqn, value)
+            results.append((role, value))
+        set_outputs(gm, results)
+
+
+def _average(gm: fx.GraphModule, context: Context, fqn: str, value: fx.Node) -> fx.Node:
+    if context.plan.world_size == 1 or not value.meta["val"].is_floating_point():
+        return value
+    emit = Emitter(gm, context, value, f"buffer {fqn}", value.meta.get("source", ""))
+    node = value
+    for axis, _ in context.plan.mesh:
+        node = emit.all_reduce(node, axis)
+    node = emit.scale(node, context.plan.world_size)
+    node.meta["averages"] = value.name
+    return node

@@ -1,0 +1,70 @@
+"""Overlap of communication with computation, by the order of the graph alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from shardgraph.ir import WAIT, collectives
+from shardgraph.passes.base import Context
+
+
+@dataclass(frozen=True)
+class OverlapCollectives:
+    """Takes a forward or backward graph; gives the same one with collectives started early and awaited late.
+
+    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many are under way while the
+    computation goes on. A gradient's reduction is awaited only once ``plan.prefetch`` later ones have started.
+    All ranks hold the same text, so all still issue the same collectives in the same order.
+
+    Must not change: which nodes there are, and what each computes.
+    """
+
+    name: ClassVar[str] = "overlap-collectives"
+    requires: ClassVar[frozenset[str]] = frozenset({"split"})
+    provides: ClassVar[frozenset[str]] = frozenset({"overlapped"})
+    excludes: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        depth = context.plan.prefetch
+        if depth:
+            _start_gathers_early(gm, depth)
+            _await_reductions_late(gm, depth)
+
+
+def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
+    starts = [node for node in collectives(gm) if node.meta.get("kind") == "gathered"]
+    waits = [next(user for user in start.users if user.target is WAIT) for start in starts]
+    top = next((node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr")), None)
+    for i, start in enumerate(starts):
+        before = waits[i - depth] if i >= depth else top
+        if before is None or before is start:
+            continue
+        prepare = start.args[0]
+        if isinstance(prepare, fx.Node) and prepare.op == "call_function":  # its padding comes along
+            if prepare is before:
+                before = start
+            before.prepend(prepare)
+        if before is not start:
+            before.prepend(start)
+
+
+def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    chains: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if "reduces" in node.meta:
+            chains.setdefault(node.meta["reduces"], []).append(node)
+    tails = []
+    for chain in chains.values():
+        wait = next((i for i, node in enumerate(chain) if node.target is WAIT), None)
+        if wait is not None:
+            tails.append((chain[wait - 1], chain[wait:]))
+    tails.sort(key=lambda item: order[item[0]])
+    for i, (_, tail) in enumerate(tails):
+        last = i + depth >= len(tails)
+        point = gm.graph.output_node() if last else tails[i + depth][0].next
+        for node in tail:
+            point.prepend(node)

@@ -1,0 +1,81 @@
+"""Gradient reduction: local gradients become the mean over all data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, set_outputs, trim_shard
+from shardgraph.passes.base import Context
+from shardgraph.passes.emitter import Emitter, padded_rows
+
+
+@dataclass(frozen=True)
+class ReduceGradients:
+    """Takes a joint graph that returns each rank's own gradients; gives one that returns their mean.
+
+    By the parameter's plan the reduction is an all-reduce (every rank holds the whole gradient; a sharded
+    parameter then takes its rows of it, as in ZeRO-1) or a reduce-scatter over the axis that shards
+    it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
+    number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow.
+
+    Every node made here has ``meta["reduces"]``, the parameter's name; the first has ``meta["local_gradient"]``
+    too. Must not change: gradients of inputs.
+    """
+
+    name: ClassVar[str] = "reduce-gradients"
+    requires: ClassVar[frozenset[str]] = frozenset({"sharded-parameters"})
+    provides: ClassVar[frozenset[str]] = frozenset({"reduced-gradients"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"reduced-gradients", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        results: list[tuple[Role | None, object]] = []
+        for role, value in outputs(gm):
+            if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
+                value = reduce_gradient(gm, context, role.of.fqn, value)
+            results.append((role, value))
+        set_outputs(gm, results)
+
+
+def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
+    """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
+    entry, world = context.parameters[fqn], context.plan.world_size
+    if world == 1:
+        return gradient
+    before = set(gm.graph.nodes)
+    emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""))
+    node = gradient
+    early = gradient.meta["val"].dtype == torch.float16
+    if early:
+        node = emit.scale(node, world)
+
+    mesh = context.plan.mesh
+    shard_axis = entry.shard_axis
+    rows, *rest = context.shapes[fqn] or (0,)
+    scattered = shard_axis is not None and entry.gradient == "reduce_scatter"
+    if scattered:
+        axis, size = mesh[shard_axis]
+        full = padded_rows(rows, size)
+        if full != rows:
+            node = emit.pad_rows(node, full)
+        node = emit.reduce_scatter(node, axis)
+    for position, (axis, _) in enumerate(mesh):
+        if not (scattered and position == shard_axis):
+            node = emit.all_reduce(node, axis)
+    if not early:
+        node = emit.scale(node, world)
+    if shard_axis is not None:
+        axis, size = mesh[shard_axis]
+        longest = padded_rows(rows, size) // size
+        if not scattered:
+            node = emit.call(local_chunk, (node, rows, axis), (longest, *rest), node.meta["val"])
+        elif longest * size != rows:
+            node = emit.call(trim_shard, (node, rows, axis), (longest, *rest), node.meta["val"])
+    node.meta["averages"] = gradient.name
+    for made in gm.graph.nodes:
+        if made not in before:
+            made.meta["reduces"] = fqn
+    return node

@@ -1,0 +1,143 @@
+"""The split of a joint graph into a forward and a backward graph.
+
+Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
+forward's values is either saved, or, for nodes with ``meta["recompute"]`` and the views and casts of them, computed again:
+a parameter that is resharded after forward is gathered a second time this way. The graph is split
+once; nothing partitions it again.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Gradient, Output, Role, Saved, Tangent, outputs, placeholders
+from shardgraph.passes.base import Context
+
+
+def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """``(forward, backward)`` of a joint graph; ``backward`` is None when nothing is differentiable.
+
+    The forward graph takes what the joint graph takes but tangents and returns its non-gradient
+    results, then the values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and
+    ``Tangent(i)`` and returns the ``Gradient`` results.
+    """
+    context.facts.add("split")
+    inside = _forward_nodes(gm)
+    gradients = [(role, value) for role, value in outputs(gm) if isinstance(role, Gradient)]
+    results = [(role, value) for role, value in outputs(gm) if not isinstance(role, Gradient) and role is not None]
+    if not any(isinstance(role, Tangent) for role in placeholders(gm)):
+        return _forward(gm, inside, results), None
+    backward = _Backward(gm, inside)
+    backward_gm = backward.build(gradients)
+    return _forward(gm, inside, results + [(Saved(i), node) for i, node in enumerate(backward.saved)]), backward_gm
+
+
+def _forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that forward's results depend on, and the pieces of multi-output nodes among them."""
+    stack = [v for role, v in outputs(gm) if not isinstance(role, Gradient) and isinstance(v, fx.Node)]
+    inside: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in inside:
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
+    pieces = {n for n in gm.graph.nodes if n.target is operator.getitem and n.args[0] in inside}
+    return inside | pieces
+
+
+def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role | None, Any]]) -> fx.GraphModule:
+    graph, env = fx.Graph(), {}
+    for node in gm.graph.nodes:
+        takes = node.op == "placeholder" and not isinstance(node.meta["role"], Tangent)
+        if takes or (node in inside and node.op not in ("placeholder", "output")):
+            env[node] = graph.node_copy(node, env.__getitem__)
+    return _finish(gm, graph, env, results)
+
+
+def _finish(gm: fx.GraphModule, graph: fx.Graph, env: dict[Any, fx.Node], results: list[Any]) -> fx.GraphModule:
+    values = tuple(env[value] if isinstance(value, fx.Node) else value for _, value in results)
+    output = graph.output(values)
+    output.meta["roles"] = [role for role, _ in results]
+    for node in [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and not n.users]:
+        graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(gm, graph)
+
+
+class _Backward:
+    """Builds the backward graph, deciding for each value of forward whether to save or to compute it again."""
+
+    def __init__(self, gm: fx.GraphModule, inside: set[fx.Node]) -> None:
+        self.gm, self.inside = gm, inside
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.saved: dict[fx.Node, None] = {}  # in order
+
+    def build(self, gradients: list[tuple[Role | None, Any]]) -> fx.GraphModule:
+        needed = self._needed(gradients)
+        order = [node for node in self.gm.graph.nodes if node in needed]
+        # Placeholders come first in a graph, so what must be saved is found before any node is written.
+        for node in order:
+            for value in node.all_input_nodes:
+                self._find_saved(value, needed)
+        for _, value in gradients:
+            if isinstance(value, fx.Node):
+                self._find_saved(value, needed)
+        for index, node in enumerate(self.saved):
+            self.env[node] = self._placeholder(f"saved_{node.name}", Saved(index), node)
+        for role, node in placeholders(self.gm).items():
+            if isinstance(role, Tangent):
+                self.env[node] = self._placeholder(node.name, role, node)
+        for node in order:
+            self.env[node] = self.graph.node_copy(node, self._value)
+        results = [(role, self._value(v) if isinstance(v, fx.Node) else v) for role, v in gradients]
+        return _finish(self.gm, self.graph, {node: node for _, node in results}, results)
+
+    def _needed(self, gradients: list[tuple[Role | None, Any]]) -> set[fx.Node]:
+        stack = [value for _, value in gradients if isinstance(value, fx.Node)]
+        needed: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in needed and node not in self.inside and node.op == "call_function":
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return needed
+
+    def _find_saved(self, node: fx.Node, needed: set[fx.Node]) -> None:
+        tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
+        if node in needed or tangent or node.op == "get_attr" or node in self.saved:
+            return
+        if _again(node):
+            for value in node.all_input_nodes:
+                self._find_saved(value, needed)
+        else:
+            self.saved[node] = None
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self.env:  # a constant, or computed again where it is first needed
+            self.env[node] = self.graph.node_copy(node, self._value)
+        return self.env[node]
+
+    def _placeholder(self, name: str, role: Role, like: fx.Node) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta.update({k: v for k, v in like.meta.items() if k in ("val", "source", "subject", "equals")}, role=role)
+        return node
+
+
+def _again(node: fx.Node) -> bool:
+    """Whether backward computes the node a second time: it is marked, or a view or cast of one that is."""
+    if node.op != "call_function":
+        return False
+    if node.meta.get("recompute"):
+        return True
+    cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
+    return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])
+
+
+def has_tangent(backward: fx.GraphModule, role: Output) -> bool:
+    """Whether a gradient of this output enters the backward graph."""
+    return Tangent(role.index) in placeholders(backward)

@@ -1,0 +1,1 @@
+"""shardgraph: a compiler for distributed training with PyTorch."""

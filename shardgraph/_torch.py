@@ -1,0 +1,134 @@
+"""The one place that touches private torch API, for torch 2.11 to 2.13.
+
+Everything else in shardgraph imports from here, so that a new torch release is a change to one file.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.fx.graph import CodeGen, _BoxedCodeGen
+
+__all__ = [
+    "CodeGen",
+    "DynamoError",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OutputType",
+    "autocast_state",
+    "boxed",
+    "default_store",
+    "descriptors",
+    "dynamo_capture",
+    "export_joint",
+    "keep_graph",
+    "local_tensor",
+    "pytree",
+    "ordered_gloo",
+]
+
+DynamoError = dynamo.exc.TorchDynamoException
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group."""
+    return _get_default_store()
+
+
+def ordered_gloo() -> str:
+    """The name of a gloo backend whose groups run one collective at a time, in order.
+
+    Gloo's two worker threads corrupt memory when they run collectives of one group at once on more than two
+    ranks (seen on torch 2.13: heap corruption within some hundred concurrent all-gathers on 3 ranks). One
+    worker keeps collectives asynchronous to the computation, which is the overlap that matters.
+    """
+    name = "shardgraph_gloo"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, _one_worker_gloo, devices=["cpu"])
+    return name
+
+
+def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard that this rank holds of a DTensor, outside of autograd; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def keep_graph() -> bool:
+    """Whether the running backward was called with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    """The ambient autocast of a device type, as part of what a program depends on."""
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """``gm`` as a function of one list, which it empties: inputs die at their last use."""
+    copy = fx.GraphModule(gm, gm.graph)
+    copy.graph.set_codegen(_BoxedCodeGen())
+    copy.recompile()
+    return copy.forward
+
+
+def _ignorable_calls() -> set[Callable[..., Any]]:
+    # A log call in a forward is no reason not to compile it. Libraries add methods to Logger (warning_once).
+    methods = {value for name, value in vars(logging.Logger).items() if callable(value) and not name.startswith("_")}
+    return methods | {logging.debug, logging.info, logging.warning, logging.error, warnings.warn}
+
+
+@contextmanager
+def _static_capture() -> Iterator[None]:
+    # Shapes and numbers are constants of a program: a new one is a new program, chosen by its key.
+    with dynamo.config.patch(
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        specialize_int=True,
+        specialize_float=True,
+        ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
+    ):
+        yield
+
+
+def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """Trace ``model`` through Python into one FX graph of torch calls.
+
+    Raises:
+        DynamoError: the model's Python cannot be traced in one piece.
+    """
+    with _static_capture(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dynamo_graph_capture_for_export(model)(*args, **kwargs)
+
+
+def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lower a captured module to its joint forward and backward graph of functional aten operations."""
+    with ExitStack() as stack:
+        stack.enter_context(tracing(captured.meta["tracing_context"]))
+        return aot_export_joint_with_descriptors(stack, captured, args, kwargs)

@@ -1,0 +1,37 @@
+"""Binding: a graph that is the same on every rank becomes this rank's.
+
+Mesh axes become the names of process groups, and the symbolic cuts of :mod:`shardgraph.ir` become slices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgraph import ir
+
+
+def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
+    """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    bound = fx.GraphModule(gm, graph)
+    if mesh is not None:
+        for node in bound.graph.nodes:
+            if ir.is_collective(node):
+                node.args = (*node.args[:-1], mesh.get_group(node.args[-1]).group_name)
+            elif node.target in (ir.trim_shard, ir.local_chunk):
+                _cut(node, mesh)
+    bound.recompile()
+    return bound
+
+
+def _cut(node: fx.Node, mesh: DeviceMesh) -> None:
+    tensor, rows, axis = node.args
+    start, stop = ir.chunk_bounds(rows, mesh[axis].size(), mesh.get_local_rank(axis))
+    if node.target is ir.trim_shard:
+        start, stop = 0, stop - start
+    node.target = torch.ops.aten.slice.Tensor
+    node.args = (tensor, 0, start, stop)

@@ -1,0 +1,173 @@
+"""The front door's machinery: from a model and a plan to a program, one named step after another."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardgraph._torch import ordered_gloo
+from shardgraph.capture import capture
+from shardgraph.errors import PlanError
+from shardgraph.parameters import named_shapes
+from shardgraph.passes.analysis.collective_order import check_program, check_waits
+from shardgraph.passes.base import Context, Pass, run_passes
+from shardgraph.passes.rewrite.average_buffers import AverageBuffers
+from shardgraph.passes.rewrite.overlap import OverlapCollectives
+from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
+from shardgraph.passes.rewrite.shard_parameters import ShardParameters
+from shardgraph.passes.rewrite.split import split
+from shardgraph.plan import Plan
+from shardgraph.presets import preset
+from shardgraph.program import Program
+
+JOINT_PASSES: tuple[Pass, ...] = (
+    ShardParameters(),  # whole parameters become shards and gathers
+    ReduceGradients(),  # local gradients become their mean over ranks
+    AverageBuffers(),  # running statistics stay equal on all ranks
+)
+HALF_PASSES: tuple[Pass, ...] = (OverlapCollectives(),)  # start gathers early, await reductions late
+
+STAGES = 5  # capture, rewrite, split, schedule, check: what a progress line counts
+
+
+def build_program(
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    show: Callable[[str], None] = lambda stage: None,
+) -> Program:
+    """Compile one call of ``model`` under ``plan``. Needs no process group, no accelerator and no weights.
+
+    ``show`` is told the name of each stage as it begins.
+
+    Raises:
+        CaptureError: the model cannot be traced into one graph.
+        PlanError: the plan does not fit the model's parameters.
+        DeadlockError: the program's collectives could block for ever.
+    """
+    shapes = named_shapes(model)
+    parameters = plan.resolve(shapes)
+    show("capture")
+    joint = capture(model, args, dict(kwargs or {}), device=device or torch.device("cpu"), loss_fn=loss_fn)
+    context = Context(plan, parameters, shapes, joint.fake_mode)
+
+    show("rewrite")
+    gm = _copy(joint.module)
+    run_passes(gm, JOINT_PASSES, context)
+
+    show("split")
+    forward, backward = split(gm, context)
+
+    show("schedule")
+    for half in (forward, backward):
+        if half is not None:
+            run_passes(half, HALF_PASSES, context)
+
+    show("check")
+    for half in (forward, backward):
+        if half is not None:
+            check_waits(half)
+            check_program(half, plan.mesh)
+    return Program(joint, forward, backward, plan, parameters, shapes, context)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+# -- which plan, on which mesh ---------------------------------------------------------------------
+
+
+def resolve_plan(plan: str | Path | Plan, mesh: tuple[tuple[str, int], ...]) -> Plan:
+    """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs.
+
+    Raises:
+        PlanError: no such preset or file, or a plan made for another mesh.
+    """
+    if plan == "auto":
+        return _automatic(mesh)
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
+        plan = Plan.load(plan)
+    if isinstance(plan, str):
+        return preset(plan, mesh)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a plan is a name, a Plan or the path of a plan file, and this is a {type(plan).__name__}")
+    if tuple(size for _, size in plan.mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
+        raise PlanError(
+            f"plan {plan.name!r} is for the mesh {dict(plan.mesh)} ({plan.world_size} ranks), and this run has {dict(mesh)} "
+            f"({math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan's mesh"
+        )
+    return plan
+
+
+def _automatic(mesh: tuple[tuple[str, int], ...]) -> Plan:
+    from dataclasses import replace
+
+    world = math.prod(size for _, size in mesh)
+    if world == 1:
+        return replace(preset("single", mesh), note="chosen by 'auto': one rank, so there is nothing to shard")
+    name = "hsdp" if len(mesh) == 2 else "fsdp"
+    return replace(preset(name, mesh), note=f"chosen by 'auto': least memory per rank on {world} ranks")
+
+
+def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path | Plan) -> DeviceMesh | None:
+    """The device mesh of this run; None without a process group.
+
+    ``mesh`` may be a DeviceMesh with named dimensions or axis sizes by name, outermost first. By default it is all
+    ranks along one axis ``dp``; for ``"hsdp"``, nodes times the ranks of a node.
+
+    Raises:
+        PlanError: the mesh does not fit the ranks that there are.
+    """
+    if isinstance(plan, (str, Path)) and str(plan).endswith((".yaml", ".yml")):
+        plan = Plan.load(plan)
+    if isinstance(mesh, DeviceMesh):
+        if not mesh.mesh_dim_names:
+            raise PlanError("the mesh has no dimension names: make it with init_device_mesh(..., mesh_dim_names=('dp',))")
+        return mesh
+    wanted = dict(mesh) if mesh is not None else dict(plan.mesh) if isinstance(plan, Plan) else None
+    if not dist.is_initialized():
+        if wanted and math.prod(wanted.values()) > 1:
+            raise PlanError(
+                f"the mesh {wanted} needs {math.prod(wanted.values())} ranks and there is no process group: start with "
+                "shardgraph.launch(fn, nproc=...) or torchrun, or check the plan in one process with shardgraph.verify"
+            )
+        return None
+    world = dist.get_world_size()
+    wanted = wanted or _default_mesh(world, plan)
+    if math.prod(wanted.values()) != world:
+        raise PlanError(
+            f"the mesh {wanted} is for {math.prod(wanted.values())} ranks and {world} are running: "
+            f"axis sizes must multiply to {world}"
+        )
+    if dist.get_backend() == "nccl":
+        return init_device_mesh("cuda", tuple(wanted.values()), mesh_dim_names=tuple(wanted))
+    override = dict.fromkeys(wanted, ordered_gloo())
+    return init_device_mesh("cpu", tuple(wanted.values()), mesh_dim_names=tuple(wanted), backend_override=override)
+
+
+def _default_mesh(world: int, plan: str | Path | Plan) -> dict[str, int]:
+    if plan != "hsdp":
+        return {"dp": world}
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node or world == per_node:
+        raise PlanError(
+            f"plan 'hsdp' on {world} ranks of one node: say how to divide them, such as "
+            f"mesh={{'dp_replicate': 2, 'dp_shard': {max(world // 2, 1)}}}"
+        )
+    return {"dp_replicate": world // per_node, "dp_shard": per_node}

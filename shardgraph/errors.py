@@ -1,0 +1,59 @@
+"""Every error that shardgraph raises on purpose, one tree under :class:`ShardGraphError`.
+
+A message says three things: what was asked, why it cannot be, and what would work.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardGraphError(Exception):
+    """The root of the tree: ``except ShardGraphError`` catches everything raised here."""
+
+
+class CaptureError(ShardGraphError):
+    """The model cannot be traced into one graph; the message names the user's line."""
+
+
+class PlanError(ShardGraphError):
+    """A plan is malformed, or does not fit this model or this mesh."""
+
+
+class PassOrderError(ShardGraphError):
+    """A pass ran where what it requires is missing or what it excludes is present."""
+
+
+class GraphInvariantError(ShardGraphError):
+    """A graph is not valid between two passes: a bug in the pass that the message names."""
+
+
+class DeadlockError(ShardGraphError):
+    """The collectives of a program could block for ever; found before launch."""
+
+
+class RankMismatchError(ShardGraphError):
+    """The ranks were not given the same model, plan or input shapes."""
+
+
+class CollectiveError(ShardGraphError):
+    """A collective failed or timed out; the message names its parameter and source line."""
+
+
+class CheckpointError(ShardGraphError):
+    """A checkpoint does not fit the model."""
+
+
+class InitializationError(ShardGraphError):
+    """A model on ``meta`` has parameters that nothing initialises."""
+
+
+class LaunchError(ShardGraphError):
+    """A launched rank failed; the message carries its traceback."""
+
+
+def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:
+    """``"; did you mean 'a', 'b'?"`` for the known names most like ``name``, else ``""``."""
+    close = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)
+    return f"; did you mean {', '.join(map(repr, close))}?" if close else ""

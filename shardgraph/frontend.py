@@ -1,0 +1,137 @@
+"""``shardgraph.compile``: what a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgraph.agreement import Agreement
+from shardgraph.compiler import resolve_mesh, resolve_plan
+from shardgraph.errors import ShardGraphError
+from shardgraph.materialize import is_meta, materialize
+from shardgraph.module import ShardedModule
+from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
+from shardgraph.plan import ParameterPlan, Plan
+
+
+def compile(
+    model: nn.Module,
+    plan: str | Path | Plan = "auto",
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | Mapping[str, int] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    backend: str = "eager",
+    initialize: bool = True,
+    timeout: float = 300.0,
+    progress: bool | None = None,
+) -> ShardedModule:
+    """Compile ``model`` into a module that trains like it, sharded over the ranks of this run.
+
+    The model's parameters become the shards, in place, as with ``fully_shard``: the whole ones are freed with their last
+    reference. Each rank calls the result with its own part of the batch; gradients are the mean over ranks.
+
+    Args:
+        model: any ``nn.Module``, on any device or on ``meta``. Every rank must build the same one: the same seed, or a
+            checkpoint.
+        plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``), ``"auto"``,
+            a :class:`Plan`, or the path of a plan file (``.yaml``).
+        example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or with
+            ``example_kwargs``, compilation happens now. Otherwise at the first call.
+        example_kwargs: keyword inputs likewise.
+        mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
+        loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
+        backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
+        initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
+            checkpoint that is loaded next.
+        timeout: seconds that a rank waits for the others to compile the same program.
+        progress: show a progress line on standard error; None: on a terminal only.
+
+    Raises:
+        PlanError: the plan or mesh does not exist, is malformed, or does not fit this model or run.
+        CaptureError: the model cannot be traced into one graph; names the line.
+        RankMismatchError: ranks have different models, plans or input shapes.
+        InitializationError: something on ``meta`` has no initialisation.
+    """
+    if backend != "eager":
+        raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
+    device_mesh = resolve_mesh(mesh, plan)
+    axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True))
+    chosen = resolve_plan(plan, axes)
+    entries = chosen.resolve(named_shapes(model))
+    device = _device(device_mesh, model)
+    agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
+    agreement.agree("the model and the plan", _fingerprint(model, chosen))
+
+    shared = device_mesh if chosen.mesh else None
+    _shard_parameters(model, entries, shared, device, initialize)
+    for module in model.modules():
+        for key, value in module._buffers.items():
+            if value is not None:
+                module._buffers[key] = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+
+    if plan == "auto" and (device_mesh is None or device_mesh.get_rank() == 0):
+        print(f"shardgraph: {chosen}", flush=True)
+    sharded = ShardedModule(
+        model, chosen, shared, device=device, loss_fn=loss_fn, agreement=agreement, progress=progress
+    )
+    if example_inputs is not None or example_kwargs is not None:
+        sharded.compile_for(*(example_inputs or ()), **(example_kwargs or {}))
+    return sharded
+
+
+def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:
+    if mesh is not None:
+        return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    real = next((p.device for p in model.parameters() if not p.is_meta), None)
+    return real or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _shard_parameters(
+    model: nn.Module,
+    entries: Mapping[str, ParameterPlan],
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    initialize: bool,
+) -> None:
+    """Replace every parameter by this rank's part of it; what is on ``meta`` is initialised on the way."""
+    shapes = named_shapes(model)
+    shards: dict[str, torch.Tensor] = {}
+
+    def store(fqn: str, full: torch.Tensor) -> None:
+        shards[fqn] = cut_shard(full.detach(), entries[fqn], mesh, device)
+
+    def fetch(fqn: str) -> torch.Tensor:
+        whole = shards[fqn] if mesh is None else as_dtensor(shards[fqn], entries[fqn], shapes[fqn], mesh).full_tensor()
+        return whole.clone()
+
+    if initialize and is_meta(model):
+        materialize(model, device, store=store, fetch=fetch)
+    slots = ParameterSlots(model)
+    for fqn, parameter in list(model.named_parameters()):
+        if fqn not in shards:
+            store(fqn, parameter)
+        slots.place(fqn, shards.pop(fqn), entries[fqn], mesh)
+
+
+def _fingerprint(model: nn.Module, plan: Plan) -> str:
+    """What must be equal on all ranks before anything is sharded, a line each."""
+    lines = [plan.to_yaml(), type(model).__name__]
+    for name, parameter in model.named_parameters():
+        lines.append(f"{name}: {list(parameter.shape)} {parameter.dtype} {_checksum(parameter)}")
+    return "\n".join(lines)
+
+
+def _checksum(parameter: torch.Tensor) -> str:
+    # Enough to tell two seeds apart, cheap enough for large models: the sum of at most 1024 spread elements.
+    if parameter.is_meta or not parameter.numel():
+        return parameter.device.type
+    flat = parameter.detach().reshape(-1)
+    return f"{flat[:: max(1, flat.numel() // 1024)].double().sum().item():.17g}"

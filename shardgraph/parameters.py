@@ -1,0 +1,59 @@
+"""Parameters in their sharded form: the model's own become DTensors, under their own names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardgraph.ir import chunk_bounds
+from shardgraph.plan import SHARD, ParameterPlan
+
+
+def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The unsharded shape of every parameter by its first name."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def cut_shard(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None, device: torch.device) -> torch.Tensor:
+    """This rank's own contiguous copy, on ``device``, of its rows of ``full``; all of them without a mesh.
+
+    A ``meta`` tensor gives uninitialised memory of the same shape.
+    """
+    if mesh is not None and entry.shard_axis is not None:
+        start, stop = chunk_bounds(full.shape[0], mesh.size(entry.shard_axis), mesh.get_local_rank(entry.shard_axis))
+        full = full[start:stop]
+    local = torch.empty(full.shape, dtype=full.dtype, device=device)
+    return local if full.is_meta else local.copy_(full)
+
+
+def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of global ``shape`` of which this rank holds ``local``."""
+    placements = [Shard(0) if placement == SHARD else Replicate() for placement in entry.placements]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class ParameterSlots:
+    """Where a model keeps each of its parameters: the modules and keys that one tensor is registered under."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots: dict[str, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+        names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+        for module in model.modules():
+            for key, value in module._parameters.items():
+                if value is not None:
+                    self._slots.setdefault(names[id(value)], []).append((module._parameters, key))
+
+    def place(self, fqn: str, local: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> None:
+        """Put ``local``, this rank's shard, in the place of parameter ``fqn`` under every name that it is tied to."""
+        slots = self._slots[fqn]
+        old = slots[0][0][slots[0][1]]
+        assert old is not None
+        with torch.no_grad():
+            placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
+        new = nn.Parameter(placed, requires_grad=old.requires_grad)
+        vars(new).update(vars(old))  # attributes that libraries hang on parameters
+        for holder, key in slots:
+            holder[key] = new

@@ -1,0 +1,262 @@
+"""What a compilation decides, as data.
+
+A :class:`Plan` is frozen, refers to no live object, prints as text that a person reads and
+round-trips exactly through YAML. Whatever ``plan="auto"`` can choose can also be written by hand::
+
+    schema: 1
+    name: fsdp
+    mesh: {dp: 2}
+    prefetch: 4
+    parameters:
+      '*': {placements: [shard(0)], gradient: reduce_scatter, reshard_after_forward: true}
+      lm_head.weight: {placements: [replicate], gradient: all_reduce, reshard_after_forward: false}
+
+``parameters`` maps patterns of parameter names (shell wildcards) to what happens to them; the last
+pattern that matches wins.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from shardgraph.errors import PlanError, nearest
+
+SCHEMA = 1
+REPLICATE = "replicate"
+SHARD = "shard(0)"
+_GRADIENTS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """What happens to one parameter.
+
+    ``placements``
+        One of ``"replicate"``, ``"shard(0)"`` per mesh axis; at most one axis shards.
+    ``gradient``
+        ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
+        ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
+    ``reshard_after_forward``
+        Free the gathered parameter after forward and gather it again in backward (ZeRO-3), instead of
+        keeping it (ZeRO-1, ZeRO-2). Without effect on a replicated parameter.
+    """
+
+    placements: tuple[str, ...]
+    gradient: str = "reduce_scatter"
+    reshard_after_forward: bool = True
+
+    @property
+    def shard_axis(self) -> int | None:
+        """The mesh axis (by position) that shards the parameter, or None."""
+        return next((i for i, p in enumerate(self.placements) if p == SHARD), None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A partition plan; see the module's text for its YAML form.
+
+    ``mesh``
+        ``(axis name, size)`` pairs, outermost first; empty for one process without a group.
+    ``parameters``
+        ``(pattern, ParameterPlan)`` pairs; the last matching pattern wins.
+    ``prefetch``
+        How many parameter gathers may be under way ahead of the computation that needs them, and how
+        many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
+    ``note``
+        Why this plan: shown to people, without effect.
+    """
+
+    name: str
+    mesh: tuple[tuple[str, int], ...]
+    parameters: tuple[tuple[str, ParameterPlan], ...]
+    prefetch: int = 4
+    note: str = ""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        _check_plan(self)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the plan is for."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes, outermost first."""
+        return tuple(name for name, _ in self.mesh)
+
+    def resolve(self, shapes: Mapping[str, torch.Size]) -> dict[str, ParameterPlan]:
+        """The plan of every parameter by name.
+
+        A parameter without rows to cut (a scalar, or one of 0 elements) is replicated whatever its rule.
+
+        Raises:
+            PlanError: a pattern matches no parameter, or a parameter matches no pattern.
+        """
+        resolved: dict[str, ParameterPlan] = {}
+        for pattern, entry in self.parameters:
+            matched = fnmatch.filter(shapes, pattern)
+            if not matched and not (pattern == "*" and not shapes):
+                raise PlanError(
+                    f"plan {self.name!r} names the parameter {pattern!r}, which this model does not have"
+                    f"{nearest(pattern, shapes) or f'; it has {_some(shapes)}'}"
+                )
+            resolved |= dict.fromkeys(matched, entry)
+        if unmatched := [fqn for fqn in shapes if fqn not in resolved]:
+            raise PlanError(
+                f"plan {self.name!r} says nothing of {_some(unmatched)}: add a pattern that matches, such as '*'"
+            )
+        return {fqn: _fit(resolved[fqn], shape) for fqn, shape in shapes.items()}
+
+    def save(self, path: str | Path) -> None:
+        """Write the YAML form to ``path``."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            PlanError: there is no such file, or a field of it is not what it may be.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan file {str(path)!r}: {error.strerror}") from error
+        return cls.from_yaml(text, source=str(path))
+
+    def to_yaml(self) -> str:
+        """The YAML form; ``Plan.from_yaml`` of it equals this plan."""
+        data = {
+            "schema": self.schema,
+            "name": self.name,
+            "note": self.note,
+            "mesh": dict(self.mesh),
+            "prefetch": self.prefetch,
+            "parameters": {
+                pattern: {
+                    "placements": list(entry.placements),
+                    "gradient": entry.gradient,
+                    "reshard_after_forward": entry.reshard_after_forward,
+                }
+                for pattern, entry in self.parameters
+            },
+        }
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+    @classmethod
+    def from_yaml(cls, text: str, source: str = "the plan") -> Plan:
+        """Parse the YAML form; ``source`` names it in errors."""
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise PlanError(f"{source} is not YAML: {error}") from error
+        return _from_data(data, source)
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh) or "one process"
+        lines = [f"plan {self.name} on {mesh}, prefetch {self.prefetch}" + (f": {self.note}" if self.note else "")]
+        width = max((len(pattern) for pattern, _ in self.parameters), default=0)
+        for pattern, entry in self.parameters:
+            where = ", ".join(f"{p} over {axis}" for p, axis in zip(entry.placements, self.axes, strict=True))
+            again = ""
+            if entry.shard_axis is not None:
+                again = "; gathered again in backward" if entry.reshard_after_forward else "; kept for backward"
+            lines.append(f"  {pattern:<{width}}  {where or 'whole'}; gradient {entry.gradient}{again}")
+        return "\n".join(lines)
+
+
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    names = list(names)
+    return ", ".join(map(repr, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _fit(entry: ParameterPlan, shape: torch.Size) -> ParameterPlan:
+    if entry.shard_axis is None or (len(shape) and math.prod(shape)):
+        return entry
+    return replace(entry, placements=(REPLICATE,) * len(entry.placements), gradient="all_reduce")
+
+
+# -- validation ------------------------------------------------------------------------------------
+
+
+def _check_plan(plan: Plan) -> None:
+    def refuse(field: str, value: object, allowed: str) -> None:
+        raise PlanError(f"plan {plan.name!r}: {field} is {value!r}; it may be {allowed}")
+
+    if plan.schema != SCHEMA:
+        refuse("schema", plan.schema, f"{SCHEMA}, the one that this version of shardgraph reads")
+    if not isinstance(plan.prefetch, int) or isinstance(plan.prefetch, bool) or plan.prefetch < 0:
+        refuse("prefetch", plan.prefetch, "a whole number from 0")
+    if len(set(plan.axes)) != len(plan.axes):
+        refuse("mesh", dict(plan.mesh), "axes with different names")
+    for axis, size in plan.mesh:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            refuse(f"mesh.{axis}", size, "a whole number from 1")
+    for pattern, entry in plan.parameters:
+        here = f"parameters.{pattern}"
+        for placement in entry.placements:
+            if placement not in (REPLICATE, SHARD):
+                refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for each mesh axis")
+        if len(entry.placements) != len(plan.mesh):
+            refuse(f"{here}.placements", list(entry.placements), f"one for each of the {len(plan.mesh)} mesh axes")
+        if sum(p == SHARD for p in entry.placements) > 1:
+            refuse(f"{here}.placements", list(entry.placements), "sharded over one mesh axis at most")
+        if entry.gradient not in _GRADIENTS:
+            refuse(f"{here}.gradient", entry.gradient, " or ".join(map(repr, _GRADIENTS)))
+        if entry.gradient == "reduce_scatter" and entry.shard_axis is None and plan.mesh:
+            refuse(f"{here}.gradient", entry.gradient, "'all_reduce' for a parameter that is not sharded")
+        if not isinstance(entry.reshard_after_forward, bool):
+            refuse(f"{here}.reshard_after_forward", entry.reshard_after_forward, "true or false")
+
+
+def _from_data(data: Any, source: str) -> Plan:
+    def take(mapping: Any, path: str, kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(mapping, dict):
+            raise PlanError(f"{source}: {path or 'the file'} is {mapping!r}; it may be a mapping of {', '.join(fields)}")
+        prefix = f"{path}." if path else ""
+        for key in mapping:
+            if key not in fields:
+                known = nearest(str(key), fields) or f"; the fields are {', '.join(fields)}"
+                raise PlanError(f"{source}: unknown field {prefix}{key}{known}")
+        for key, expected in fields.items():
+            if key not in mapping:
+                required = {f for f in fields if f in _REQUIRED[kind]}
+                if key in required:
+                    raise PlanError(f"{source}: the field {prefix}{key} is missing; it may be {expected[1]}")
+            elif not isinstance(mapping[key], expected[0]):
+                raise PlanError(f"{source}: {prefix}{key} is {mapping[key]!r}; it may be {expected[1]}")
+        return mapping
+
+    top = take(data, "", Plan, _PLAN_FIELDS)
+    entries = []
+    for pattern, value in top["parameters"].items():
+        entry = take(value, f"parameters.{pattern}", ParameterPlan, _PARAMETER_FIELDS)
+        entries.append((str(pattern), ParameterPlan(**{**entry, "placements": tuple(entry["placements"])})))
+    mesh = tuple((str(axis), size) for axis, size in top["mesh"].items())
+    return Plan(**{**top, "mesh": mesh, "parameters": tuple(entries)})
+
+
+_PLAN_FIELDS = {
+    "schema": (int, f"{SCHEMA}"),
+    "name": (str, "a text"),
+    "note": (str, "a text"),
+    "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
+    "prefetch": (int, "a whole number from 0"),
+    "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
+}
+_PARAMETER_FIELDS = {
+    "placements": (list, f"a list of {REPLICATE!r} or {SHARD!r}, one for each mesh axis"),
+    "gradient": (str, " or ".join(map(repr, _GRADIENTS))),
+    "reshard_after_forward": (bool, "true or false"),
+}
+_REQUIRED = {Plan: {"schema", "name", "mesh", "parameters"}, ParameterPlan: {"placements"}}

@@ -1,0 +1,300 @@
+"""A program: what a compilation emits for one kind of call, and how it runs on this rank."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardgraph import _torch, ir
+from shardgraph._torch import pytree
+from shardgraph.bind import bind
+from shardgraph.errors import CollectiveError, ShardGraphError
+from shardgraph.ir import (
+    Accumulated,
+    Buffer,
+    Input,
+    IntermediateBase,
+    JointGraph,
+    Mutation,
+    Output,
+    Parameter,
+    Role,
+    Saved,
+    Tangent,
+)
+from shardgraph.parameters import as_dtensor
+from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.rewrite.accumulate_gradients import AddAccumulated, KeepGradientsLocal
+from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.rng import rank_generator
+
+
+@dataclass(eq=False)
+class Program:
+    """Forward and backward graphs, the same on every rank, and what is needed to call them.
+
+    ``joint`` is the graph as captured, before any rewrite; ``random`` says whether forward draws random numbers.
+    """
+
+    joint: JointGraph
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    plan: Plan
+    parameters: Mapping[str, ParameterPlan]
+    shapes: Mapping[str, torch.Size]
+    context: Context
+
+    @property
+    def out_spec(self) -> Any:
+        """The pytree of what the model returns."""
+        return self.joint.out_spec
+
+    @property
+    def aliases(self) -> dict[int, ir.OutputAlias]:
+        """Outputs that are views of something else."""
+        return self.joint.aliases
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether forward draws random numbers."""
+        tag = torch.Tag.nondeterministic_seeded
+        return any(tag in getattr(node.target, "tags", ()) for node in self.forward.graph.nodes)
+
+    @cached_property
+    def text(self) -> str:
+        """Both graphs as text, the same on every rank: what ranks compare before they run."""
+        halves = [half for half in (self.forward, self.backward) if half is not None]
+        return "\n".join(node.format_node() or "" for half in halves for node in half.graph.nodes)
+
+    def backward_variant(self, name: str) -> fx.GraphModule:
+        """The backward graph ``"reduce"``, ``"local"`` (of ``no_sync``) or ``"accumulate"`` (that ends it)."""
+        assert self.backward is not None
+        if name == "reduce":
+            return self.backward
+        variant = fx.GraphModule(self.backward, fx.Graph())
+        variant.graph.output(variant.graph.graph_copy(self.backward.graph, {}))
+        variant.graph.output_node().meta = dict(self.backward.graph.output_node().meta)
+        step = KeepGradientsLocal() if name == "local" else AddAccumulated()
+        run_passes(variant, (step,), replace(self.context, facts=set(self.context.facts)))
+        return variant
+
+
+@dataclass(frozen=True)
+class State:
+    """What calls of one sharded module share: its tensors, and gradients that wait for their reduction."""
+
+    model: nn.Module
+    mesh: DeviceMesh | None
+    unreduced: dict[str, torch.Tensor]
+    device: torch.device
+
+    def value(self, role: Role, leaves: Sequence[Any]) -> Any:
+        """The tensor that a placeholder of this role stands for."""
+        if isinstance(role, Parameter):
+            return self.model.get_parameter(role.fqn)
+        if isinstance(role, Buffer):
+            return _attribute(self.model, role.fqn)
+        assert isinstance(role, Input)
+        return leaves[role.index]
+
+
+def _attribute(model: nn.Module, fqn: str) -> Any:
+    path, _, key = fqn.rpartition(".")
+    return getattr(model.get_submodule(path), key)
+
+
+class Executable:
+    """A :class:`Program` bound to this rank, ready to be called."""
+
+    def __init__(self, program: Program, state: State) -> None:
+        self.program, self.state = program, state
+        self.forward = _Bound(program.forward, state.mesh)
+        self._backwards: dict[str, _Bound] = {}
+
+    @cached_property
+    def through_autograd(self) -> list[int]:
+        """Positions of forward's results that autograd returns: tensors that the user sees, or whose views."""
+
+        def passes(role: Role | None, value: Any) -> bool:
+            shown = isinstance(role, Output) and role.index not in self.program.aliases
+            return isinstance(value, fx.Node) and (shown or isinstance(role, IntermediateBase))
+
+        return [i for i, (role, value) in enumerate(self.forward.gives) if passes(role, value)]
+
+    def backward(self, name: str) -> _Bound:
+        """The bound backward variant of this name; see :meth:`Program.backward_variant`."""
+        if name not in self._backwards:
+            self._backwards[name] = _Bound(self.program.backward_variant(name), self.state.mesh)
+        return self._backwards[name]
+
+    def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
+        """Run on the flattened inputs of a call; returns what the model would. ``sync()`` is asked in backward."""
+        inputs = [self.state.value(role, leaves) for role in self.forward.takes]
+        if self.program.backward is None:
+            with torch.no_grad():
+                results = self.run_forward([_torch.local_tensor(value) for value in inputs], leaves)
+        else:
+            box: list[Any] = []
+            tensors = _Run.apply(self, leaves, sync, box, *inputs)
+            results = box[0]
+            for position, tensor in zip(self.through_autograd, tensors, strict=True):
+                results[position] = tensor
+        return self._rebuild(results, leaves)
+
+    def run_forward(self, inputs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        """Run the forward graph on local tensors and write what it mutates; returns its raw results."""
+        mesh = self.state.mesh
+        if self.program.random and mesh is not None and self.program.plan.world_size > 1:
+            with rank_generator(mesh_rank(mesh), self.program.plan.world_size, self.state.device):
+                results = self.forward(inputs)
+        else:
+            results = self.forward(inputs)
+        for (role, _), value in zip(self.forward.gives, results, strict=True):
+            if isinstance(role, Mutation):
+                _torch.local_tensor(self.state.value(role.of, leaves)).copy_(value)
+        return results
+
+    def _rebuild(self, results: list[Any], leaves: Sequence[Any]) -> Any:
+        by_role = {role: value for (role, _), value in zip(self.forward.gives, results, strict=True)}
+        values = {role.index: value for role, value in by_role.items() if isinstance(role, Output)}
+        for index, alias in self.program.aliases.items():
+            base = leaves[alias.base.index] if isinstance(alias.base, Input) else by_role.get(alias.base)
+            base = self.state.value(alias.base, leaves) if isinstance(alias.base, Buffer) else base
+            if alias.size is None:
+                values[index] = base
+            else:
+                values[index] = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+        return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.out_spec)
+
+
+def mesh_rank(mesh: DeviceMesh) -> int:
+    """This rank's position in the flattened mesh, row by row."""
+    rank = 0
+    for axis in range(mesh.ndim):
+        rank = rank * mesh.size(axis) + mesh.get_local_rank(axis)
+    return rank
+
+
+class _Bound:
+    """One graph bound to this rank, called with a list that it empties."""
+
+    def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None) -> None:
+        self.module = bind(gm, mesh)
+        self.takes = list(ir.placeholders(self.module))
+        self.gives = ir.outputs(self.module)
+        self._call = _torch.boxed(self.module)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        try:
+            return list(self._call(inputs))
+        except RuntimeError as error:
+            node = self._failing_node(error)
+            if node is None or isinstance(error, ShardGraphError):
+                raise
+            raise CollectiveError(
+                f"{ir.describe_collective(node)} failed: {error}\n"
+                "  another rank died, left this step early or runs another program; look at its output first"
+            ) from error
+
+    def _failing_node(self, error: BaseException) -> fx.Node | None:
+        """The collective whose line of generated code raised, or None when another operation did."""
+        trace, found = error.__traceback__, None
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if "eval_with_key" in code.co_filename:
+                line = re.match(r"\s*(\w+)", linecache.getline(code.co_filename, trace.tb_lineno))
+                found = line.group(1) if line else found
+            trace = trace.tb_next
+        for node in self.module.graph.nodes:
+            if node.name == found:
+                if node.target is ir.WAIT:
+                    node = node.args[0]
+                return node if ir.is_collective(node) else None
+        return None
+
+
+class _Run(torch.autograd.Function):
+    """Ties the two graphs into autograd. Parameters enter as DTensors and get DTensor gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, executable: Executable, leaves: Any, sync: Any, box: list[Any], *inputs: Any) -> Any:
+        results = executable.run_forward([_torch.local_tensor(value) for value in inputs], leaves)
+        gives = executable.forward.gives
+        saved = [value for (role, _), value in zip(gives, results, strict=True) if isinstance(role, Saved)]
+        ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
+        ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]
+        ctx.executable, ctx.sync = executable, sync
+        ctx.set_materialize_grads(False)
+
+        wanted = set(executable.backward("reduce").takes)
+        ctx.tangents = []
+        for i in executable.through_autograd:
+            role = gives[i][0]
+            ctx.tangents.append(Tangent(role.index if isinstance(role, Output) else -1 - role.index))
+            if ctx.tangents[-1] not in wanted:
+                ctx.mark_non_differentiable(results[i])
+        box.append(results)
+        return tuple(results[i] for i in executable.through_autograd)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        executable: Executable = ctx.executable
+        state, program = executable.state, executable.program
+        tensors = list(ctx.saved_tensors)
+        if not _torch.keep_graph():
+            ctx.maybe_clear_saved_tensors()
+        restored = iter(tensors)
+        saved = [next(restored) if value is None else value for value in ctx.constants]
+        tangents = dict(zip(ctx.tangents, grads, strict=True))
+        del tensors, restored, grads
+
+        local = not ctx.sync() and state.mesh is not None and program.plan.world_size > 1
+        variant = executable.backward("local" if local else "accumulate" if state.unreduced else "reduce")
+        inputs = []
+        for role, node in ir.placeholders(variant.module).items():
+            if isinstance(role, Saved):
+                inputs.append(saved[role.index])
+            elif isinstance(role, Tangent):
+                inputs.append(_tangent(tangents.pop(role), node.meta["val"]))
+            elif isinstance(role, Accumulated):
+                earlier = state.unreduced.pop(role.of.fqn, None)
+                inputs.append(torch.zeros_like(node.meta["val"], device=state.device) if earlier is None else earlier)
+        del saved, tangents
+        values = {role.of: value for (role, _), value in zip(variant.gives, variant(inputs), strict=True)}
+        return (None, None, None, None, *[_gradient(executable, role, values.get(role), local) for role in executable.forward.takes])
+
+
+def _tangent(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The incoming gradient in the memory layout that the graph was traced with; zeros where there is none."""
+    if grad is None:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+    if grad.stride() == like.stride():
+        return grad
+    return torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _gradient(executable: Executable, role: Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
+    """What autograd gets for an input: a DTensor for a DTensor; nothing yet for a gradient kept local."""
+    state = executable.state
+    if value is None or not isinstance(role, Parameter):
+        return value
+    parameter = state.model.get_parameter(role.fqn)
+    if not isinstance(parameter, DTensor):
+        return value
+    if local:
+        earlier = state.unreduced.get(role.fqn)
+        state.unreduced[role.fqn] = value if earlier is None else earlier + value
+        return None
+    entry = executable.program.parameters[role.fqn]
+    assert state.mesh is not None
+    return as_dtensor(value, entry, parameter.shape, state.mesh)

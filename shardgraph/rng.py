@@ -1,0 +1,37 @@
+"""Random numbers on data-parallel ranks: different on each, reproducible on all.
+
+Users seed every rank alike, so that initialisation agrees. Dropout must then still differ between ranks that
+see different data. Each forward draws one number from the default generator (the same on every rank)
+and derives a seed for its rank from it; the default generator moves on by that one draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """The seed of data-parallel ``rank`` in a step whose common draw was ``seed``; rank 0 keeps it."""
+    return (seed + _GOLDEN * rank) % 2**63
+
+
+@contextmanager
+def rank_generator(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
+    """Run the body with ``device``'s (and the CPU's) generator seeded for ``rank`` of ``world_size``.
+
+    With one rank the body sees the default generators as they are, so that it draws what the
+    original model would.
+    """
+    if world_size == 1:
+        yield
+        return
+    common = int(torch.randint(2**62, (), device="cpu").item())
+    accelerators = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
+        torch.manual_seed(rank_seed(common, rank))
+        yield
