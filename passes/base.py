@@ -117,4 +117,6 @@ def _check_graph(step: Pass, gm: fx.GraphModule, before: list[tuple[Role | None,
             raise GraphInvariantError(f"the pass {step.name!r} made the node {node.name!r} without meta['val']")
     for (role, old), (new_role, new) in zip(before, _signature(gm), strict=True):
         if role != new_role or old != new:
-            raise GraphInvariantError(f"the pass {step.name!r} changed the result {role} from {old} to {new_role} {new}")
+            raise GraphInvariantError(
+                f"the pass {step.name!r} changed the result {role} from {old} to {new_role} {new}"
+            )

@@ -22,7 +22,9 @@ class Emitter:
         self.graph, self.context, self.point = gm.graph, context, after
         self.meta = {"subject": subject, "source": source}
 
-    def call(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], like: torch.Tensor, **meta: Any) -> fx.Node:
+    def call(
+        self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], like: torch.Tensor, **meta: Any
+    ) -> fx.Node:
         """One node calling ``target``; its value has ``shape`` and the dtype and device of ``like``."""
         with self.graph.inserting_after(self.point):
             node = self.graph.call_function(target, args)

@@ -1,1 +1,51 @@
-"""shardgraph: a compiler for distributed training with PyTorch."""
+"""shardgraph: a compiler for distributed training with PyTorch.
+
+    sharded = shardgraph.compile(model, plan="fsdp")
+
+captures an unmodified module as one graph, rewrites it with the collectives that a plan asks for and gives back a
+module that trains like the original, on every rank of the run. Read next: :func:`compile`, :class:`Plan`,
+:func:`verify`, :func:`launch`.
+"""
+
+from shardgraph.errors import (
+    CaptureError,
+    CheckpointError,
+    CollectiveError,
+    DeadlockError,
+    GraphInvariantError,
+    InitializationError,
+    LaunchError,
+    PassOrderError,
+    PlanError,
+    RankMismatchError,
+    ShardGraphError,
+)
+from shardgraph.frontend import compile
+from shardgraph.launch import launch
+from shardgraph.module import ShardedModule
+from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.presets import preset
+from shardgraph.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "CollectiveError",
+    "DeadlockError",
+    "GraphInvariantError",
+    "InitializationError",
+    "LaunchError",
+    "ParameterPlan",
+    "PassOrderError",
+    "Plan",
+    "PlanError",
+    "RankMismatchError",
+    "ShardGraphError",
+    "ShardedModule",
+    "compile",
+    "launch",
+    "preset",
+    "verify",
+]

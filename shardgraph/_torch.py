@@ -41,8 +41,8 @@ __all__ = [
     "export_joint",
     "keep_graph",
     "local_tensor",
-    "pytree",
     "ordered_gloo",
+    "pytree",
 ]
 
 DynamoError = dynamo.exc.TorchDynamoException

@@ -177,7 +177,7 @@ def _explain(name: str, message: str) -> str:
     hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
     return (
         f"{name} cannot be captured as one graph: {reason}{where}\n"
-        f"  shardgraph compiles the whole forward, so each of its operations must not depend on tensor values in Python."
+        "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
         f"{hints}"
     )
 
@@ -221,7 +221,9 @@ def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[
         )
 
     output = gm.graph.output_node()
-    results = list(zip([role(d) for d in output.meta["desc"]], pytree.tree_leaves(output.args, is_leaf=_is_none), strict=True))
+    results = list(
+        zip([role(d) for d in output.meta["desc"]], pytree.tree_leaves(output.args, is_leaf=_is_none), strict=True)
+    )
     seen: dict[Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         node.meta["role"] = role(node.meta["desc"])
@@ -250,8 +252,14 @@ def _is_none(value: Any) -> bool:
 
 
 def _source_line(node: fx.Node) -> str:
+    """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    if frames:
+        return f"{frames[-1][0]}:{frames[-1][1]}"
+    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        name = path.removeprefix("L['self']").lstrip(".") or "root"
+        return f"module {name}, {getattr(kind, '__name__', kind)}"
+    return ""
 
 
 def _sum_tied_gradients(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> list[tuple[Role | None, Any]]:
@@ -283,8 +291,8 @@ def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], Role | None])
             base = role(state.flat_args_descs[info.base_idx])
             if isinstance(base, Parameter):
                 raise CaptureError(
-                    f"the forward returns the parameter {base.fqn!r} itself, or a view of it, and a sharded program does "
-                    "not hold it whole: return a copy, such as parameter.clone()"
+                    f"the forward returns the parameter {base.fqn!r} itself, or a view of it, and a sharded program "
+                    "does not hold it whole: return a copy, such as parameter.clone()"
                 )
             base_value = placeholders(gm)[base].meta["val"]
         elif kind in (OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,14 @@ def resolve_plan(plan: str | Path | Plan, mesh: tuple[tuple[str, int], ...]) -> 
         raise PlanError(f"a plan is a name, a Plan or the path of a plan file, and this is a {type(plan).__name__}")
     if tuple(size for _, size in plan.mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
         raise PlanError(
-            f"plan {plan.name!r} is for the mesh {dict(plan.mesh)} ({plan.world_size} ranks), and this run has {dict(mesh)} "
-            f"({math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan's mesh"
+            f"plan {plan.name!r} is for the mesh {dict(plan.mesh)} ({plan.world_size} ranks), and this run has "
+            f"{dict(mesh)} ("
+            f"{math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan's mesh"
         )
     return plan
 
 
 def _automatic(mesh: tuple[tuple[str, int], ...]) -> Plan:
-    from dataclasses import replace
-
     world = math.prod(size for _, size in mesh)
     if world == 1:
         return replace(preset("single", mesh), note="chosen by 'auto': one rank, so there is nothing to shard")
@@ -138,7 +138,9 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
         plan = Plan.load(plan)
     if isinstance(mesh, DeviceMesh):
         if not mesh.mesh_dim_names:
-            raise PlanError("the mesh has no dimension names: make it with init_device_mesh(..., mesh_dim_names=('dp',))")
+            raise PlanError(
+                "the mesh has no dimension names: make it with init_device_mesh(..., mesh_dim_names=('dp',))"
+            )
         return mesh
     wanted = dict(mesh) if mesh is not None else dict(plan.mesh) if isinstance(plan, Plan) else None
     if not dist.is_initialized():

@@ -35,16 +35,16 @@ def compile(
 ) -> ShardedModule:
     """Compile ``model`` into a module that trains like it, sharded over the ranks of this run.
 
-    The model's parameters become the shards, in place, as with ``fully_shard``: the whole ones are freed with their last
-    reference. Each rank calls the result with its own part of the batch; gradients are the mean over ranks.
+    The model's parameters become the shards, in place, as with ``fully_shard``: the whole ones are freed with their
+    last reference. Each rank calls the result with its own part of the batch; gradients are the mean over ranks.
 
     Args:
         model: any ``nn.Module``, on any device or on ``meta``. Every rank must build the same one: the same seed, or a
             checkpoint.
         plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``), ``"auto"``,
             a :class:`Plan`, or the path of a plan file (``.yaml``).
-        example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or with
-            ``example_kwargs``, compilation happens now. Otherwise at the first call.
+        example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or
+            with ``example_kwargs``, compilation happens now. Otherwise at the first call.
         example_kwargs: keyword inputs likewise.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.

@@ -92,9 +92,7 @@ class Accumulated:
     of: Parameter
 
 
-Role = (
-    Parameter | Buffer | Input | Tangent | Saved | Output | IntermediateBase | Mutation | Gradient | Accumulated
-)
+Role = Parameter | Buffer | Input | Tangent | Saved | Output | IntermediateBase | Mutation | Gradient | Accumulated
 
 
 def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:
@@ -222,4 +220,6 @@ def describe_collective(node: fx.Node) -> str:
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
     where = f" ({node.meta['source']})" if node.meta.get("source") else ""
-    return f"{what} of {node.meta.get('subject', node.name)}{shape} over {node.meta.get('axis', group_of(node))!r}{where}"
+    return (
+        f"{what} of {node.meta.get('subject', node.name)}{shape} over {node.meta.get('axis', group_of(node))!r}{where}"
+    )

@@ -13,14 +13,14 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph import _torch, checkpoint
+from shardgraph import _torch, checkpoint, picture
 from shardgraph._torch import pytree
 from shardgraph.agreement import Agreement
 from shardgraph.compiler import STAGES, build_program
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.plan import Plan
-from shardgraph.progress import Progress
 from shardgraph.program import Executable, State
+from shardgraph.progress import Progress
 
 _MAX_PROGRAMS = 64  # programs kept; the least recently used goes first
 
@@ -89,7 +89,7 @@ class ShardedModule(nn.Module):
         """
         if self.loss_fn is None:
             raise ShardGraphError(
-                "train_step needs the loss in the program: shardgraph.compile(model, loss_fn=lambda output, target: ...)"
+                "train_step needs the loss in the program: give shardgraph.compile a loss_fn(output, target)"
             )
         loss = self._run(args, {**kwargs, "target": target}, self.loss_fn)
         loss.backward()
@@ -151,9 +151,7 @@ class ShardedModule(nn.Module):
     def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
         def build(values: list[Any]) -> Any:
             args, kwargs = pytree.tree_unflatten(values, spec)
-            return build_program(
-                model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show
-            )
+            return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
 
         lifted = self._numbers.lift(leaves, spec)
         try:
@@ -166,7 +164,9 @@ class ShardedModule(nn.Module):
     def _key(self, leaves: list[Any], spec: Any, loss_fn: Any) -> tuple[Any, ...]:
         model = self.__dict__["original"]
         kinds = tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for leaf in leaves
         )
         modes = tuple(module.training for module in model.modules())
@@ -186,6 +186,12 @@ class ShardedModule(nn.Module):
         """The backward graph of the latest program, or None for one without gradients."""
         executable = self._compiled()
         return None if executable.program.backward is None else executable.backward("reduce").module
+
+    def draw(self, path: str | Path) -> Path:
+        """Write a picture of the partition plan of the latest program, a self-contained SVG file; returns its path."""
+        program = self._compiled().program
+        shapes = {fqn: tuple(shape) for fqn, shape in program.shapes.items()}
+        return picture.draw(program.forward, program.backward, self.plan.mesh, program.parameters, shapes, path)
 
     def _compiled(self) -> Executable:
         if self._latest is None:
@@ -241,9 +247,9 @@ class _Numbers:
 
     def see(self, leaves: list[Any], spec: Any) -> None:
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-                if self._seen.setdefault((spec, i), leaf) != leaf:
-                    self._changing.add((spec, i))
+            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            if number and self._seen.setdefault((spec, i), leaf) != leaf:
+                self._changing.add((spec, i))
 
     def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
         if spec in self._constant or not self._changing:

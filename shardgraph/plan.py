@@ -222,7 +222,9 @@ def _check_plan(plan: Plan) -> None:
 def _from_data(data: Any, source: str) -> Plan:
     def take(mapping: Any, path: str, kind: type, fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(mapping, dict):
-            raise PlanError(f"{source}: {path or 'the file'} is {mapping!r}; it may be a mapping of {', '.join(fields)}")
+            raise PlanError(
+                f"{source}: {path or 'the file'} is {mapping!r}; it may be a mapping of {', '.join(fields)}"
+            )
         prefix = f"{path}." if path else ""
         for key in mapping:
             if key not in fields:

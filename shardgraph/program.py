@@ -271,7 +271,13 @@ class _Run(torch.autograd.Function):
                 inputs.append(torch.zeros_like(node.meta["val"], device=state.device) if earlier is None else earlier)
         del saved, tangents
         values = {role.of: value for (role, _), value in zip(variant.gives, variant(inputs), strict=True)}
-        return (None, None, None, None, *[_gradient(executable, role, values.get(role), local) for role in executable.forward.takes])
+        return (
+            None,
+            None,
+            None,
+            None,
+            *[_gradient(executable, role, values.get(role), local) for role in executable.forward.takes],
+        )
 
 
 def _tangent(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from shardgraph.passes.base import Context
 class OverlapCollectives:
     """Takes a forward or backward graph; gives the same one with collectives started early and awaited late.
 
-    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many are under way while the
-    computation goes on. A gradient's reduction is awaited only once ``plan.prefetch`` later ones have started.
+    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many are under way
+    while the computation goes on. A gradient's reduction is awaited only once ``plan.prefetch`` later ones have started.
     All ranks hold the same text, so all still issue the same collectives in the same order.
 
     Must not change: which nodes there are, and what each computes.
@@ -37,18 +37,13 @@ class OverlapCollectives:
 def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
     starts = [node for node in collectives(gm) if node.meta.get("kind") == "gathered"]
     waits = [next(user for user in start.users if user.target is WAIT) for start in starts]
-    top = next((node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr")), None)
-    for i, start in enumerate(starts):
-        before = waits[i - depth] if i >= depth else top
-        if before is None or before is start:
-            continue
-        prepare = start.args[0]
-        if isinstance(prepare, fx.Node) and prepare.op == "call_function":  # its padding comes along
-            if prepare is before:
-                before = start
-            before.prepend(prepare)
-        if before is not start:
-            before.prepend(start)
+    for i, start in enumerate(starts[1:], start=1):
+        point = waits[i - depth].prev if i >= depth else starts[i - 1]
+        padding = start.args[0]
+        if isinstance(padding, fx.Node) and padding.op == "call_function":
+            point.append(padding)
+            point = padding
+        point.append(start)
 
 
 def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:

@@ -1,9 +1,9 @@
 """The split of a joint graph into a forward and a backward graph.
 
 Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
-forward's values is either saved, or, for nodes with ``meta["recompute"]`` and the views and casts of them, computed again:
-a parameter that is resharded after forward is gathered a second time this way. The graph is split
-once; nothing partitions it again.
+forward's values is either saved, or, for nodes with ``meta["recompute"]`` and the views and casts of them,
+computed again: a parameter that is resharded after forward is gathered a second time this way. The graph is
+split once; nothing partitions it again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+# Every target sets up what it needs: Python 3.11 or newer and make are enough.
+PYTHON ?= python3
+# A CPU build is enough. Another one: make demo TORCH="torch==2.12.0 --index-url <your index>"
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/train_gpt.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Types are checked on an installed wheel: in the source tree the packages do not have their names.
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build $(VENV)/wheel && $(BIN)/pip install --quiet --no-deps --target $(VENV)/wheel .
+	cd $(VENV) && MYPYPATH=wheel bin/mypy --config-file ../pyproject.toml -p shardgraph
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/train_step.py
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,203 @@
+"""The static check that a program's collectives cannot block for ever, made before anything is launched.
+
+A collective returns once every member of its group has issued it, so ranks deadlock when members of a
+group disagree on what comes next, or when they wait for each other in a circle of groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from shardgraph.errors import DeadlockError, nearest
+from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, WAIT, collectives, describe_collective, group_of
+from shardgraph.passes.analysis.wire import operation_of
+
+Mesh = tuple[tuple[str, int], ...]
+
+_GROUP_SIZE_ARGUMENT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective by one rank.
+
+    ``id`` is for people; ``group`` are the global ranks that must all call it, ascending; ``signature`` is
+    the shape and dtype of its input.
+    """
+
+    id: str
+    operation: str
+    group: tuple[int, ...]
+    signature: str
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def check_program(gm: fx.GraphModule, mesh: Mesh) -> None:
+    """Check the collectives of a symbolic graph on all ranks of ``mesh``, in time independent of their number.
+
+    Every rank runs the same text, so this is as strong as :func:`check_collective_order` over all ranks:
+
+    * The groups of a mesh axis partition the ranks, and members of a group differ in that coordinate only.
+      Which calls go to "my group along the axis" is written in the text, so all members make the same
+      calls in the same order with the same signatures. What ranks could disagree on is whether the axis
+      exists and how long it is; that is what is checked, once per call in the text.
+    * A call is made at one place of the text, the same for all members. Along a rank's program order the place
+      only grows, so no circle of "is issued before" can close, whatever groups it would run through.
+
+    Raises:
+        DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
+    """
+    sizes = dict(mesh)
+    for node in collectives(gm):
+        _check_group(node, sizes)
+
+
+def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective]:
+    """What ``rank`` issues when it runs the symbolic graph on ``mesh``, in program order.
+
+    Ranks are numbered row-major over the mesh, the last axis fastest, as a DeviceMesh does.
+
+    Raises:
+        DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
+    """
+    sizes = dict(mesh)
+    groups = {axis: _group_along(mesh, axis, rank) for axis in sizes}
+    calls = []
+    for node in collectives(gm):
+        _check_group(node, sizes)
+        tensor = node.args[0].meta["val"]
+        calls.append(
+            Collective(
+                id=describe_collective(node),
+                operation=operation_of(node),
+                group=groups[group_of(node)],
+                signature=f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}",
+            )
+        )
+    return calls
+
+
+def _group_along(mesh: Mesh, axis: str, rank: int) -> tuple[int, ...]:
+    """The ranks whose mesh coordinates differ from those of ``rank`` along ``axis`` only."""
+    names = [name for name, _ in mesh]
+    stride = math.prod(size for _, size in mesh[names.index(axis) + 1 :])
+    size = dict(mesh)[axis]
+    first = rank - (rank // stride % size) * stride
+    return tuple(range(first, first + size * stride, stride))
+
+
+def _check_group(node: fx.Node, sizes: Mapping[str, int]) -> None:
+    axis = group_of(node)
+    if axis not in sizes:
+        raise DeadlockError(
+            f"{describe_collective(node)} names the mesh axis {axis!r}, and the mesh is {dict(sizes)}"
+            f": nobody would answer; give the collective an axis of the mesh{nearest(axis, sizes)}"
+        )
+    position = _GROUP_SIZE_ARGUMENT.get(node.target)
+    if position is not None and node.args[position] != sizes[axis]:
+        raise DeadlockError(
+            f"{describe_collective(node)} expects {node.args[position]} ranks, and the mesh axis {axis!r} has "
+            f"{sizes[axis]}: compile the program for the mesh that it runs on"
+        )
+
+
+# -- any ranks' sequences --------------------------------------------------------------------------
+
+
+def check_collective_order(sequences: Mapping[int, Sequence[Collective]]) -> None:
+    """Check that the ranks' calls, each rank's in its program order, can all complete.
+
+    Sufficient for any backend: a circle between groups counts as a deadlock even where calls are asynchronous,
+    because NCCL may run out of the resources that it takes to have all of them under way.
+
+    Raises:
+        DeadlockError: members of a group disagree about its k-th call, a member does not make it, or the
+            orders of calls across groups form a circle.
+    """
+    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
+    for rank, calls in sequences.items():
+        for call in calls:
+            if rank not in call.group:
+                raise DeadlockError(
+                    f"rank {rank} issues {call.id} on the ranks {call.group}, to which it does not belong: "
+                    "only members of a group may use it"
+                )
+            by_group.setdefault(call.group, {}).setdefault(rank, []).append(call)
+    for group, calls_of in by_group.items():
+        _check_members_agree(group, calls_of)
+    _check_no_circle(sequences)
+
+
+def _check_members_agree(group: tuple[int, ...], calls_of: Mapping[int, Sequence[Collective]]) -> None:
+    speaker = next(iter(calls_of))
+    for rank in group:
+        ours, theirs = calls_of[speaker], calls_of.get(rank, [])
+        for k, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            if (a.operation, a.signature) != (b.operation, b.signature):
+                raise DeadlockError(
+                    f"the ranks {group} disagree about their collective number {k}: rank {speaker} issues {a.id} "
+                    f"[{a.operation} {a.signature}], rank {rank} issues {b.id} [{b.operation} {b.signature}]; "
+                    "all members must issue the same operation on the same shape"
+                )
+        if len(ours) != len(theirs):
+            k = min(len(ours), len(theirs))
+            caller, silent, more = (speaker, rank, ours) if len(ours) > k else (rank, speaker, theirs)
+            raise DeadlockError(
+                f"rank {caller} would wait for ever for rank {silent}: on the ranks {group}, rank {caller} issues "
+                f"{more[k].id} as collective number {k} and rank {silent} issues only {k}"
+            )
+
+
+def _check_no_circle(sequences: Mapping[int, Sequence[Collective]]) -> None:
+    """Events are (group, k-th call of it); an edge says that some rank issues one before the other."""
+    order = nx.DiGraph()
+    for rank, calls in sequences.items():
+        counts: dict[tuple[int, ...], int] = {}
+        previous = None
+        for call in calls:
+            k = counts.get(call.group, 0)
+            counts[call.group] = k + 1
+            order.add_node((call.group, k), id=call.id)
+            if previous is not None and not order.has_edge(previous, (call.group, k)):
+                order.add_edge(previous, (call.group, k), rank=rank)
+            previous = (call.group, k)
+    try:
+        circle = nx.find_cycle(order)
+    except nx.NetworkXNoCycle:
+        return
+    steps = "; ".join(
+        f"rank {order.edges[a, b]['rank']} issues {order.nodes[a]['id']} on the ranks {a[0]} "
+        f"before {order.nodes[b]['id']} on the ranks {b[0]}"
+        for a, b in circle
+    )
+    raise DeadlockError(f"collectives wait for each other in a circle: {steps}; give all ranks one common order")
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+def check_waits(gm: fx.GraphModule) -> None:
+    """Check that each started collective has exactly one wait, through which all else sees its result.
+
+    Raises:
+        DeadlockError: a collective is never awaited, is awaited twice, or its result is used or returned unawaited.
+    """
+    for node in collectives(gm):
+        waits = [user for user in node.users if user.target is WAIT]
+        others = [user for user in node.users if user.target is not WAIT]
+        if others:
+            use = "returned" if others[0].op == "output" else f"used by {others[0].name!r}"
+            raise DeadlockError(
+                f"the result of {describe_collective(node)} is {use} without being awaited: use the value of its wait"
+            )
+        if len(waits) != 1:
+            raise DeadlockError(
+                f"{describe_collective(node)} is awaited {len(waits)} times: each started collective needs one wait"
+            )

@@ -1,0 +1,131 @@
+"""Finding the first node of an emitted program whose value is not what the captured graph says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.program import Program
+from shardgraph.simulate import run_lockstep
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A node whose value differs, the pass that made it, the user's line that it serves, and by how much."""
+
+    node: str
+    made_by: str
+    source: str
+    error: float
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.node}, made by {self.made_by}{where}, relative error {self.error:.1e}"
+
+
+class _Found(Exception):
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(str(divergence))
+        self.divergence = divergence
+
+
+def first_divergence(
+    program: Program,
+    whole: list[Mapping[Any, Any]],
+    local: list[Mapping[Any, Any]],
+    evaluate: Callable[[Mapping[Any, Any], int], tuple[Any, Any, dict[Any, Any]]],
+    generators: Callable[[], list[torch.Tensor]],
+    tolerance: float,
+) -> Divergence | None:
+    """Run the captured graph on ``whole`` inputs and the emitted graphs on ``local`` ones; compare node by node.
+
+    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass said
+    what it equals: ``meta["equals"]`` names the captured value, ``meta["averages"]`` the value whose
+    mean over ranks it is. Returns None when everything that can be compared agrees.
+    """
+    alone = (("rank", len(whole)),)
+    expected: dict[str, list[Any]] = {}
+
+    def keep(node: fx.Node, values: list[Any]) -> None:
+        expected[node.name] = values
+
+    zero = {role: torch.zeros_like(node.meta["val"], device="cpu") for role, node in _tangents(program)}
+    results = run_lockstep(program.joint.module, alone, [w | zero for w in whole], rng=generators())
+    tangents = [evaluate(_first(result), rank)[2] for rank, result in enumerate(results)]
+    joint_inputs = [w | t for w, t in zip(whole, tangents, strict=True)]
+    run_lockstep(program.joint.module, alone, joint_inputs, rng=generators(), on_value=keep)
+
+    def compare(node: fx.Node, values: list[Any]) -> None:
+        reference = _reference(node, expected, program)
+        if reference is None or node.op == "placeholder":
+            return
+        for mine, theirs in zip(values, reference, strict=True):
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                error = _error(mine, theirs)
+                if not error <= tolerance:
+                    raise _Found(
+                        Divergence(node.name, node.meta.get("made_by", "capture"), node.meta.get("source", ""), error)
+                    )
+
+    mesh = program.plan.mesh
+    try:
+        forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
+        if program.backward is not None:
+            saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
+            run_lockstep(
+                program.backward, mesh, [s | t for s, t in zip(saved, tangents, strict=True)], on_value=compare
+            )
+    except _Found as found:
+        return found.divergence
+    return None
+
+
+def _tangents(program: Program) -> list[tuple[Any, fx.Node]]:
+    return [(r, n) for r, n in ir.placeholders(program.joint.module).items() if isinstance(r, ir.Tangent)]
+
+
+def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    return {role: value for role, value in results if role is not None}
+
+
+def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:
+    """Per rank, what the node's value should be; None when nothing says so."""
+    if "averages" in node.meta:
+        values = expected.get(node.meta["averages"])
+        if not values or not isinstance(values[0], torch.Tensor):
+            return None
+        return _parts(torch.stack(values).mean(0), node, program)
+    if "equals" in node.meta:
+        return expected.get(node.meta["equals"])
+    return None if "made_by" in node.meta else expected.get(node.name)
+
+
+def _parts(mean: torch.Tensor, node: fx.Node, program: Program) -> list[torch.Tensor]:
+    """The mean, or each rank's rows of it for a gradient that ends sharded."""
+    plan = program.plan
+    entry = program.parameters.get(node.meta.get("reduces", ""))
+    if entry is None or entry.shard_axis is None:
+        return [mean] * plan.world_size
+    inner = 1
+    for _, size in plan.mesh[entry.shard_axis + 1 :]:
+        inner *= size
+    count = plan.mesh[entry.shard_axis][1]
+    bounds = [ir.chunk_bounds(len(mean), count, rank // inner % count) for rank in range(plan.world_size)]
+    return [mean[start:stop] for start, stop in bounds]
+
+
+def _error(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    if mine.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    if not theirs.is_floating_point():
+        return 0.0 if torch.equal(mine, theirs) else float("inf")
+    difference = (mine - theirs).abs().max().item()
+    scale = theirs.abs().max().item()
+    return 0.0 if difference == 0 else difference / scale if scale else float("inf")

@@ -1,0 +1,263 @@
+"""Runs a function on several local ranks, and says which one failed and why.
+
+For tests, notebooks and single machines; ``torchrun`` is for clusters, and the same script works under both.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessContext, start_processes
+
+from shardgraph.errors import LaunchError
+
+_NOTICE = 1.0  # seconds that may pass between a rank's death and our notice of it, on a busy machine
+
+_inside_rank = False
+
+
+def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), timeout: float = 600.0) -> list[Any]:
+    """Call ``fn(*args)`` on ``nproc`` new local processes with a process group; give their results in rank order.
+
+    Each rank finds the default process group made (NCCL where every rank has a GPU, else gloo), its GPU selected,
+    and ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set.
+    Ranks share the CPU cores evenly. Every rank has its own copy of ``args``. Tensors travel through host
+    memory: in ``args`` and in the results they are on the CPU.
+
+    Under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` are set) this process already is a rank: nothing is started,
+    ``nproc`` is torchrun's to choose, ``fn`` is called here, and the list has **this rank's result only**.
+    The process group is made if there is none, and stays for the next launch.
+
+    Args:
+        fn: a function defined at the top of a module that the ranks can import.
+        nproc: number of ranks.
+        args: positional arguments for ``fn``; anything that ``torch.save`` takes.
+        timeout: seconds for the whole run, and for each collective; under ``torchrun`` for each collective.
+
+    Raises:
+        LaunchError: a rank raised (with its traceback), died (with the signal or exit code) or was still running
+            after ``timeout`` seconds; of several failures the first in time. No rank is left running.
+            Also: ``fn`` or ``args`` cannot be sent to another process, ``nproc`` is below 1, or ``launch``
+            was called by a rank.
+    """
+    if _inside_rank:
+        raise LaunchError(
+            "launch was called by a rank of another launch, and ranks do not start ranks: "
+            "call the inner function directly, or launch it on its own with the total number of ranks"
+        )
+    if nproc < 1:
+        raise LaunchError(f"launch(nproc={nproc}) would run nothing: nproc is the number of ranks, 1 or more")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return [_call_here(fn, args, timeout)]
+    with tempfile.TemporaryDirectory(prefix="shardgraph-launch-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        _send_task(fn, tuple(args), folder)
+        deadline = time.monotonic() + timeout
+        store = _serve_store(timeout)  # served from here, so that it outlives every rank
+        context = start_processes(
+            _run_rank, (nproc, store.port, folder, timeout), nproc, join=False, start_method="spawn"
+        )
+        try:
+            _wait(context, folder, deadline, timeout)
+        finally:
+            _end(context)
+        return [torch.load(_result(folder, rank), map_location="cpu", weights_only=False) for rank in range(nproc)]
+
+
+# -- in the launching process --------------------------------------------------------------------------
+
+
+def _send_task(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
+    if _typed(fn):
+        raise LaunchError(
+            f"launch cannot send {_name(fn)} to its ranks: it was typed into a notebook, a prompt or a pipe, where "
+            "other processes cannot import it. Write it to a file (in a notebook: %%writefile work.py) and import it"
+        )
+    try:
+        torch.save((fn, args), folder / "task")
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"launch cannot send {_name(fn)} and its arguments to other processes: {error}. Define the function "
+            "at module level (no lambda, no function inside a function) and give it what it needs through args"
+        ) from error
+
+
+def _typed(fn: Callable[..., Any]) -> bool:
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or (file is not None and Path(file).is_file()):
+        return False
+    # Ranks run the main program's file first, so one that is no file ("<stdin>") stops them, whatever fn is.
+    return file is not None or getattr(fn, "__module__", None) == "__main__"
+
+
+def _serve_store(timeout: float) -> dist.TCPStore:
+    listener = socket.create_server(("127.0.0.1", 0))  # bound before anyone is told the port: nobody can take it
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _wait(context: ProcessContext, folder: Path, deadline: float, timeout: float) -> None:
+    """Return when all ranks have returned; raise as soon as one fails or the deadline passes."""
+    running = dict(enumerate(context.processes))
+    while running:
+        connection.wait([process.sentinel for process in running.values()], max(0.0, deadline - time.monotonic()))
+        noticed = time.time()
+        codes = {rank: process.exitcode for rank, process in running.items() if process.exitcode is not None}
+        died = {rank: code for rank, code in codes.items() if code != 0 or not _result(folder, rank).exists()}
+        if died:
+            _end(context)
+            raise LaunchError(_first_failure(died, noticed, len(context.processes), folder))
+        for rank in codes:
+            del running[rank]
+        if running and time.monotonic() >= deadline:
+            raise LaunchError(_overtime(list(running), len(context.processes), timeout))
+
+
+def _end(context: ProcessContext) -> None:
+    for process in context.processes:
+        process.kill()  # a rank inside a collective hears nothing softer
+    for process in context.processes:
+        process.join()
+
+
+def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> str:
+    """The first failure in full, and the last line of each later one, which is mostly its consequence.
+
+    A rank that raised wrote down when. One that died without a word died at most ``_NOTICE`` before ``noticed``.
+    """
+    failures = []
+    for rank in range(nproc):
+        if _error(folder, rank).exists():
+            record = json.loads(_error(folder, rank).read_text())
+            failures.append((record["time"], rank, f"raised:\n\n{record['traceback'].rstrip()}"))
+        elif rank in died:
+            failures.append((noticed - _NOTICE, rank, _epitaph(died[rank])))
+    (_, rank, story), *later = sorted(failures)
+    lines = [f"rank {rank} of {nproc} {story}"]
+    lines += [f"Then rank {rank} failed: {story.splitlines()[-1]}" for _, rank, story in later]
+    return "\n\n".join(lines)
+
+
+def _epitaph(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL: by somebody, or by the system because memory ran out (see its log)"
+    if code < 0:
+        return f"died of signal {signal.Signals(-code).name}; what it last wrote is on standard error"
+    return (
+        f"ended with exit code {code} before its function returned; what it last wrote is on standard error. "
+        'If the function never began: a script must call launch under `if __name__ == "__main__":`'
+    )
+
+
+def _overtime(running: list[int], nproc: int, timeout: float) -> str:
+    still = f"rank{'s' if len(running) > 1 else ''} {', '.join(map(str, running))} of {nproc}"
+    return (
+        f"{still} still ran after {timeout:g} s, so the run was ended. Either the work needs longer, "
+        "launch(..., timeout=seconds), or these ranks wait for a collective that another rank never calls"
+    )
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------
+
+
+def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float) -> None:
+    global _inside_rank
+    _inside_rank = True
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(nproc),
+            LOCAL_WORLD_SIZE=str(nproc),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # as under torchrun: the launcher serves the store, not rank 0
+        )
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a hostname that resolves elsewhere does no harm
+        torch.set_num_threads(max(1, _cpus() // nproc))
+        _join_group(timeout)
+        fn, args = torch.load(folder / "task", map_location="cpu", weights_only=False)
+        torch.save(fn(*args), _result(folder, rank))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        record = json.dumps({"time": time.time(), "traceback": traceback.format_exc()})
+        draft = folder / f"{rank}.draft"
+        draft.write_text(record)
+        draft.rename(_error(folder, rank))  # there whole or not at all: we may be killed any moment
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an orderly exit can wait for ever for threads of a broken process group
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _call_here(fn: Callable[..., Any], args: Sequence[Any], timeout: float) -> Any:
+    global _inside_rank
+    if not dist.is_initialized():
+        _join_group(timeout)  # never left: a second group over the same store would read the first one's addresses
+    _inside_rank = True
+    try:
+        return fn(*args)
+    finally:
+        _inside_rank = False
+
+
+def _join_group(timeout: float) -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    if gpu_each:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
+
+
+def _cpus() -> int:
+    """Cores that this process may use, which in a container can be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- what both sides name alike -------------------------------------------------------------------------
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.result"
+
+
+def _error(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.error"
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))

@@ -1,0 +1,160 @@
+"""All ranks of a program in one process, in lockstep: each node runs for every rank before the next node does.
+
+Graphs are the same text on every rank until they are bound, so one interpreter can run them for all, with the
+collectives given their textbook meaning. There are no process groups, threads or launchers to get in the
+way of what is being checked, and any value can be looked at on every rank at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.errors import CollectiveError, ShardGraphError
+from shardgraph.ir import Role
+
+Mesh = tuple[tuple[str, int], ...]
+Results = list[tuple[Role | None, Any]]
+
+
+def run_lockstep(
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    inputs: Sequence[Mapping[Role, Any]],
+    *,
+    rng: list[torch.Tensor] | None = None,
+    on_value: Callable[[fx.Node, list[Any]], None] | None = None,
+) -> list[Results]:
+    """Interpret ``gm`` for every rank of ``mesh``; returns each rank's results by role.
+
+    Args:
+        gm: an unbound graph with roles; see :mod:`shardgraph.ir`.
+        mesh: ``(axis, size)`` pairs; ranks enumerate it row by row, the last axis fastest.
+        inputs: per rank, the value of every placeholder by role.
+        rng: per rank, the state of its CPU generator before the graph runs; updated in place. None: all ranks
+            draw from the default generator.
+        on_value: sees every node with its values, one per rank.
+
+    Raises:
+        CollectiveError: ranks bring tensors of different shapes to a collective.
+        ShardGraphError: a node fails; the message names it and its line.
+    """
+    coordinates = list(itertools.product(*(range(size) for _, size in mesh)))
+    assert len(inputs) == len(coordinates), f"{len(inputs)} inputs for {len(coordinates)} ranks"
+    last_use = _last_uses(gm)
+    env: dict[fx.Node, list[Any]] = {}
+    with torch.no_grad():
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                break
+            env[node] = _run_node(gm, node, env, mesh, coordinates, inputs, rng)
+            if on_value is not None:
+                on_value(node, env[node])
+            for dead in last_use.get(node, ()):
+                del env[dead]
+    return [
+        [(role, env[value][rank] if isinstance(value, fx.Node) else value) for role, value in ir.outputs(gm)]
+        for rank in range(len(coordinates))
+    ]
+
+
+def _last_uses(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        for value in node.all_input_nodes:
+            last[value] = node
+    deaths: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if node.op != "output":
+            deaths.setdefault(node, []).append(value)
+    return deaths
+
+
+def _run_node(
+    gm: fx.GraphModule,
+    node: fx.Node,
+    env: Mapping[fx.Node, list[Any]],
+    mesh: Mesh,
+    coordinates: list[tuple[int, ...]],
+    inputs: Sequence[Mapping[Role, Any]],
+    rng: list[torch.Tensor] | None,
+) -> list[Any]:
+    ranks = range(len(coordinates))
+    if node.op == "placeholder":
+        return [inputs[rank][node.meta["role"]] for rank in ranks]
+    if node.op == "get_attr":
+        return [getattr(gm, str(node.target))] * len(coordinates)
+    if ir.is_collective(node):
+        return _collective(node, env[node.args[0]], mesh, coordinates)
+    if node.target is ir.WAIT:
+        return env[node.args[0]]
+    if node.target in (ir.trim_shard, ir.local_chunk):
+        return [_cut(node, env[node.args[0]][rank], mesh, coordinates[rank]) for rank in ranks]
+    results = []
+    for rank in ranks:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
+        try:
+            results.append(_call(node, args, kwargs, rng, rank))
+        except Exception as error:
+            where = f" ({node.meta['source']})" if node.meta.get("source") else ""
+            raise ShardGraphError(f"{node.format_node()}{where} failed on rank {rank}: {error}") from error
+    return results
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any, rng: list[torch.Tensor] | None, rank: int) -> Any:
+    if rng is None or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return node.target(*args, **kwargs)
+    before = torch.get_rng_state()
+    torch.set_rng_state(rng[rank])
+    try:
+        return node.target(*args, **kwargs)
+    finally:
+        rng[rank] = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
+    _, rows, axis = node.args
+    position = [name for name, _ in mesh].index(axis)
+    start, stop = ir.chunk_bounds(rows, mesh[position][1], coordinate[position])
+    return tensor[: stop - start] if node.target is ir.trim_shard else tensor[start:stop]
+
+
+def _collective(
+    node: fx.Node, values: list[torch.Tensor], mesh: Mesh, coordinates: list[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    position = [name for name, _ in mesh].index(ir.group_of(node))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinate in enumerate(coordinates):
+        groups.setdefault(coordinate[:position] + coordinate[position + 1 :], []).append(rank)
+    results: list[torch.Tensor] = [torch.empty(0)] * len(values)
+    for members in groups.values():
+        mine = [values[rank] for rank in members]
+        if node.target is not ir.ALL_TO_ALL and len({tuple(value.shape) for value in mine}) > 1:
+            shapes = ", ".join(f"rank {rank}: {list(values[rank].shape)}" for rank in members)
+            raise CollectiveError(f"{ir.describe_collective(node)} gets different shapes: {shapes}")
+        for rank, result in zip(members, _meaning(node, mine), strict=True):
+            results[rank] = result
+    return results
+
+
+def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each member of a group receives for what each brings."""
+    count = len(values)
+    if node.target is ir.ALL_GATHER:
+        return [torch.cat(values) for _ in values]
+    if node.target is ir.ALL_TO_ALL:
+        pieces = [list(value.split(list(splits))) for value, splits in zip(values, [node.args[2]] * count, strict=True)]
+        return [torch.cat([pieces[source][rank] for source in range(count)]) for rank in range(count)]
+    total = torch.stack(values).sum(0)
+    if node.args[1] == "avg":
+        total = total / count
+    if node.target is ir.ALL_REDUCE:
+        return [total.clone() for _ in values]
+    return [chunk.clone() for chunk in total.chunk(count)] if math.prod(total.shape) else [total] * count

@@ -1,0 +1,402 @@
+"""The proof that a sharded program equals the original: both run here, in one process, and are compared.
+
+The original runs eagerly on each data-parallel rank's part of the batch; its gradients are averaged over ranks, which is
+what data parallelism means. The emitted program runs on all ranks in lockstep
+(:mod:`shardgraph.simulate`). Outputs, losses, gradients, weights after optimizer steps and buffers must agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph._torch import pytree
+from shardgraph.bisect import Divergence, first_divergence
+from shardgraph.compiler import build_program, resolve_plan
+from shardgraph.errors import ShardGraphError
+from shardgraph.ir import Buffer, Gradient, Input, IntermediateBase, Mutation, Output, Parameter, Saved, Tangent
+from shardgraph.ir import chunk_bounds, placeholders
+from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.program import Program
+from shardgraph.rng import rank_generator
+from shardgraph.simulate import run_lockstep
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_NOISE = 1e-5  # of the model's largest gradient: below it a gradient is rounding, and Adam makes noise of it
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verification found.
+
+    ``errors`` maps the name of each compared tensor to its largest absolute difference relative to the tensor's own
+    largest magnitude (for gradients, to at least a thousandth of the largest gradient in the model).
+    ``uncompared`` counts weights whose gradient is rounding noise, which Adam's normalisation amplifies; with
+    ``fp64=True`` everything is compared.
+    """
+
+    plan: Plan
+    tolerance: float
+    steps: int
+    errors: Mapping[str, float]
+    batch: str
+    uncompared: int = 0
+    first_divergence: Divergence | None = field(default=None)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The name of the tensor with the largest error, and that error."""
+        return max(self.errors.items(), key=lambda item: item[1], default=("nothing", 0.0))
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within the tolerance."""
+        return self.worst[1] <= self.tolerance
+
+    def raise_if_failed(self) -> None:
+        """Raise ShardGraphError with this report when it is not ok."""
+        if not self.ok:
+            raise ShardGraphError(str(self))
+
+    def __str__(self) -> str:
+        name, error = self.worst
+        lines = [
+            f"{'equal' if self.ok else 'NOT EQUAL'}: plan {self.plan.name} on {self.plan.world_size} ranks, "
+            f"{self.steps} steps, {self.batch}",
+            f"  largest relative error {error:.2e} (tolerance {self.tolerance:.0e}): {name}; "
+            f"{len(self.errors)} tensors compared",
+        ]
+        if self.uncompared:
+            lines.append(f"  {self.uncompared} weights have only rounding for a gradient and were left out; see fp64=True")
+        if self.first_divergence is not None:
+            lines.append(f"  first divergence: {self.first_divergence}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] = (),
+    plan: str | Path | Plan = "fsdp",
+    *,
+    world_size: int = 2,
+    mesh: Mapping[str, int] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
+    steps: int = 1,
+    fp64: bool = False,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Report:
+    """Compare ``model`` with its program under ``plan`` on ``world_size`` ranks, without a launcher.
+
+    The model is left as it is. It must be small enough to train twice in this process's memory.
+
+    Args:
+        model: a module with real weights, on the CPU; its training mode is kept.
+        example_inputs: positional inputs of the whole batch, cut along dim 0 into equal parts for the ranks where
+            all tensors allow; otherwise every rank gets the whole batch (the report says which).
+        plan: as for ``shardgraph.compile``.
+        world_size: number of ranks; ``mesh`` (axis sizes by name) overrides it.
+        example_kwargs: keyword inputs, likewise.
+        loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, else the mean
+            square of the floating tensors in the output.
+        optimizer: makes the optimizer; default AdamW with a learning rate of 1e-3.
+        steps: training steps to compare.
+        fp64: do everything in double precision, which tells a bug from rounding.
+        tolerance: the largest relative error that is ok; default by dtype, 1e-4 in single and 1e-6 in double precision.
+        seed: of each step's random numbers.
+
+    Raises:
+        CaptureError, PlanError: as ``shardgraph.compile``.
+    """
+    original = copy.deepcopy(model)
+    call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
+    if fp64:
+        original = original.double()
+        call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
+    chosen = _plan(plan, world_size, mesh)
+    parts, batch = _cut_batch(call, chosen.world_size)
+    program = build_program(original, chosen, *parts[0])
+    run = _Comparison(original, program, parts, loss_fn or default_loss, seed, exact=fp64)
+    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    limit = tolerance if tolerance is not None else _default_tolerance(original, fp64)
+    divergence = run.train(make, steps, limit)
+    return Report(chosen, limit, steps, run.errors, batch, run.uncompared(), divergence)
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """``output.loss``, or the mean square of every floating tensor in the output, summed."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return torch.stack([t.square().mean() for t in tensors if t.is_floating_point() and t.numel()]).sum()
+
+
+def _plan(plan: str | Path | Plan, world_size: int, mesh: Mapping[str, int] | None) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if mesh is None and plan == "hsdp":
+        mesh = {"dp_replicate": 2, "dp_shard": world_size // 2}
+    axes = tuple((mesh or {"dp": world_size}).items())
+    return resolve_plan(plan, axes)
+
+
+def _default_tolerance(model: nn.Module, fp64: bool) -> float:
+    if fp64:
+        return _TOLERANCES[torch.float64]
+    return max((_TOLERANCES.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
+
+
+def _cut_batch(call: Any, ranks: int) -> tuple[list[Any], str]:
+    sizes = {leaf.shape[:1] for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)}
+    rows = next(iter(sizes))[0] if len(sizes) == 1 and next(iter(sizes)) else 0
+    if not rows or rows % ranks:
+        return [call] * ranks, "every rank on the whole batch"
+    cut = [
+        pytree.tree_map_only(torch.Tensor, lambda t, r=r: t.chunk(ranks)[r].clone(), call) for r in range(ranks)
+    ]
+    return cut, f"a batch of {rows} cut among the ranks"
+
+
+class _Comparison:
+    """The original and the program, trained side by side."""
+
+    def __init__(
+        self, original: nn.Module, program: Program, parts: list[Any], loss_fn: Any, seed: int, *, exact: bool
+    ) -> None:
+        self.original, self.program, self.parts = original, program, parts
+        self.loss_fn, self.seed, self.exact = loss_fn, seed, exact
+        self.mesh, self.world = program.plan.mesh, program.plan.world_size
+        self.shards = [self._cut(rank) for rank in range(self.world)]
+        self.buffers = {name: buffer.clone() for name, buffer in _tensors(original).items()}
+        self.noise: dict[str, torch.Tensor] = {}
+        self.errors: dict[str, float] = {}
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def _coordinate(self, rank: int, axis: int) -> int:
+        for _, size in reversed(self.mesh[axis + 1 :]):
+            rank //= size
+        return rank % self.mesh[axis][1]
+
+    def _rows(self, entry: ParameterPlan, rank: int, length: int) -> tuple[int, int]:
+        assert entry.shard_axis is not None
+        return chunk_bounds(length, self.mesh[entry.shard_axis][1], self._coordinate(rank, entry.shard_axis))
+
+    def _cut(self, rank: int) -> dict[str, torch.Tensor]:
+        shards = {}
+        for fqn, parameter in self.original.named_parameters():
+            entry, value = self.program.parameters[fqn], parameter.detach()
+            if entry.shard_axis is not None:
+                start, stop = self._rows(entry, rank, len(value))
+                value = value[start:stop]
+            shards[fqn] = value.contiguous().clone().requires_grad_(parameter.requires_grad)
+        return shards
+
+    def _join(self, fqn: str, pieces: list[torch.Tensor]) -> torch.Tensor:
+        entry = self.program.parameters[fqn]
+        if entry.shard_axis is None:
+            return pieces[0]
+        own = [r for r in range(self.world) if all(
+            self._coordinate(r, axis) == 0 for axis in range(len(self.mesh)) if axis != entry.shard_axis
+        )]
+        return torch.cat([pieces[rank] for rank in own])
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def train(self, make: Callable[..., torch.optim.Optimizer], steps: int, limit: float) -> Divergence | None:
+        names = [n for n, p in self.original.named_parameters() if p.requires_grad]
+        theirs = make([p for p in self.original.parameters() if p.requires_grad])
+        ours = [make([self.shards[rank][name] for name in names]) for rank in range(self.world)]
+        for step in range(steps):
+            before = {n: p.detach().clone() for n, p in self.original.named_parameters()}
+            buffers = {n: b.clone() for n, b in self.buffers.items()}
+            self._compare_step(step)
+            if max(self.errors.values(), default=0.0) > limit:
+                return self._bisect(step, before, buffers, limit)
+            for each in (theirs, *ours):
+                each.step()
+                each.zero_grad()
+            self._compare_weights(step)
+            if max(self.errors.values(), default=0.0) > limit:
+                return None  # gradients agreed, so it is the optimizer: there is no node to name
+        return None
+
+    def _compare_step(self, step: int) -> None:
+        start = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        expected = self._reference(step)
+        outputs, saved, mutated = self._forward(step, start)
+        for rank, (output, loss) in enumerate(expected):
+            mine = pytree.tree_leaves(outputs[rank][0])
+            for i, (a, b) in enumerate(zip(mine, pytree.tree_leaves(output), strict=True)):
+                if isinstance(b, torch.Tensor):
+                    self._record(f"output {i} of rank {rank} at step {step}", a, b)
+            self._record(f"loss of rank {rank} at step {step}", outputs[rank][1], loss)
+        for fqn, value in mutated.items():
+            self._record(f"buffer {fqn} after step {step}", value, self.buffers[fqn])
+        if self.program.backward is None:
+            return
+        gradients = self._backward(saved, [tangents for _, _, tangents in outputs])
+        parameters = dict(self.original.named_parameters())
+        largest = max((p.grad.abs().max().item() for p in parameters.values() if _has(p.grad)), default=0.0)
+        for fqn, parameter in parameters.items():
+            pieces = [gradients[rank].get(fqn) for rank in range(self.world)]
+            where = f"gradient of {fqn} at step {step}"
+            if parameter.grad is None or pieces[0] is None:
+                self.errors[where] = 0.0 if parameter.grad is None and pieces[0] is None else float("inf")
+                continue
+            self._record(where, self._join(fqn, pieces), parameter.grad, floor=1e-3 * largest)
+            if not self.exact:
+                noise = parameter.grad.abs() < _NOISE * largest
+                self.noise[fqn] = self.noise.get(fqn, noise) | noise
+            for rank, piece in enumerate(pieces):
+                self.shards[rank][fqn].grad = piece.clone()
+
+    def _reference(self, step: int) -> list[tuple[Any, torch.Tensor]]:
+        results, after = [], []
+        for rank, (args, kwargs) in enumerate(self.parts):
+            _write(self.original, self.buffers)
+            torch.manual_seed(self.seed + step)
+            with rank_generator(rank, self.world, _CPU):
+                output = self.original(*args, **kwargs)
+            loss = self.loss_fn(output)
+            if loss.requires_grad:
+                (loss / self.world).backward()
+            results.append((pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()))
+            after.append({name: buffer.clone() for name, buffer in _tensors(self.original).items()})
+        for name, first in after[0].items():
+            values = [each[name] for each in after]
+            self.buffers[name] = torch.stack(values).mean(0) if first.is_floating_point() else first
+        return results
+
+    def _forward(
+        self, step: int, buffers: dict[str, torch.Tensor]
+    ) -> tuple[list[Any], list[dict[Saved, Any]], dict[str, torch.Tensor]]:
+        inputs = self._inputs(self.shards, buffers)
+        results = [dict(r) for r in run_lockstep(self.program.forward, self.mesh, inputs, rng=self.generators(step))]
+        saved = [{role: v for role, v in result.items() if isinstance(role, Saved)} for result in results]
+        outputs = [self.evaluate(result, rank) for rank, result in enumerate(results)]
+        mutated = {role.of.fqn: v for role, v in results[-1].items() if isinstance(role, Mutation)}
+        return outputs, saved, mutated
+
+    def _inputs(self, parameters: list[dict[str, torch.Tensor]], buffers: dict[str, torch.Tensor]) -> list[Any]:
+        return [
+            {Parameter(n): p.detach() for n, p in parameters[rank].items()}
+            | {Buffer(n): b for n, b in buffers.items()}
+            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[rank]))}
+            for rank in range(self.world)
+        ]
+
+    def generators(self, step: int) -> list[torch.Tensor]:
+        """Each rank's generator state at the start of a step's forward."""
+        states = []
+        for rank in range(self.world):
+            torch.manual_seed(self.seed + step)
+            with rank_generator(rank, self.world, _CPU):
+                states.append(torch.get_rng_state())
+        return states
+
+    def evaluate(self, result: Mapping[Any, Any], rank: int) -> tuple[Any, torch.Tensor, dict[Tangent, Any]]:
+        """``(output, loss, tangents)`` of one rank from its forward results by role."""
+        leaves: dict[Any, Any] = {}
+        for role, value in result.items():
+            if isinstance(role, (Output, IntermediateBase)):
+                differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
+                leaves[role] = value.detach().clone().requires_grad_() if differentiable else value
+        values = {role.index: leaf for role, leaf in leaves.items() if isinstance(role, Output)}
+        inputs = pytree.tree_leaves(self.parts[rank])
+        for index, alias in self.program.aliases.items():
+            base = inputs[alias.base.index] if isinstance(alias.base, Input) else leaves[alias.base]
+            values[index] = base if alias.size is None else base.as_strided(alias.size, alias.stride, alias.offset)
+        output = pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.out_spec)
+        loss = self.loss_fn(output)
+        wanted = placeholders(self.program.backward) if self.program.backward is not None else {}
+        tangents: dict[Tangent, Any] = {}
+        for role, leaf in leaves.items():
+            tangent = Tangent(role.index if isinstance(role, Output) else -1 - role.index)
+            if tangent in wanted:
+                (grad,) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+                like = wanted[tangent].meta["val"]
+                value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+                tangents[tangent] = value if grad is None else value.copy_(grad)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
+
+    def _backward(self, saved: list[Any], tangents: list[Any]) -> list[dict[str, torch.Tensor]]:
+        assert self.program.backward is not None
+        inputs = [s | t for s, t in zip(saved, tangents, strict=True)]
+        results = run_lockstep(self.program.backward, self.mesh, inputs)
+        return [
+            {role.of.fqn: v for role, v in r if isinstance(role, Gradient) and isinstance(role.of, Parameter) and v is not None}
+            for r in results
+        ]
+
+    def _compare_weights(self, step: int) -> None:
+        for fqn, parameter in self.original.named_parameters():
+            mine = self._join(fqn, [self.shards[rank][fqn].detach() for rank in range(self.world)])
+            theirs = parameter.detach()
+            if fqn in self.noise:
+                keep = ~self.noise[fqn]
+                mine, theirs = mine[keep], theirs[keep]
+            self._record(f"weight {fqn} after step {step}", mine, theirs)
+
+    def uncompared(self) -> int:
+        return sum(int(mask.sum()) for mask in self.noise.values())
+
+    def _record(self, name: str, mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> None:
+        self.errors[name] = relative_error(mine, theirs, floor)
+
+    def _bisect(self, step: int, parameters: Any, buffers: Any, limit: float) -> Divergence | None:
+        """Run the captured graph and the emitted ones again from the same state, and compare node by node."""
+        whole = self._inputs([parameters] * self.world, buffers)
+        _restore(self.original, parameters)
+        local = self._inputs([self._cut(rank) for rank in range(self.world)], buffers)
+        return first_divergence(self.program, whole, local, self.evaluate, lambda: self.generators(step), limit)
+
+
+def relative_error(mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest absolute difference over the reference's largest magnitude, or ``floor`` where that is more."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    if not theirs.is_floating_point() and not theirs.is_complex():
+        return 0.0 if torch.equal(mine, theirs) else float("inf")
+    difference = (mine - theirs).abs().max().item()
+    scale = max(theirs.abs().max().item(), floor)
+    # NaN compares as unequal to everything, so it must not pass for a small error.
+    return 0.0 if difference == 0 else difference / scale if scale and difference == difference else float("inf")
+
+
+def _has(grad: torch.Tensor | None) -> bool:
+    return grad is not None and grad.numel() > 0
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers and plain tensor attributes: what a captured graph takes as buffers."""
+    found = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{path}.{key}" if path else key] = value
+    return found
+
+
+def _write(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in _tensors(model).items():
+            tensor.copy_(values[name])
+
+
+def _restore(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name])

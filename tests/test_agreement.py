@@ -1,0 +1,135 @@
+"""Ranks agree, or all of them raise. Each test's ranks report what they saw as text."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shardgraph.agreement import Agreement
+from shardgraph.errors import CaptureError, RankMismatchError
+from shardgraph.launch import launch
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = "structure (*, *)\ninput 0: shape {}, torch.float32\ninput 1: 3"
+
+
+def outcome(agreement: Agreement, topic: str, value: str | None = None, error: BaseException | None = None) -> str:
+    try:
+        agreement.agree(topic, value, error)
+    except (RankMismatchError, CaptureError) as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return "agreed"
+
+
+def scenarios() -> dict[str, str]:
+    """Rounds on two agreements in turn: one world of three ranks for all, since starting it costs most."""
+    rank, seen = dist.get_rank(), {}
+    first, second = Agreement(dist.group.WORLD, 20), Agreement(dist.group.WORLD, 20)
+    seen["equal"] = outcome(first, "the inputs", SHAPES.format([4, 8]))
+    seen["different"] = outcome(second, "the inputs", SHAPES.format([2, 8] if rank == 1 else [4, 8]))
+    seen["after a difference"] = outcome(second, "the inputs", SHAPES.format([4, 8]))
+    seen["elsewhere"] = outcome(first, "the program" if rank == 2 else "the inputs", "same")
+    dist.barrier()
+    started = time.monotonic()
+    if rank == 2:
+        time.sleep(2)  # still compiling when rank 1 fails
+    error = CaptureError("model.py:7 depends on data") if rank == 1 else None
+    seen["error"] = outcome(first, "the program", "same", error)
+    seen["error took"] = str(time.monotonic() - started)
+    seen["after an error"] = outcome(first, "the program", "same")
+    return seen
+
+
+def late_rank(late: int) -> str:
+    """What each rank sees when one comes after the others have given up."""
+    agreement = Agreement(dist.group.WORLD, 1.0)
+    dist.barrier()
+    if dist.get_rank() == late:
+        time.sleep(2)
+    return outcome(agreement, "the inputs", "same")
+
+
+def keys_left_by_many_rounds() -> tuple[int, int]:
+    """Keys in the store after a few rounds, and after many more."""
+    agreement = Agreement(dist.group.WORLD, 20)
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for rounds in (3, 40):
+        for i in range(rounds):
+            agreement.agree("the program", str(i))
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts[0], counts[1]
+
+
+def subgroup() -> str:
+    """Ranks 1 and 2 agree on their own, and differ."""
+    group = dist.new_group([1, 2])
+    return outcome(Agreement(group, 20), "the stage", str(dist.get_rank()))
+
+
+def several() -> tuple[dict[str, str], str, tuple[int, int], str, str]:
+    return scenarios(), subgroup(), keys_left_by_many_rounds(), late_rank(2), late_rank(0)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[dict[str, str], str, tuple[int, int], str, str]]:
+    return launch(several, 3, timeout=50)
+
+
+def test_ranks_with_equal_values_go_on(ranks: list) -> None:
+    assert [seen["equal"] for seen, *_ in ranks] == ["agreed"] * 3
+
+
+def test_a_difference_raises_on_all_ranks_and_shows_the_lines(ranks: list) -> None:
+    (message,) = {seen["different"] for seen, *_ in ranks}
+    assert message.startswith("RankMismatchError: the ranks differ in the inputs: rank 1 from ranks 0, 2.")
+    assert "--- rank 0\n+++ rank 1" in message
+    assert "-input 0: shape [4, 8], torch.float32\n+input 0: shape [2, 8], torch.float32" in message
+    assert "input 1" not in message
+
+
+def test_ranks_can_agree_again_after_a_failure(ranks: list) -> None:
+    assert {(seen["after a difference"], seen["after an error"]) for seen, *_ in ranks} == {("agreed", "agreed")}
+
+
+def test_ranks_at_different_points_are_told_so(ranks: list) -> None:
+    (message,) = {seen["elsewhere"] for seen, *_ in ranks}
+    assert "ranks 0, 1 at the inputs; rank 2 at the program" in message
+
+
+def test_an_error_is_raised_by_its_rank_and_quoted_on_the_others(ranks: list) -> None:
+    quoted = "RankMismatchError: rank 1 failed at the program: CaptureError: model.py:7 depends on data"
+    own = "CaptureError: model.py:7 depends on data"
+    assert [seen["error"] for seen, *_ in ranks] == [quoted, own, quoted]
+
+
+def test_an_error_does_not_wait_for_a_busy_rank(ranks: list) -> None:
+    assert all(float(ranks[rank][0]["error took"]) < 1.5 for rank in (0, 1))
+
+
+def test_only_the_members_of_a_group_are_asked(ranks: list) -> None:
+    outside, *members = [subgroup for _, subgroup, *_ in ranks]
+    assert outside == "agreed"
+    assert all("differ in the stage: rank 2 from rank 1" in message for message in members)
+
+
+def test_many_rounds_leave_no_more_keys_than_few(ranks: list) -> None:
+    assert all(few == many for _, _, (few, many), _, _ in ranks)
+
+
+@pytest.mark.parametrize("late", [2, 0])
+def test_a_late_rank_fails_with_those_that_gave_up(ranks: list, late: int) -> None:
+    (message,) = {outcomes[3 if late == 2 else 4] for outcomes in ranks}
+    assert f"RankMismatchError: rank {late} did not come to the inputs within 1 s" in message
+
+
+def test_one_process_agrees_with_itself_and_raises_its_own_error() -> None:
+    agreement = Agreement(None, 0.1)
+    agreement.agree("the program", "anything")
+    with pytest.raises(CaptureError, match="no"):
+        agreement.agree("the program", error=CaptureError("no"))

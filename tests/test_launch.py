@@ -1,0 +1,158 @@
+"""Local ranks: their results, their environment, and what is reported when one fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardgraph.errors import LaunchError
+from shardgraph.launch import launch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def look_around(scale: torch.Tensor) -> dict[str, Any]:
+    """A collective, and what the rank finds around it."""
+    scale *= dist.get_rank() + 1  # its own copy: other ranks must not see this
+    total = scale.clone()
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    try:
+        launch(os.getpid)
+    except LaunchError as error:
+        nested = str(error)
+    return {
+        "total": total,
+        "env": [os.environ[name] for name in names],
+        "threads": torch.get_num_threads(),
+        "nested": nested,
+    }
+
+
+def raise_on_rank_1() -> None:
+    """Rank 0 then fails too, because its partner is gone."""
+    if dist.get_rank() == 1:
+        raise ValueError("the batch of rank 1 is empty")
+    dist.all_reduce(torch.ones(1))
+
+
+def kill_rank_1() -> None:
+    """As by the system when memory runs out."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def write_pid_and_wait(folder: str) -> None:
+    """The last rank never returns."""
+    Path(folder, "pid").write_text(str(os.getpid()))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(120)
+
+
+def group_size(pid: int) -> int:
+    """The size of the process group, if this is the process ``pid``."""
+    return dist.get_world_size() if os.getpid() == pid else 0
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return launch(look_around, 2, args=(torch.ones(2),), timeout=50)
+
+
+def test_results_come_in_rank_order_from_ranks_that_share_a_group_but_no_memory(results: list[dict[str, Any]]) -> None:
+    assert [result["total"].tolist() for result in results] == [[3.0, 3.0]] * 2
+    assert [result["env"] for result in results] == [[str(rank), str(rank), "2", "2"] for rank in range(2)]
+    assert not multiprocessing.active_children()
+
+
+def test_ranks_share_the_cores(results: list[dict[str, Any]]) -> None:
+    assert {result["threads"] for result in results} == {max(1, len(os.sched_getaffinity(0)) // 2)}
+
+
+def test_ranks_do_not_launch(results: list[dict[str, Any]]) -> None:
+    assert all("ranks do not start ranks" in result["nested"] for result in results)
+
+
+def test_the_rank_that_raised_is_reported_with_its_traceback_and_not_its_victims() -> None:
+    with pytest.raises(LaunchError, match="rank 1 of 2 raised") as failure:
+        launch(raise_on_rank_1, timeout=50)
+    assert "ValueError: the batch of rank 1 is empty" in str(failure.value)
+    assert "in raise_on_rank_1" in str(failure.value)
+
+
+def test_a_killed_rank_ends_the_others_and_is_reported_with_its_signal() -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 1 of 2 was killed by SIGKILL"):
+        launch(kill_rank_1, timeout=50)
+    assert time.monotonic() - started < 25  # far below the timeout of the collective
+    assert not multiprocessing.active_children()
+
+
+def test_a_run_over_its_time_is_ended_and_names_the_rank_that_still_ran(tmp_path: Path) -> None:
+    # A busy machine may not have started rank 0 by then.
+    with pytest.raises(LaunchError, match=r"^ranks? (0, )?1 of 2 still ran after 5 s"):
+        launch(write_pid_and_wait, args=(str(tmp_path),), timeout=5)
+    assert not multiprocessing.active_children()
+
+
+def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
+    code = f"import test_launch as t; t.launch(t.write_pid_and_wait, 1, args=({str(tmp_path)!r},))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    file = tmp_path / "pid"
+    while not file.exists() or not file.read_text():
+        assert launcher.poll() is None
+        time.sleep(0.1)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while exists(int(file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_under_torchrun_the_function_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        assert launch(group_size, nproc=7, args=(os.getpid(),), timeout=10) == [1]
+        assert launch(group_size, args=(os.getpid(),), timeout=10) == [1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_function_that_other_processes_cannot_import_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"<lambda>.*Define the function at module level"):
+        launch(lambda: 0)
+
+
+def test_what_cannot_be_pickled_among_the_arguments_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"look_around and its arguments.*generator"):
+        launch(look_around, args=((i for i in range(3)),))
+
+
+def test_fewer_than_one_rank_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"launch\(nproc=0\)"):
+        launch(raise_on_rank_1, nproc=0)

@@ -1,0 +1,153 @@
+"""What each rewrite leaves in the graph, and the contract between passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset
+from shardgraph.capture import capture
+from shardgraph.compiler import build_program
+from shardgraph.parameters import named_shapes
+from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
+from shardgraph.passes.rewrite.shard_parameters import ShardParameters
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
+
+
+def build(plan, module=None):
+    return build_program(module or model(), plan, (torch.randn(4, 5),))
+
+
+def operations(gm):
+    return [node.target.__name__.split(".")[0] for node in ir.collectives(gm)]
+
+
+def fresh(plan):
+    module = model()
+    joint = capture(module, (torch.randn(4, 5),), {}, device=torch.device("cpu"))
+    shapes = named_shapes(module)
+    return joint.module, Context(plan, plan.resolve(shapes), shapes, joint.fake_mode)
+
+
+def test_fsdp_gathers_each_parameter_in_forward_and_again_in_backward_only_if_used_there():
+    program = build(preset("fsdp", {"dp": 2}))
+    assert operations(program.forward) == ["all_gather_into_tensor"] * 3
+    # Backward needs the second weight only: the input requires no gradient, and a bias is not multiplied.
+    assert operations(program.backward) == ["all_gather_into_tensor"] + ["reduce_scatter_tensor"] * 3
+
+
+def test_zero2_keeps_what_it_gathered():
+    program = build(preset("zero2", {"dp": 2}))
+    assert operations(program.forward) == ["all_gather_into_tensor"] * 3
+    assert operations(program.backward) == ["reduce_scatter_tensor"] * 3
+
+
+def test_zero1_reduces_whole_gradients_and_returns_this_ranks_rows():
+    program = build(preset("zero1", {"dp": 2}))
+    assert operations(program.backward) == ["all_reduce"] * 3
+    gradient = dict(ir.outputs(program.backward))[ir.Gradient(ir.Parameter("0.weight"))]
+    assert gradient.target is ir.local_chunk and gradient.meta["val"].shape == (4, 5)
+
+
+def test_ddp_has_no_gathers():
+    program = build(preset("ddp", {"dp": 2}))
+    assert operations(program.forward) == []
+    assert operations(program.backward) == ["all_reduce"] * 3
+
+
+def test_hybrid_sharding_reduces_over_both_axes():
+    program = build(preset("hsdp", {"dp_replicate": 2, "dp_shard": 2}))
+    axes = [ir.group_of(node) for node in ir.collectives(program.backward) if node.target is not ir.ALL_GATHER]
+    assert sorted(axes) == ["dp_replicate"] * 3 + ["dp_shard"] * 3
+
+
+def test_reshard_after_forward_is_decided_per_parameter():
+    keep = ParameterPlan(("shard(0)",), reshard_after_forward=False)
+    plan = preset("fsdp", {"dp": 2})
+    program = build(replace(plan, parameters=(*plan.parameters, ("2.weight", keep))))
+    assert operations(program.backward) == ["reduce_scatter_tensor"] * 3
+
+
+def test_one_rank_gets_no_collectives():
+    program = build(preset("single", {}))
+    assert operations(program.forward) == operations(program.backward) == []
+
+
+def test_an_unused_parameter_is_not_gathered():
+    module = model()
+    module.register_parameter("unused", nn.Parameter(torch.ones(4)))
+    program = build(preset("fsdp", {"dp": 2}), module)
+    assert not any("unused" in str(node.meta.get("subject")) for node in ir.collectives(program.forward))
+
+
+def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited():
+    def started_ahead(prefetch):
+        deepest = under_way = 0
+        for node in build(replace(preset("fsdp", {"dp": 2}), prefetch=prefetch)).forward.graph.nodes:
+            under_way += (node.target is ir.ALL_GATHER) - (node.target is ir.WAIT)
+            deepest = max(deepest, under_way)
+        return deepest
+
+    assert [started_ahead(0), started_ahead(1), started_ahead(2), started_ahead(9)] == [1, 2, 3, 3]
+
+
+def test_reductions_are_awaited_behind_later_ones():
+    nodes = list(build(replace(preset("zero2", {"dp": 2}), prefetch=1)).backward.graph.nodes)
+    kinds = [n.target for n in nodes if n.target in (ir.REDUCE_SCATTER, ir.WAIT)]
+    assert kinds == [ir.REDUCE_SCATTER, ir.REDUCE_SCATTER, ir.WAIT, ir.REDUCE_SCATTER, ir.WAIT, ir.WAIT]
+
+
+def test_no_sync_has_no_reductions_and_returns_whole_gradients():
+    local = build(preset("zero2", {"dp": 2})).backward_variant("local")
+    assert operations(local) == []
+    assert dict(ir.outputs(local))[ir.Gradient(ir.Parameter("0.weight"))].meta["val"].shape == (7, 5)
+
+
+def test_a_collective_names_its_parameter_and_the_users_line():
+    text = [ir.describe_collective(node) for node in ir.collectives(build(preset("fsdp", {"dp": 2})).forward)]
+    assert text[0].startswith("all_gather_into_tensor of 0.weight (4, 5) float32 over 'dp' (")
+    assert "(module 0, Linear)" in text[0]
+
+
+def test_the_text_of_a_program_does_not_depend_on_the_rank():
+    plan = preset("fsdp", {"dp": 3})
+    assert build(plan).text == build(plan).text
+
+
+def test_a_pass_out_of_order_is_refused_by_name():
+    gm, context = fresh(preset("fsdp", {"dp": 2}))
+    with pytest.raises(PassOrderError, match="'reduce-gradients' requires sharded-parameters"):
+        run_passes(gm, (ReduceGradients(),), context)
+
+
+def test_a_pass_that_ran_already_is_refused():
+    gm, context = fresh(preset("fsdp", {"dp": 2}))
+    with pytest.raises(PassOrderError, match="'shard-parameters' must run before"):
+        run_passes(gm, (ShardParameters(), ShardParameters()), context)
+
+
+@dataclass(frozen=True)
+class _ChangesAnOutput:
+    name: ClassVar[str] = "changes-an-output"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    excludes: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, gm, context):
+        results = ir.outputs(gm)
+        wrong = next(node for node in gm.graph.nodes if node.op == "placeholder")
+        ir.set_outputs(gm, [(role, wrong if isinstance(role, ir.Output) else value) for role, value in results])
+
+
+def test_a_pass_that_changes_what_the_graph_returns_is_refused_by_name():
+    gm, context = fresh(preset("fsdp", {"dp": 2}))
+    with pytest.raises(GraphInvariantError, match="'changes-an-output' changed the result Output"):
+        run_passes(gm, (_ChangesAnOutput(),), context)

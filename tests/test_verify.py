@@ -1,0 +1,133 @@
+"""verify: every plan on every model of the zoo, on all ranks in this process; and that it catches what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+import shardgraph
+from shardgraph import compiler, ir
+from shardgraph.simulate import run_lockstep
+from tests.zoo import ZOO, make
+
+PLANS = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer"])
+def test_five_steps_equal_the_original(name, plan, world_size):
+    model, (args, kwargs) = make(name, 2 * world_size)
+    report = shardgraph.verify(
+        model, args, plan, world_size=world_size, example_kwargs=kwargs, steps=5, fp64=True
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_hybrid_sharding_equals_the_original(name):
+    model, (args, kwargs) = make(name, 8)
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    report = shardgraph.verify(model, args, "hsdp", mesh=mesh, example_kwargs=kwargs, steps=5, fp64=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("plan", "world_size"), [("ddp", 2), ("zero1", 3), ("zero2", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_five_steps_equal_the_models_of_transformers(name, plan, world_size):
+    model, (args, kwargs) = make(name, 2 * world_size)
+    report = shardgraph.verify(model, args, plan, world_size=world_size, example_kwargs=kwargs, steps=5, fp64=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_every_plan_at_every_size_equals_the_models_of_transformers(name, plan, world_size):
+    test_five_steps_equal_the_models_of_transformers(name, plan, world_size)
+
+
+def test_single_precision_passes_too():
+    model, (args, kwargs) = make("tied-transformer", 4)
+    report = shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs, steps=3)
+    assert report.ok, str(report)
+
+
+def test_a_batch_that_does_not_divide_is_given_whole_to_every_rank():
+    model, (args, kwargs) = make("odd-mlp", 3)
+    report = shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs)
+    assert report.ok and "whole batch" in str(report)
+
+
+def test_the_model_is_left_as_it_was():
+    model, (args, kwargs) = make("conv-batch-norm", 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def _tampered(monkeypatch, change):
+    """Make every program that is built from now on wrong, by ``change(forward, backward)``."""
+    build = compiler.build_program
+
+    def wrong(*args, **kwargs):
+        program = build(*args, **kwargs)
+        change(program.forward, program.backward)
+        return program
+
+    monkeypatch.setattr("shardgraph.verify.build_program", wrong)
+
+
+def _verify():
+    model, (args, kwargs) = make("odd-mlp", 4)
+    return shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs, fp64=True)
+
+
+def test_a_wrong_mean_is_caught_and_blamed_on_the_pass(monkeypatch):
+    def change(_forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        node = next(n for n in backward.graph.nodes if n.target is torch.ops.aten.div.Tensor and "reduces" in n.meta)
+        node.args = (node.args[0], 3)
+
+    _tampered(monkeypatch, change)
+    report = _verify()
+    assert not report.ok
+    assert report.first_divergence.made_by == "reduce-gradients"
+    with pytest.raises(shardgraph.ShardGraphError, match="NOT EQUAL.*(?s:.*)first divergence.*reduce-gradients"):
+        report.raise_if_failed()
+
+
+def test_a_wrong_gather_is_caught_and_blamed_on_the_pass(monkeypatch):
+    def change(forward: fx.GraphModule, _backward: fx.GraphModule) -> None:
+        gathered = next(n for n in forward.graph.nodes if "equals" in n.meta and n.op == "call_function")
+        with forward.graph.inserting_before(gathered):
+            wrong = forward.graph.call_function(torch.ops.aten.mul.Tensor, (gathered.args[0], 2))
+        gathered.update_arg(0, wrong)
+
+    _tampered(monkeypatch, change)
+    report = _verify()
+    assert not report.ok and report.first_divergence.made_by == "shard-parameters"
+
+
+def test_a_wrong_operation_of_the_model_is_named_with_its_line(monkeypatch):
+    def change(forward: fx.GraphModule, _backward: fx.GraphModule) -> None:
+        node = next(n for n in forward.graph.nodes if n.target is torch.ops.aten.gelu.default)
+        node.target = torch.ops.aten.relu.default
+
+    _tampered(monkeypatch, change)
+    divergence = _verify().first_divergence
+    assert divergence.node == "gelu" and "zoo.py:" in divergence.source
+
+
+def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():
+    model, (args, kwargs) = make("odd-mlp", 4)
+    program = compiler.build_program(model, shardgraph.preset("ddp", {"dp": 2}), args, kwargs)
+    graph = program.backward
+    inputs = [
+        {role: torch.zeros(node.meta["val"].shape) for role, node in ir.placeholders(graph).items()} for _ in range(2)
+    ]
+    tangent = next(role for role in inputs[0] if isinstance(role, ir.Tangent))
+    inputs[1][tangent] = inputs[1][tangent].new_zeros(4, 1).expand(4, 1)
+    with pytest.raises(shardgraph.ShardGraphError):
+        run_lockstep(graph, (("dp", 2),), inputs)

@@ -1,0 +1,85 @@
+"""Bytes on the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.cost_models.collectives import wire_bytes as price
+from shardgraph.errors import ShardGraphError
+from shardgraph.passes.analysis.wire import Traffic, summarize_communication, wire_bytes
+
+MESH = (("replica", 2), ("shard", 4))
+
+
+def program() -> fx.GraphModule:
+    """Two gathers and a reduce-scatter of 4 x 64 floats over ``shard``, an all-reduce of 64 over ``replica``."""
+    graph = fx.Graph()
+
+    def call(target, args, size):
+        start = graph.call_function(target, args)
+        start.meta["val"] = torch.empty(size, device="meta")
+        return start
+
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(64, device="meta")
+    for _ in range(2):
+        full = call(ir.WAIT, (call(ir.ALL_GATHER, (x, 4, "shard"), 256),), 256)
+    part = call(ir.WAIT, (call(ir.REDUCE_SCATTER, (full, "sum", 4, "shard"), 64),), 64)
+    call(ir.WAIT, (call(ir.ALL_REDUCE, (part, "sum", "replica"), 64),), 64)
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(
+    ("operation", "given", "gotten", "sent"),
+    [
+        ("all_gather_into_tensor", 100, 400, 300),
+        ("reduce_scatter_tensor", 400, 100, 300),
+        ("all_reduce", 400, 400, 600),
+        ("all_to_all_single", 400, 400, 300),
+    ],
+)
+def test_ring_formulas_for_four_ranks(operation: str, given: int, gotten: int, sent: int) -> None:
+    assert price(operation, given, gotten, 4) == sent
+
+
+def test_an_all_reduce_sends_what_its_reduce_scatter_and_all_gather_send() -> None:
+    halves = price("reduce_scatter_tensor", 800, 100, 8) + price("all_gather_into_tensor", 100, 800, 8)
+    assert price("all_reduce", 800, 800, 8) == halves
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    assert price("all_reduce", 400, 400, 1) == 0
+
+
+def test_bytes_that_do_not_divide_are_rounded_up() -> None:
+    assert price("all_reduce", 4, 4, 3) == 6  # 5.33
+
+
+def test_an_operation_without_formula_is_named() -> None:
+    with pytest.raises(ShardGraphError, match=r"'all_gather' sends: .* WIRE_RULES.*mean 'all_gather_into_tensor'"):
+        price("all_gather", 4, 16, 4)
+
+
+def test_every_collective_of_the_representation_has_a_formula() -> None:
+    for target in ir.COLLECTIVES:
+        assert price(target.__name__.split(".")[0], 8, 8, 2) > 0
+
+
+def test_bytes_are_summed_per_axis() -> None:
+    assert wire_bytes(program(), MESH) == {"replica": 256, "shard": 3 * 768}
+
+
+def test_an_axis_without_traffic_counts_zero() -> None:
+    assert wire_bytes(program(), (*MESH, ("tensor", 2)))["tensor"] == 0
+
+
+def test_the_summary_counts_per_operation_and_axis() -> None:
+    assert summarize_communication(program(), MESH).rows == (
+        Traffic("all_gather_into_tensor", "shard", 2, 2 * 768),
+        Traffic("reduce_scatter_tensor", "shard", 1, 768),
+        Traffic("all_reduce", "replica", 1, 256),
+    )
