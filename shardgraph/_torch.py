@@ -67,7 +67,7 @@ def ordered_gloo() -> str:
 
 
 def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
     options._timeout = timeout

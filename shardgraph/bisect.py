@@ -44,9 +44,9 @@ def first_divergence(
 ) -> Divergence | None:
     """Run the captured graph on ``whole`` inputs and the emitted graphs on ``local`` ones; compare node by node.
 
-    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass said
-    what it equals: ``meta["equals"]`` names the captured value, ``meta["averages"]`` the value whose
-    mean over ranks it is. Returns None when everything that can be compared agrees.
+    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass
+    said what it equals: ``meta["equals"]`` names the captured value, ``meta["averages"]`` the value whose mean
+    over ranks it is. Returns None when everything that can be compared agrees.
     """
     alone = (("rank", len(whole)),)
     expected: dict[str, list[Any]] = {}
@@ -66,7 +66,7 @@ def first_divergence(
             return
         for mine, theirs in zip(values, reference, strict=True):
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-                error = _error(mine, theirs)
+                error = relative_error(mine, theirs)
                 if not error <= tolerance:
                     raise _Found(
                         Divergence(node.name, node.meta.get("made_by", "capture"), node.meta.get("source", ""), error)
@@ -119,13 +119,18 @@ def _parts(mean: torch.Tensor, node: fx.Node, program: Program) -> list[torch.Te
     return [mean[start:stop] for start, stop in bounds]
 
 
-def _error(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    if mine.shape != theirs.shape:
+def relative_error(mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest absolute difference over the reference's largest magnitude, or over ``floor`` where that is more.
+
+    Infinite for another shape or dtype, for unequal integers and for NaN.
+    """
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return float("inf")
     if not theirs.numel():
         return 0.0
-    if not theirs.is_floating_point():
+    if not theirs.is_floating_point() and not theirs.is_complex():
         return 0.0 if torch.equal(mine, theirs) else float("inf")
     difference = (mine - theirs).abs().max().item()
-    scale = theirs.abs().max().item()
-    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+    scale = max(theirs.abs().max().item(), floor)
+    # NaN compares as unequal to everything, so it must not pass for a small error.
+    return 0.0 if difference == 0 else difference / scale if scale and difference == difference else float("inf")

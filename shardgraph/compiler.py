@@ -159,7 +159,7 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
         )
     if dist.get_backend() == "nccl":
         return init_device_mesh("cuda", tuple(wanted.values()), mesh_dim_names=tuple(wanted))
-    override = dict.fromkeys(wanted, ordered_gloo())
+    override: dict[Any, Any] = dict.fromkeys(wanted, ordered_gloo())
     return init_device_mesh("cpu", tuple(wanted.values()), mesh_dim_names=tuple(wanted), backend_override=override)
 
 

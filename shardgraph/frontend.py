@@ -63,12 +63,10 @@ def compile(
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
     device_mesh = resolve_mesh(mesh, plan)
-    axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True))
-    chosen = resolve_plan(plan, axes)
-    entries = chosen.resolve(named_shapes(model))
-    device = _device(device_mesh, model)
+    axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
-    agreement.agree("the model and the plan", _fingerprint(model, chosen))
+    chosen, entries = _agree_on_plan(agreement, plan, axes, model)
+    device = _device(device_mesh, model)
 
     shared = device_mesh if chosen.mesh else None
     _shard_parameters(model, entries, shared, device, initialize)
@@ -85,6 +83,21 @@ def compile(
     if example_inputs is not None or example_kwargs is not None:
         sharded.compile_for(*(example_inputs or ()), **(example_kwargs or {}))
     return sharded
+
+
+def _agree_on_plan(
+    agreement: Agreement, plan: str | Path | Plan, axes: tuple[tuple[str, int], ...], model: nn.Module
+) -> tuple[Plan, dict[str, ParameterPlan]]:
+    """The plan and its entries, once all ranks have the same; a rank that has none tells the others."""
+    text, error = "", None
+    try:
+        chosen = resolve_plan(plan, axes)
+        entries = chosen.resolve(named_shapes(model))
+        text = _fingerprint(model, chosen)
+    except ShardGraphError as failure:
+        error = failure
+    agreement.agree("the model and the plan", text, error)
+    return chosen, entries
 
 
 def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:

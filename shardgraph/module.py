@@ -137,12 +137,13 @@ class ShardedModule(nn.Module):
         return self._programs[key]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Executable:
-        model, error, text = self.__dict__["original"], None, ""
+        model, text = self.__dict__["original"], ""
+        error: Exception | None = None
         try:
             with Progress(self.plan.name, STAGES, self._progress) as show:
                 program = self._build(model, leaves, spec, loss_fn, show)
             text = program.text
-        except ShardGraphError as failure:
+        except Exception as failure:  # whatever it is, the other ranks must not wait for this one
             error = failure
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)

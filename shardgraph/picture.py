@@ -48,7 +48,9 @@ def draw(
     where = " x ".join(f"{axis}={size}" for axis, size in mesh) or "one process"
     whole = sum(row.whole_bytes for row in root.rows())
     summary = f"Parameters: {_size(root.nbytes)} per rank, {_size(whole)} in all. "
-    summary += "Sent per rank and step: " + (", ".join(f"{_size(n)} over {axis}" for axis, n in sent.items()) or "nothing")
+    summary += "Sent per rank and step: " + (
+        ", ".join(f"{_size(n)} over {axis}" for axis, n in sent.items()) or "nothing"
+    )
     body = [
         _text(PAD, 30, f"Partition plan on {where}", "title"),
         _text(PAD, 54, summary),
@@ -146,7 +148,9 @@ def _tree(
         if entry.shard_axis is not None:
             _, rows = chunk_bounds(shape[0], mesh[entry.shard_axis][1], 0)
             local = (rows, *shape[1:])
-        placement = ", ".join(f"{p} over {axis}" for p, (axis, _) in zip(entry.placements, mesh, strict=True)) or "whole"
+        placement = (
+            ", ".join(f"{p} over {axis}" for p, (axis, _) in zip(entry.placements, mesh, strict=True)) or "whole"
+        )
         path, _, name = fqn.rpartition(".")
         size = itemsize.get(fqn, torch.get_default_dtype().itemsize)
         root.find(path).own.append(_Row(name, tuple(shape), local, placement, size))
@@ -159,7 +163,9 @@ def _add_traffic(root: _Module, graphs: Mapping[str, fx.GraphModule | None], mes
     for direction, gm in graphs.items():
         for node in collectives(gm) if gm is not None else ():
             axis, nbytes = group_of(node), node_wire_bytes(node, mesh)
-            fqn = str(node.meta.get("subject", "")).split(" ")[-1]  # "gradient of a.weight", "buffer a.mean", "a.weight"
+            fqn = str(node.meta.get("subject", "")).split(" ")[
+                -1
+            ]  # "gradient of a.weight", "buffer a.mean", "a.weight"
             entry = root.find(fqn.rpartition(".")[0]).traffic.setdefault((direction, operation_of(node), axis), [0, 0])
             entry[0] += 1
             entry[1] += nbytes
@@ -213,8 +219,6 @@ def _shape(shape: Iterable[int]) -> str:
 def _size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
-            break
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+    return f"{nbytes:.1f} TiB"

@@ -14,13 +14,13 @@ class Progress:
     """
 
     def __init__(self, title: str, stages: int, enabled: bool | None = None) -> None:
+        self._title = f"shardgraph {title}"
         self._bar = tqdm(
             total=stages,
-            desc=f"shardgraph {title}",
+            desc=self._title,
             leave=False,
             disable=None if enabled is None else not enabled,
-            bar_format="{desc}: {postfix[0]} [{n_fmt}/{total_fmt}, {elapsed}]",
-            postfix=["start"],
+            bar_format="{desc} [{n_fmt}/{total_fmt}, {elapsed}]",
         )
         self._started = False
 
@@ -32,8 +32,7 @@ class Progress:
         if self._started:
             self._bar.update()
         self._started = True
-        self._bar.postfix = [stage]
-        self._bar.refresh()
+        self._bar.set_description_str(f"{self._title}: {stage}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

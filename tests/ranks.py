@@ -44,9 +44,7 @@ def deterministic(model: nn.Module) -> nn.Module:
 
 def prepared(name: str, batch: int) -> tuple[nn.Module, Any]:
     model, call = make(name, batch)
-    return deterministic(model), tree_map_only(
-        torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call
-    )
+    return deterministic(model), tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
 
 
 def train(sharded: nn.Module, original: nn.Module, call: Any, steps: int = 5, clip: float | None = None) -> float:
@@ -74,9 +72,7 @@ def train(sharded: nn.Module, original: nn.Module, call: Any, steps: int = 5, cl
 
 def difference(sharded: nn.Module, original: nn.Module, *, gradients: bool) -> float:
     worst = 0.0
-    for (name, mine), (other_name, theirs) in zip(
-        sharded.named_parameters(), original.named_parameters(), strict=True
-    ):
+    for (name, mine), (other_name, theirs) in zip(sharded.named_parameters(), original.named_parameters(), strict=True):
         assert name == other_name
         a, b = (mine.grad, theirs.grad) if gradients else (mine.detach(), theirs.detach())
         assert (a is None) == (b is None), f"{name}: one has a gradient and the other has none"

@@ -10,7 +10,12 @@ import torch
 from shardgraph import ParameterPlan, Plan, PlanError, preset
 from shardgraph.compiler import resolve_plan
 
-SHAPES = {"a.weight": torch.Size([7, 5]), "a.bias": torch.Size([7]), "scale": torch.Size([]), "empty": torch.Size([0, 4])}
+SHAPES = {
+    "a.weight": torch.Size([7, 5]),
+    "a.bias": torch.Size([7]),
+    "scale": torch.Size([]),
+    "empty": torch.Size([0, 4]),
+}
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "zero1", "zero2", "fsdp"])
@@ -39,7 +44,10 @@ def test_parameters_without_rows_are_replicated():
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name():
-    plan = replace(preset("fsdp", {"dp": 2}), parameters=(*preset("fsdp", {"dp": 2}).parameters, ("a.wieght", ParameterPlan(("shard(0)",)))))
+    plan = replace(
+        preset("fsdp", {"dp": 2}),
+        parameters=(*preset("fsdp", {"dp": 2}).parameters, ("a.wieght", ParameterPlan(("shard(0)",)))),
+    )
     with pytest.raises(PlanError, match=r"'a\.wieght'.*did you mean 'a\.weight'"):
         plan.resolve(SHAPES)
 
@@ -60,7 +68,10 @@ def test_a_parameter_that_no_pattern_matches_is_refused():
         (("shard(0)", "shard(1)"), r"placements is 'shard\(1\)'; it may be 'replicate' or 'shard\(0\)'"),
         (("reduce_scatter", "average"), "gradient is 'average'; it may be 'all_reduce' or 'reduce_scatter'"),
         (("name: fsdp\n", ""), "the field name is missing"),
-        (("reshard_after_forward: true", "reshard_after_forward: 3"), "reshard_after_forward is 3; it may be true or false"),
+        (
+            ("reshard_after_forward: true", "reshard_after_forward: 3"),
+            "reshard_after_forward is 3; it may be true or false",
+        ),
     ],
 )
 def test_an_invalid_file_is_refused_naming_the_field(edit, message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -19,7 +20,7 @@ from shardgraph.passes.analysis.wire import operation_of
 
 Mesh = tuple[tuple[str, int], ...]
 
-_GROUP_SIZE_ARGUMENT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
+_GROUP_SIZE_ARGUMENT: dict[Any, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _check_members_agree(group: tuple[int, ...], calls_of: Mapping[int, Sequence
 
 def _check_no_circle(sequences: Mapping[int, Sequence[Collective]]) -> None:
     """Events are (group, k-th call of it); an edge says that some rank issues one before the other."""
-    order = nx.DiGraph()
+    order: nx.DiGraph = nx.DiGraph()
     for rank, calls in sequences.items():
         counts: dict[tuple[int, ...], int] = {}
         previous = None

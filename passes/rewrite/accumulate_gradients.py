@@ -67,7 +67,7 @@ class AddAccumulated:
 
 def _local(reduced: fx.Node) -> fx.Node:
     """This rank's own gradient, from the end of the chain that reduces it."""
-    node = reduced
+    node: Any = reduced
     while "reduces" in node.meta:
         node = node.args[0]
     return node

@@ -16,7 +16,7 @@ class OverlapCollectives:
     """Takes a forward or backward graph; gives the same one with collectives started early and awaited late.
 
     A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many are under way
-    while the computation goes on. A gradient's reduction is awaited only once ``plan.prefetch`` later ones have started.
+    while the computation goes on. A gradient's reduction is awaited once ``plan.prefetch`` later ones have started.
     All ranks hold the same text, so all still issue the same collectives in the same order.
 
     Must not change: which nodes there are, and what each computes.

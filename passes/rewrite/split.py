@@ -50,7 +50,8 @@ def _forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role | None, Any]]) -> fx.GraphModule:
-    graph, env = fx.Graph(), {}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         takes = node.op == "placeholder" and not isinstance(node.meta["role"], Tangent)
         if takes or (node in inside and node.op not in ("placeholder", "output")):

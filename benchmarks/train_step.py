@@ -1,0 +1,201 @@
+"""Step time, memory and compile time of shardgraph beside FSDP2, DDP and one unsharded rank, in one run.
+
+    python benchmarks/train_step.py --name cpu-2-ranks
+
+All contenders train the same transformer from the same weights on the same data. Time: every round takes one step of
+each in turn, with a barrier before it, so that a machine whose speed drifts is fair to all; medians are reported,
+and their ratios to FSDP2. Memory: each contender alone, the highest resident set of rank 0 above what the process
+held before the model was built (on CUDA, ``max_memory_allocated``). Losses are recorded, and their largest
+difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardgraph
+
+CONTENDERS = ["shardgraph fsdp", "shardgraph zero2", "shardgraph ddp", "FSDP2", "DDP", "one rank"]
+
+
+def build_model(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.width,
+        intermediate_size=options.width * 8 // 3,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=options.vocabulary,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def build(name: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
+    model = build_model(options)
+    if name.startswith("shardgraph"):
+        return shardgraph.compile(model, name.split()[1])
+    model.to(device)
+    if name == "FSDP2":
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return DistributedDataParallel(model) if name == "DDP" else model
+
+
+class Contender:
+    """One way to train: its model, its optimizer and what it was seen to do."""
+
+    def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
+        self.name, self.options, self.device = name, options, device
+        self.model = build(name, options, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.times: list[float] = []
+        self.losses: list[float] = []
+        started = time.perf_counter()
+        self.loss(0).backward()  # compiles, or sets up lazily; not a step, so that weights stay equal
+        self.optimizer.zero_grad()
+        self.first_call = time.perf_counter() - started
+
+    def loss(self, step: int) -> torch.Tensor:
+        world = dist.get_world_size()
+        generator = torch.Generator().manual_seed(step)
+        shape = (world, self.options.batch, self.options.length)
+        ids = torch.randint(self.options.vocabulary, shape, generator=generator)[dist.get_rank()].to(self.device)
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def step(self, number: int) -> None:
+        started = time.perf_counter()
+        loss = self.loss(number)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter() - started)
+        self.losses.append(loss.item())
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """What each rank does; returns rank 0's figures by contender."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    torch.set_num_threads(options.threads)
+    memory = {name: peak_memory(name, options, device) for name in options.contenders}
+    contenders = [Contender(name, options, device) for name in options.contenders]
+    for number in range(1, options.rounds + 3):
+        for contender in contenders:
+            dist.barrier()
+            contender.step(number)
+    return {
+        c.name: {
+            "median_s": statistics.median(c.times[2:]),
+            "fastest_s": min(c.times[2:]),
+            "slowest_s": max(c.times[2:]),
+            "first_call_s": c.first_call,
+            "peak_mib": memory[c.name],
+            "losses": c.losses,
+        }
+        for c in contenders
+    }
+
+
+def peak_memory(name: str, options: argparse.Namespace, device: torch.device) -> float:
+    """MiB at the highest point of two steps, above what was held before the model was built."""
+    gc.collect()
+    before = resident("VmRSS") if device.type == "cpu" else torch.cuda.memory_allocated() / 2**20
+    contender = Contender(name, options, device)
+    contender.step(1)
+    gc.collect()
+    if device.type == "cpu":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident set so far
+    else:
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    contender.step(2)
+    peak = resident("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated() / 2**20
+    return peak - before
+
+
+def resident(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status).group(1)) / 1024
+
+
+def table(figures: dict[str, Any], show: Callable[[str], None] = print) -> None:
+    base = figures.get("FSDP2", next(iter(figures.values())))
+    show(f"{'':<18}{'median s':>10}{'of FSDP2':>10}{'range s':>16}{'peak MiB':>10}{'first call s':>14}")
+    for name, f in figures.items():
+        spread = f"{f['fastest_s']:.3f} to {f['slowest_s']:.3f}"
+        show(
+            f"{name:<18}{f['median_s']:>10.3f}{f['median_s'] / base['median_s']:>10.2f}{spread:>16}"
+            f"{f['peak_mib']:>10.0f}{f['first_call_s']:>14.1f}"
+        )
+
+
+def loss_difference(figures: dict[str, Any]) -> float:
+    """The largest difference of any loss among the sharded contenders (one rank alone sees other data)."""
+    runs = [f["losses"] for name, f in figures.items() if name != "one rank"]
+    return max(max(step) - min(step) for step in zip(*runs, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="latest", help="results/NAME.json is written")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4, help="rows of each rank")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    options = parser.parse_args()
+
+    # Large blocks go back to the system when they are freed, so that the resident set tells what is held.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    figures = shardgraph.launch(measure, options.nproc, args=(options,), timeout=3000)[0]
+    count = sum(p.numel() for p in build_model(options).parameters())
+    configuration = {
+        "command": " ".join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "parameters": count,
+        **vars(options),
+    }
+    print(f"Llama of {count:,} parameters, {options.nproc} ranks of {options.threads} threads, {options.rounds} rounds")
+    table(figures)
+    print(f"largest difference of a loss between contenders: {loss_difference(figures):.1e}")
+    path = Path(__file__).parent / "results" / f"{options.name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"configuration": configuration, "figures": figures}, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What is installed is what is in the tree."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import tomllib
+from pathlib import Path
+
+import shardgraph
+
+ROOT = Path(__file__).parent.parent
+HOME = {"shardgraph": "shardgraph", "cost_models": "shardgraph.cost_models", "passes": "shardgraph.passes"}
+
+
+def test_every_package_of_the_tree_is_listed():
+    found = set()
+    for folder, name in HOME.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            if not any(part.is_symlink() for part in (init, *init.parents)):
+                found.add(".".join([name, *init.parent.relative_to(ROOT / folder).parts]))
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == found
+
+
+def test_the_version_is_the_installed_one():
+    assert shardgraph.__version__ == importlib.metadata.version("shardgraph")
+
+
+def test_types_are_shipped():
+    assert importlib.resources.files("shardgraph").joinpath("py.typed").is_file()
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in shardgraph.__all__:
+        assert getattr(shardgraph, name).__doc__, name
