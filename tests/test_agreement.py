@@ -48,7 +48,7 @@ def late_rank(late: int) -> str:
     agreement = Agreement(dist.group.WORLD, 1.0)
     dist.barrier()
     if dist.get_rank() == late:
-        time.sleep(2)
+        time.sleep(6)
     return outcome(agreement, "the inputs", "same")
 
 
@@ -78,7 +78,7 @@ def several() -> tuple[dict[str, str], str, tuple[int, int], str, str]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[str, str], str, tuple[int, int], str, str]]:
-    return launch(several, 3, timeout=50)
+    return launch(several, 3, timeout=100)
 
 
 def test_ranks_with_equal_values_go_on(ranks: list) -> None:
