@@ -11,7 +11,7 @@ from shardgraph.agreement import Agreement
 from shardgraph.errors import CaptureError, RankMismatchError
 from shardgraph.launch import launch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 SHAPES = "structure (*, *)\ninput 0: shape {}, torch.float32\ninput 1: 3"
 

@@ -26,6 +26,11 @@ def test_every_model_of_the_zoo_trains_sharded_over_two_ranks():
         assert {name: worst for name, worst in facts.items() if not worst < ROUNDED} == {}
 
 
+def test_losses_are_those_of_fsdp2_and_ddp():
+    for differences in shardgraph.launch(ranks.against_torch, 2):
+        assert max(differences.values()) < ROUNDED, differences
+
+
 def test_hybrid_sharding_on_four_ranks():
     mesh = {"dp_replicate": 2, "dp_shard": 2}
     for worst in shardgraph.launch(ranks.parity, 4, args=("odd-mlp", "hsdp", mesh, 0.5)):
@@ -90,8 +95,7 @@ def test_what_would_hang_is_an_error(fn, args, message):
         shardgraph.launch(fn, 2, args=args, timeout=90)
 
 
-def test_a_failed_collective_names_its_parameter(capfd):
-    with pytest.raises(shardgraph.LaunchError):
-        shardgraph.launch(ranks.lost_peer, 2, timeout=90)
-    captured = capfd.readouterr()
-    assert "all_gather_into_tensor of bias" in captured.out + captured.err or "of weight" in captured.out
+def test_a_failed_collective_names_its_parameter():
+    told, _ = shardgraph.launch(ranks.lost_peer, 2, timeout=90)
+    assert "all_gather_into_tensor of weight (2, 4) float32 over 'dp'" in told
+    assert "another rank died" in told
