@@ -1,5 +1,6 @@
 # Every target sets up what it needs: Python 3.11 or newer and make are enough.
-PYTHON ?= python3
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # A CPU build is enough. Another one: make demo TORCH="torch==2.12.0 --index-url <your index>"
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -27,6 +28,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/train_step.py
 
 $(VENV)/.torch:
+	$(if $(PYTHON),,$(error no Python 3.11 or newer on PATH; name one: make PYTHON=/path/to/python))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
 	touch $@

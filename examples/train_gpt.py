@@ -156,9 +156,22 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     part = tuple(t[rank * rows : (rank + 1) * rows] for t in batch)
     result = {"held": measured_step(sharded, optimizer, part), "difference": largest, "seconds": seconds}
     result |= {"first": first, "last": mean.item()}
+    state = sharded.full_state_dict()  # every rank takes part, rank 0 gets the whole model
     if original is not None:
         result["unsharded"] = measured_step(original, reference, part)
+        original.load_state_dict(state)
+        result["sample"] = sample(original)
     return result
+
+
+def sample(model: GPT, count: int = 160) -> str:
+    """What the model writes after a prompt: byte by byte, always the likeliest."""
+    ids = torch.tensor([list(b"    def __init__(self")])
+    with torch.no_grad():
+        for _ in range(count):
+            likeliest = model(ids[:, -model.position.num_embeddings :])[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, likeliest], dim=1)
+    return bytes(ids[0].tolist()).decode(errors="replace")
 
 
 def show(rank: int, step: int, steps: int, line: str) -> None:
@@ -183,6 +196,7 @@ def summary(results: list[dict[str, Any]]) -> None:
         f"\nLoss {head['first']:.3f} -> {head['last']:.3f} in {head['seconds']:.0f} s. Over the first {COMPARED} steps "
         f"the sharded and the unsharded loss differed by at most {head['difference']:.1e}."
     )
+    print(f"\nThe trained weights, loaded into the unsharded model, write:\n{head['sample']}")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.resources
 import tomllib
@@ -21,6 +22,11 @@ def test_every_package_of_the_tree_is_listed():
                 found.add(".".join([name, *init.parent.relative_to(ROOT / folder).parts]))
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert set(listed) == found
+
+
+def test_every_listed_package_can_be_imported():
+    for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]:
+        assert importlib.import_module(name).__name__ == name
 
 
 def test_the_version_is_the_installed_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +105,10 @@ def test_a_plan_for_another_mesh_is_refused():
 def test_auto_says_what_it_chose_and_why():
     assert "nothing to shard" in str(resolve_plan("auto", ()))
     assert "least memory per rank on 2 ranks" in str(resolve_plan("auto", (("dp", 2),)))
+
+
+def test_the_plan_in_the_documentation_is_a_plan():
+    text = (Path(__file__).parent.parent / "docs" / "plans.md").read_text()
+    block = text[text.index("    schema: 1") :].partition("\n\n")[0]
+    plan = Plan.from_yaml("\n".join(line.removeprefix("    ") for line in block.splitlines()))
+    assert plan.world_size == 2 and not dict(plan.parameters)["lm_head.weight"].reshard_after_forward
