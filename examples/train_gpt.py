@@ -165,12 +165,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sample(model: GPT, count: int = 160) -> str:
-    """What the model writes after a prompt: byte by byte, always the likeliest."""
+    """What the model writes after a prompt, drawn byte by byte: always taking the likeliest would write spaces."""
+    generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([list(b"    def __init__(self")])
     with torch.no_grad():
         for _ in range(count):
-            likeliest = model(ids[:, -model.position.num_embeddings :])[:, -1].argmax(-1, keepdim=True)
-            ids = torch.cat([ids, likeliest], dim=1)
+            logits = model(ids[:, -model.position.num_embeddings :])[:, -1]
+            drawn = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, drawn], dim=1)
     return bytes(ids[0].tolist()).decode(errors="replace")
 
 
