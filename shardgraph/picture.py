@@ -47,14 +47,9 @@ def draw(
 
     where = " x ".join(f"{axis}={size}" for axis, size in mesh) or "one process"
     whole = sum(row.whole_bytes for row in root.rows())
-    summary = f"Parameters: {_size(root.nbytes)} per rank, {_size(whole)} in all. "
-    summary += "Sent per rank and step: " + (
-        ", ".join(f"{_size(n)} over {axis}" for axis, n in sent.items()) or "nothing"
-    )
-    body = [
-        _text(PAD, 30, f"Partition plan on {where}", "title"),
-        _text(PAD, 54, summary),
-    ]
+    traffic = ", ".join(f"{_size(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
+    summary = f"Parameters: {_size(root.nbytes)} per rank, {_size(whole)} in all. Sent per rank and step: {traffic}"
+    body = [_text(PAD, 30, f"Partition plan on {where}", "title"), _text(PAD, 54, summary)]
     y = 70
     for placement, colour in colours.items():
         rows = [row for row in root.rows() if row.placement == placement]
@@ -148,12 +143,10 @@ def _tree(
         if entry.shard_axis is not None:
             _, rows = chunk_bounds(shape[0], mesh[entry.shard_axis][1], 0)
             local = (rows, *shape[1:])
-        placement = (
-            ", ".join(f"{p} over {axis}" for p, (axis, _) in zip(entry.placements, mesh, strict=True)) or "whole"
-        )
+        over = [f"{placed} over {axis}" for placed, (axis, _) in zip(entry.placements, mesh, strict=True)]
         path, _, name = fqn.rpartition(".")
         size = itemsize.get(fqn, torch.get_default_dtype().itemsize)
-        root.find(path).own.append(_Row(name, tuple(shape), local, placement, size))
+        root.find(path).own.append(_Row(name, tuple(shape), local, ", ".join(over) or "whole", size))
     return root
 
 
@@ -163,10 +156,9 @@ def _add_traffic(root: _Module, graphs: Mapping[str, fx.GraphModule | None], mes
     for direction, gm in graphs.items():
         for node in collectives(gm) if gm is not None else ():
             axis, nbytes = group_of(node), node_wire_bytes(node, mesh)
-            fqn = str(node.meta.get("subject", "")).split(" ")[
-                -1
-            ]  # "gradient of a.weight", "buffer a.mean", "a.weight"
-            entry = root.find(fqn.rpartition(".")[0]).traffic.setdefault((direction, operation_of(node), axis), [0, 0])
+            fqn = str(node.meta.get("subject", "")).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
+            module = root.find(fqn.rpartition(".")[0])
+            entry = module.traffic.setdefault((direction, operation_of(node), axis), [0, 0])
             entry[0] += 1
             entry[1] += nbytes
             sent[axis] = sent.get(axis, 0) + nbytes
@@ -179,9 +171,10 @@ def _add_traffic(root: _Module, graphs: Mapping[str, fx.GraphModule | None], mes
 def _box(alike: list[_Module], x: int, y: int, width: int, colours: Mapping[str, str]) -> tuple[int, list[str]]:
     """The height and the elements of one box, which stands for all modules that are ``alike``."""
     module, right = alike[0], x + width - PAD
-    label, held = module.path or "model", f"{_size(module.nbytes)} per rank"
+    label, held = module.path.rpartition(".")[2] or "model", f"{_size(module.nbytes)} per rank"
     if len(alike) > 1:
-        label, held = f"{label} .. {alike[-1].path} x{len(alike)}", f"{len(alike)} x {held}"
+        first, last = (".".join(end.path.split(".")[-2:]) for end in (module, alike[-1]))
+        label, held = f"{first} .. {last} x{len(alike)}", f"{len(alike)} x {held}"
     body = [_text(x + PAD, y + 18, label, "module"), _text(right, y + 18, held, "end")]
     at = y + HEADER
     for row in module.own:
