@@ -4,9 +4,9 @@
 
 All contenders train the same transformer from the same weights on the same data. Time: every round takes one step of
 each in turn, with a barrier before it, so that a machine whose speed drifts is fair to all; medians are reported,
-and their ratios to FSDP2. Memory: each contender alone, the highest resident set of rank 0 above what the process
-held before the model was built (on CUDA, ``max_memory_allocated``). Losses are recorded, and their largest
-difference.
+and their ratios to FSDP2. Memory: each contender alone in its own processes, the bytes of tensors on rank 0 at the
+highest point of a step as torch's allocator counts them, and the resident set. Losses are recorded, and their
+largest difference.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
@@ -102,7 +103,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """What each rank does; returns rank 0's figures by contender."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(options.threads)
-    memory = {name: peak_memory(name, options, device) for name in options.contenders}
     contenders = [Contender(name, options, device) for name in options.contenders]
     for number in range(1, options.rounds + 3):
         for contender in contenders:
@@ -114,29 +114,46 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "fastest_s": min(c.times[2:]),
             "slowest_s": max(c.times[2:]),
             "first_call_s": c.first_call,
-            "peak_mib": memory[c.name],
             "losses": c.losses,
         }
         for c in contenders
     }
 
 
-def peak_memory(name: str, options: argparse.Namespace, device: torch.device) -> float:
-    """MiB at the highest point of two steps, above what was held before the model was built."""
-    gc.collect()
-    before = resident("VmRSS") if device.type == "cpu" else torch.cuda.memory_allocated() / 2**20
-    contender = Contender(name, options, device)
-    contender.step(1)
-    gc.collect()
-    if device.type == "cpu":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident set so far
-    else:
+def peak_memory(options: argparse.Namespace, name: str) -> dict[str, float]:
+    """Memory in MiB of one contender alone in its processes, at the highest point of a training step.
+
+    ``tensors_mib``: what torch's allocator had handed out, counted by its own events (on CUDA, by its statistics), so
+    that storages that are resized or made inside kernels count as well. ``resident_mib``: the
+    resident set above what the process held before the model was built; the compiler's modules and graphs are in it.
+    """
+    torch.set_num_threads(options.threads)
+    if torch.cuda.is_available():
+        contender = Contender(name, options, torch.device("cuda", torch.cuda.current_device()))
+        contender.step(1)
         torch.cuda.reset_peak_memory_stats()
+        contender.step(2)
+        return {"tensors_mib": torch.cuda.max_memory_allocated() / 2**20}
+    before = resident("VmRSS")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        contender = Contender(name, options, torch.device("cpu"))
+        contender.step(1)
+        with record_function("measured step"):
+            contender.step(2)
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    started = next(event.start_ns() for event in events if event.name() == "measured step")
+    live = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live) if event.start_ns() >= started else 0
+    del profiler, events
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident set so far
     dist.barrier()
-    contender.step(2)
-    peak = resident("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated() / 2**20
-    return peak - before
+    contender.step(3)
+    return {"tensors_mib": peak / 2**20, "resident_mib": resident("VmHWM") - before}
 
 
 def resident(field: str) -> float:
@@ -146,12 +163,13 @@ def resident(field: str) -> float:
 
 def table(figures: dict[str, Any], show: Callable[[str], None] = print) -> None:
     base = figures.get("FSDP2", next(iter(figures.values())))
-    show(f"{'':<18}{'median s':>10}{'of FSDP2':>10}{'range s':>16}{'peak MiB':>10}{'first call s':>14}")
+    times = f"{'':<18}{'median s':>10}{'of FSDP2':>10}{'range s':>16}"
+    show(f"{times}{'tensors MiB':>13}{'resident MiB':>14}{'first call s':>14}")
     for name, f in figures.items():
         spread = f"{f['fastest_s']:.3f} to {f['slowest_s']:.3f}"
         show(
             f"{name:<18}{f['median_s']:>10.3f}{f['median_s'] / base['median_s']:>10.2f}{spread:>16}"
-            f"{f['peak_mib']:>10.0f}{f['first_call_s']:>14.1f}"
+            f"{f['tensors_mib']:>13.1f}{f.get('resident_mib', float('nan')):>14.0f}{f['first_call_s']:>14.1f}"
         )
 
 
@@ -178,6 +196,8 @@ def main() -> None:
     # Large blocks go back to the system when they are freed, so that the resident set tells what is held.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     figures = shardgraph.launch(measure, options.nproc, args=(options,), timeout=3000)[0]
+    for name in options.contenders:
+        figures[name] |= shardgraph.launch(peak_memory, options.nproc, args=(options, name), timeout=600)[0]
     count = sum(p.numel() for p in build_model(options).parameters())
     configuration = {
         "command": " ".join(["python", *sys.argv]),

@@ -204,7 +204,7 @@ def summary(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start (torchrun decides under torchrun)")
-    parser.add_argument("--plan", default="auto", help="auto, fsdp, zero2, zero1, ddp, or a plan file")
+    parser.add_argument("--plan", default="fsdp", help="fsdp, auto, zero2, zero1, ddp, or a plan file")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="rows of the whole batch, over all ranks")
     parser.add_argument("--length", type=int, default=128)

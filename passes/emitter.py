@@ -15,12 +15,14 @@ from shardgraph.passes.base import Context
 class Emitter:
     """Appends nodes after a point of a graph, each labelled with the ``subject`` it serves.
 
-    ``made_by`` names the pass; ``source`` is the user's line that the nodes belong to.
+    ``source`` is the user's line that the nodes belong to; ``labels`` are further entries of every node's meta.
     """
 
-    def __init__(self, gm: fx.GraphModule, context: Context, after: fx.Node, subject: str, source: str) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, context: Context, after: fx.Node, subject: str, source: str, **labels: Any
+    ) -> None:
         self.graph, self.context, self.point = gm.graph, context, after
-        self.meta = {"subject": subject, "source": source}
+        self.meta = {"subject": subject, "source": source, **labels}
 
     def call(
         self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], like: torch.Tensor, **meta: Any

@@ -14,10 +14,7 @@ from shardgraph import ir
 
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
-    bound = fx.GraphModule(gm, graph)
+    bound = ir.copy_graph(gm)
     if mesh is not None:
         for node in bound.graph.nodes:
             if ir.is_collective(node):

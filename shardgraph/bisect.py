@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.mesh import coordinates
 from shardgraph.program import Program
 from shardgraph.simulate import run_lockstep
 
@@ -46,7 +47,8 @@ def first_divergence(
 
     Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass
     said what it equals: ``meta["equals"]`` names the captured value, ``meta["averages"]`` the value whose mean
-    over ranks it is. Returns None when everything that can be compared agrees.
+    over ranks it is. ``evaluate`` gives ``(output, loss, tangents)`` of a rank's results. Returns None when everything
+    that can be compared agrees.
     """
     alone = (("rank", len(whole)),)
     expected: dict[str, list[Any]] = {}
@@ -54,10 +56,11 @@ def first_divergence(
     def keep(node: fx.Node, values: list[Any]) -> None:
         expected[node.name] = values
 
-    zero = {role: torch.zeros_like(node.meta["val"], device="cpu") for role, node in _tangents(program)}
+    none = {role: None for role in ir.placeholders(program.joint.module) if isinstance(role, ir.Tangent)}
+    zero = with_zeros(none, program.joint.module)
     results = run_lockstep(program.joint.module, alone, [w | zero for w in whole], rng=generators())
     tangents = [evaluate(_first(result), rank)[2] for rank, result in enumerate(results)]
-    joint_inputs = [w | t for w, t in zip(whole, tangents, strict=True)]
+    joint_inputs = [w | with_zeros(t, program.joint.module) for w, t in zip(whole, tangents, strict=True)]
     run_lockstep(program.joint.module, alone, joint_inputs, rng=generators(), on_value=keep)
 
     def compare(node: fx.Node, values: list[Any]) -> None:
@@ -76,17 +79,34 @@ def first_divergence(
     try:
         forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
         if program.backward is not None:
+            backward = program.backward_variant("reduce", absent_of(tangents))
             saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
             run_lockstep(
-                program.backward, mesh, [s | t for s, t in zip(saved, tangents, strict=True)], on_value=compare
+                backward,
+                mesh,
+                [s | with_zeros(t, backward) for s, t in zip(saved, tangents, strict=True)],
+                on_value=compare,
             )
     except _Found as found:
         return found.divergence
     return None
 
 
-def _tangents(program: Program) -> list[tuple[Any, fx.Node]]:
-    return [(r, n) for r, n in ir.placeholders(program.joint.module).items() if isinstance(r, ir.Tangent)]
+def absent_of(tangents: list[Mapping[Any, torch.Tensor | None]]) -> frozenset[ir.Tangent]:
+    """The tangents that no rank's loss brings."""
+    return frozenset(role for role in tangents[0] if all(given[role] is None for given in tangents))
+
+
+def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) -> dict[Any, torch.Tensor]:
+    """The tangents that ``gm`` takes, in the memory layout that it was traced with; zeros for None."""
+    given = {}
+    for role, node in ir.placeholders(gm).items():
+        if role in tangents:
+            like, value = node.meta["val"], tangents[role]
+            given[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            if value is not None:
+                given[role].copy_(value)
+    return given
 
 
 def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -111,11 +131,8 @@ def _parts(mean: torch.Tensor, node: fx.Node, program: Program) -> list[torch.Te
     entry = program.parameters.get(node.meta.get("reduces", ""))
     if entry is None or entry.shard_axis is None:
         return [mean] * plan.world_size
-    inner = 1
-    for _, size in plan.mesh[entry.shard_axis + 1 :]:
-        inner *= size
-    count = plan.mesh[entry.shard_axis][1]
-    bounds = [ir.chunk_bounds(len(mean), count, rank // inner % count) for rank in range(plan.world_size)]
+    axis, count = entry.shard_axis, plan.mesh[entry.shard_axis][1]
+    bounds = [ir.chunk_bounds(len(mean), count, coordinates(plan.mesh, rank)[axis]) for rank in range(plan.world_size)]
     return [mean[start:stop] for start, stop in bounds]
 
 

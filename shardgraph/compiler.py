@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgraph._torch import ordered_gloo
 from shardgraph.capture import capture
 from shardgraph.errors import PlanError
+from shardgraph.ir import copy_graph
+from shardgraph.mesh import Mesh
 from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.base import Context, Pass, run_passes
@@ -65,7 +67,7 @@ def build_program(
     context = Context(plan, parameters, shapes, joint.fake_mode)
 
     show("rewrite")
-    gm = _copy(joint.module)
+    gm = copy_graph(joint.module)
     run_passes(gm, JOINT_PASSES, context)
 
     show("split")
@@ -84,17 +86,10 @@ def build_program(
     return Program(joint, forward, backward, plan, parameters, shapes, context)
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
-
-
 # -- which plan, on which mesh ---------------------------------------------------------------------
 
 
-def resolve_plan(plan: str | Path | Plan, mesh: tuple[tuple[str, int], ...]) -> Plan:
+def resolve_plan(plan: str | Path | Plan, mesh: Mesh) -> Plan:
     """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs.
 
     Raises:
@@ -117,7 +112,7 @@ def resolve_plan(plan: str | Path | Plan, mesh: tuple[tuple[str, int], ...]) -> 
     return plan
 
 
-def _automatic(mesh: tuple[tuple[str, int], ...]) -> Plan:
+def _automatic(mesh: Mesh) -> Plan:
     world = math.prod(size for _, size in mesh)
     if world == 1:
         return replace(preset("single", mesh), note="chosen by 'auto': one rank, so there is nothing to shard")

@@ -113,6 +113,14 @@ def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> N
     node.meta["roles"] = [role for role, _ in results]
 
 
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module of its own with the same nodes, names and roles; attributes are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
 # -- the joint graph -------------------------------------------------------------------------------
 
 

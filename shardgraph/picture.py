@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Parameter, chunk_bounds, collectives, group_of, placeholders
+from shardgraph.mesh import Mesh
 from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
 from shardgraph.plan import ParameterPlan
-
-Mesh = tuple[tuple[str, int], ...]
 
 WIDTH, LINE, PAD, HEADER = 980, 20, 10, 26
 COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6b8", "#cdb4f0", "#f7b37e", "#d0d0d0")

@@ -28,6 +28,7 @@ import torch
 import yaml
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.mesh import Mesh
 
 SCHEMA = 1
 REPLICATE = "replicate"
@@ -75,7 +76,7 @@ class Plan:
     """
 
     name: str
-    mesh: tuple[tuple[str, int], ...]
+    mesh: Mesh
     parameters: tuple[tuple[str, ParameterPlan], ...]
     prefetch: int = 4
     note: str = ""

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.mesh import Mesh
 from shardgraph.plan import REPLICATE, SHARD, ParameterPlan, Plan
-
-Mesh = tuple[tuple[str, int], ...]
 
 
 def _single(mesh: Mesh) -> Plan:

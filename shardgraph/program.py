@@ -32,8 +32,9 @@ from shardgraph.ir import (
     Tangent,
 )
 from shardgraph.parameters import as_dtensor
-from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.accumulate_gradients import AddAccumulated, KeepGradientsLocal
+from shardgraph.passes.rewrite.drop_zero_tangents import DropZeroTangents
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.rng import rank_generator
 
@@ -75,17 +76,20 @@ class Program:
         halves = [half for half in (self.forward, self.backward) if half is not None]
         return "\n".join(node.format_node() or "" for half in halves for node in half.graph.nodes)
 
-    def backward_variant(self, name: str) -> fx.GraphModule:
-        """The backward graph ``"reduce"``, ``"local"`` (of ``no_sync``) or ``"accumulate"`` (that ends it)."""
+    def backward_variant(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
+        """The backward graph ``"reduce"``, ``"local"`` (of ``no_sync``) or ``"accumulate"`` (that ends it).
+
+        ``absent`` are the tangents that it does without, because the loss does not depend on their outputs.
+        """
         assert self.backward is not None
-        if name == "reduce":
-            return self.backward
-        variant = fx.GraphModule(self.backward, fx.Graph())
-        variant.graph.output(variant.graph.graph_copy(self.backward.graph, {}))
-        variant.graph.output_node().meta = dict(self.backward.graph.output_node().meta)
-        step = KeepGradientsLocal() if name == "local" else AddAccumulated()
-        run_passes(variant, (step,), replace(self.context, facts=set(self.context.facts)))
+        steps: list[Pass] = [DropZeroTangents(absent)] if absent else []
+        steps += _ENDINGS[name]
+        variant = ir.copy_graph(self.backward)
+        run_passes(variant, steps, replace(self.context, facts=set(self.context.facts)))
         return variant
+
+
+_ENDINGS: dict[str, list[Pass]] = {"reduce": [], "local": [KeepGradientsLocal()], "accumulate": [AddAccumulated()]}
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Executable:
     def __init__(self, program: Program, state: State) -> None:
         self.program, self.state = program, state
         self.forward = _Bound(program.forward, state.mesh)
-        self._backwards: dict[str, _Bound] = {}
+        self._backwards: dict[tuple[str, frozenset[Tangent]], _Bound] = {}
 
     @cached_property
     def through_autograd(self) -> list[int]:
@@ -130,11 +134,12 @@ class Executable:
 
         return [i for i, (role, value) in enumerate(self.forward.gives) if passes(role, value)]
 
-    def backward(self, name: str) -> _Bound:
-        """The bound backward variant of this name; see :meth:`Program.backward_variant`."""
-        if name not in self._backwards:
-            self._backwards[name] = _Bound(self.program.backward_variant(name), self.state.mesh)
-        return self._backwards[name]
+    def backward(self, name: str, absent: frozenset[Tangent] = frozenset()) -> _Bound:
+        """The bound backward variant; see :meth:`Program.backward_variant`."""
+        if (name, absent) not in self._backwards:
+            variant = self.program.backward_variant(name, absent)
+            self._backwards[name, absent] = _Bound(variant, self.state.mesh)
+        return self._backwards[name, absent]
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
         """Run on the flattened inputs of a call; returns what the model would. ``sync()`` is asked in backward."""
@@ -235,7 +240,7 @@ class _Run(torch.autograd.Function):
         ctx.executable, ctx.sync = executable, sync
         ctx.set_materialize_grads(False)
 
-        wanted = set(executable.backward("reduce").takes)
+        wanted = ir.placeholders(executable.program.backward)
         ctx.tangents = []
         for i in executable.through_autograd:
             role = gives[i][0]
@@ -255,11 +260,13 @@ class _Run(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
         restored = iter(tensors)
         saved = [next(restored) if value is None else value for value in ctx.constants]
-        tangents = dict(zip(ctx.tangents, grads, strict=True))
+        wanted = ir.placeholders(program.backward)
+        tangents = {role: grad for role, grad in zip(ctx.tangents, grads, strict=True) if role in wanted}
+        absent = frozenset(role for role, grad in tangents.items() if grad is None)
         del tensors, restored, grads
 
         local = not ctx.sync() and state.mesh is not None and program.plan.world_size > 1
-        variant = executable.backward("local" if local else "accumulate" if state.unreduced else "reduce")
+        variant = executable.backward("local" if local else "accumulate" if state.unreduced else "reduce", absent)
         inputs = []
         for role, node in ir.placeholders(variant.module).items():
             if isinstance(role, Saved):
@@ -280,10 +287,8 @@ class _Run(torch.autograd.Function):
         )
 
 
-def _tangent(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The incoming gradient in the memory layout that the graph was traced with; zeros where there is none."""
-    if grad is None:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+def _tangent(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The incoming gradient in the memory layout that the graph was traced with."""
     if grad.stride() == like.stride():
         return grad
     return torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)

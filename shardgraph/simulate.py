@@ -7,7 +7,6 @@ way of what is being checked, and any value can be looked at on every rank at on
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.errors import CollectiveError, ShardGraphError
 from shardgraph.ir import Role
+from shardgraph.mesh import Mesh, coordinates, group_along, position_of
 
-Mesh = tuple[tuple[str, int], ...]
 Results = list[tuple[Role | None, Any]]
 
 
@@ -45,22 +44,22 @@ def run_lockstep(
         CollectiveError: ranks bring tensors of different shapes to a collective.
         ShardGraphError: a node fails; the message names it and its line.
     """
-    coordinates = list(itertools.product(*(range(size) for _, size in mesh)))
-    assert len(inputs) == len(coordinates), f"{len(inputs)} inputs for {len(coordinates)} ranks"
+    world = math.prod(size for _, size in mesh)
+    assert len(inputs) == world, f"{len(inputs)} inputs for {world} ranks"
     last_use = _last_uses(gm)
     env: dict[fx.Node, list[Any]] = {}
     with torch.no_grad():
         for node in gm.graph.nodes:
             if node.op == "output":
                 break
-            env[node] = _run_node(gm, node, env, mesh, coordinates, inputs, rng)
+            env[node] = _run_node(gm, node, env, mesh, inputs, rng)
             if on_value is not None:
                 on_value(node, env[node])
             for dead in last_use.get(node, ()):
                 del env[dead]
     return [
         [(role, env[value][rank] if isinstance(value, fx.Node) else value) for role, value in ir.outputs(gm)]
-        for rank in range(len(coordinates))
+        for rank in range(world)
     ]
 
 
@@ -81,21 +80,20 @@ def _run_node(
     node: fx.Node,
     env: Mapping[fx.Node, list[Any]],
     mesh: Mesh,
-    coordinates: list[tuple[int, ...]],
     inputs: Sequence[Mapping[Role, Any]],
     rng: list[torch.Tensor] | None,
 ) -> list[Any]:
-    ranks = range(len(coordinates))
+    ranks = range(len(inputs))
     if node.op == "placeholder":
         return [inputs[rank][node.meta["role"]] for rank in ranks]
     if node.op == "get_attr":
-        return [getattr(gm, str(node.target))] * len(coordinates)
+        return [getattr(gm, str(node.target))] * len(inputs)
     if ir.is_collective(node):
-        return _collective(node, env[node.args[0]], mesh, coordinates)
+        return _collective(node, env[node.args[0]], mesh)
     if node.target is ir.WAIT:
         return env[node.args[0]]
     if node.target in (ir.trim_shard, ir.local_chunk):
-        return [_cut(node, env[node.args[0]][rank], mesh, coordinates[rank]) for rank in ranks]
+        return [_cut(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
     results = []
     for rank in ranks:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
@@ -119,22 +117,16 @@ def _call(node: fx.Node, args: Any, kwargs: Any, rng: list[torch.Tensor] | None,
         torch.set_rng_state(before)
 
 
-def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
+def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
     _, rows, axis = node.args
-    position = [name for name, _ in mesh].index(axis)
-    start, stop = ir.chunk_bounds(rows, mesh[position][1], coordinate[position])
+    position = position_of(mesh, axis)
+    start, stop = ir.chunk_bounds(rows, mesh[position][1], coordinates(mesh, rank)[position])
     return tensor[: stop - start] if node.target is ir.trim_shard else tensor[start:stop]
 
 
-def _collective(
-    node: fx.Node, values: list[torch.Tensor], mesh: Mesh, coordinates: list[tuple[int, ...]]
-) -> list[torch.Tensor]:
-    position = [name for name, _ in mesh].index(ir.group_of(node))
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinate in enumerate(coordinates):
-        groups.setdefault(coordinate[:position] + coordinate[position + 1 :], []).append(rank)
+def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
     results: list[torch.Tensor] = [torch.empty(0)] * len(values)
-    for members in groups.values():
+    for members in dict.fromkeys(group_along(mesh, ir.group_of(node), rank) for rank in range(len(values))):
         mine = [values[rank] for rank in members]
         if node.target is not ir.ALL_TO_ALL and len({tuple(value.shape) for value in mine}) > 1:
             shapes = ", ".join(f"rank {rank}: {list(values[rank].shape)}" for rank in members)

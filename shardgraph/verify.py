@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardgraph._torch import pytree
-from shardgraph.bisect import Divergence, first_divergence, relative_error
+from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
 from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import (
@@ -33,7 +33,8 @@ from shardgraph.ir import (
     chunk_bounds,
     placeholders,
 )
-from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.mesh import coordinates, group_along
+from shardgraph.plan import Plan
 from shardgraph.program import Program
 from shardgraph.rng import rank_generator
 from shardgraph.simulate import run_lockstep
@@ -195,21 +196,13 @@ class _Comparison:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _coordinate(self, rank: int, axis: int) -> int:
-        for _, size in reversed(self.mesh[axis + 1 :]):
-            rank //= size
-        return rank % self.mesh[axis][1]
-
-    def _rows(self, entry: ParameterPlan, rank: int, length: int) -> tuple[int, int]:
-        assert entry.shard_axis is not None
-        return chunk_bounds(length, self.mesh[entry.shard_axis][1], self._coordinate(rank, entry.shard_axis))
-
     def _cut(self, rank: int) -> dict[str, torch.Tensor]:
         shards = {}
         for fqn, parameter in self.original.named_parameters():
             entry, value = self.program.parameters[fqn], parameter.detach()
             if entry.shard_axis is not None:
-                start, stop = self._rows(entry, rank, len(value))
+                index = coordinates(self.mesh, rank)[entry.shard_axis]
+                start, stop = chunk_bounds(len(value), self.mesh[entry.shard_axis][1], index)
                 value = value[start:stop]
             shards[fqn] = value.contiguous().clone().requires_grad_(parameter.requires_grad)
         return shards
@@ -218,12 +211,7 @@ class _Comparison:
         entry = self.program.parameters[fqn]
         if entry.shard_axis is None:
             return pieces[0]
-        own = [
-            r
-            for r in range(self.world)
-            if all(self._coordinate(r, axis) == 0 for axis in range(len(self.mesh)) if axis != entry.shard_axis)
-        ]
-        return torch.cat([pieces[rank] for rank in own])
+        return torch.cat([pieces[rank] for rank in group_along(self.mesh, self.mesh[entry.shard_axis][0], rank=0)])
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -320,7 +308,10 @@ class _Comparison:
         return states
 
     def evaluate(self, result: Mapping[Any, Any], rank: int) -> tuple[Any, torch.Tensor, dict[Tangent, Any]]:
-        """``(output, loss, tangents)`` of one rank from its forward results by role."""
+        """``(output, loss, tangents)`` of one rank from its forward results by role.
+
+        A tangent is None where the loss does not depend on the output.
+        """
         leaves: dict[Any, Any] = {}
         for role, value in result.items():
             if isinstance(role, (Output, IntermediateBase)):
@@ -339,15 +330,14 @@ class _Comparison:
             tangent = Tangent(role.index if isinstance(role, Output) else -1 - role.index)
             if tangent in wanted:
                 (grad,) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
-                like = wanted[tangent].meta["val"]
-                value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-                tangents[tangent] = value if grad is None else value.copy_(grad)
+                tangents[tangent] = grad
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
 
     def _backward(self, saved: list[Any], tangents: list[Any]) -> list[dict[str, torch.Tensor]]:
         assert self.program.backward is not None
-        inputs = [s | t for s, t in zip(saved, tangents, strict=True)]
-        results = run_lockstep(self.program.backward, self.mesh, inputs)
+        backward = self.program.backward_variant("reduce", absent_of(tangents))
+        inputs = [s | with_zeros(t, backward) for s, t in zip(saved, tangents, strict=True)]
+        results = run_lockstep(backward, self.mesh, inputs)
         return [
             {
                 role.of.fqn: v

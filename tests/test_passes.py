@@ -16,6 +16,8 @@ from shardgraph.parameters import named_shapes
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
 from shardgraph.passes.rewrite.shard_parameters import ShardParameters
+from shardgraph.simulate import run_lockstep
+from tests import zoo
 
 
 def model() -> nn.Sequential:
@@ -151,3 +153,54 @@ def test_a_pass_that_changes_what_the_graph_returns_is_refused_by_name():
     gm, context = fresh(preset("fsdp", {"dp": 2}))
     with pytest.raises(GraphInvariantError, match="'changes-an-output' changed the result Output"):
         run_passes(gm, (_ChangesAnOutput(),), context)
+
+
+def test_outputs_that_the_loss_ignores_cost_backward_no_zeros():
+    llama, (args, kwargs) = zoo.make("llama", 4)
+    program = build_program(llama, preset("fsdp", {"dp": 2}), args, kwargs)
+    taken = ir.placeholders(program.backward)
+    absent = {role: taken[role] for role in taken if isinstance(role, ir.Tangent) and role != ir.Tangent(0)}
+    assert ir.Tangent(1) in absent  # the logits
+    lean = program.backward_variant("reduce", frozenset(absent))
+    assert not absent.keys() & ir.placeholders(lean).keys()
+    assert not any(node.target is torch.ops.aten.full.default for node in lean.graph.nodes)
+    assert operations(lean) == operations(program.backward)
+
+    values = [{role: _random(node) for role, node in ir.placeholders(program.forward).items()}] * 2
+    forward = [dict(result) for result in run_lockstep(program.forward, program.plan.mesh, values)]
+    given = [
+        {r: v for r, v in result.items() if isinstance(r, ir.Saved)} | {ir.Tangent(0): torch.ones(())}
+        for result in forward
+    ]
+    zeros = {role: torch.zeros(node.meta["val"].shape) for role, node in absent.items()}
+    expected = run_lockstep(program.backward, program.plan.mesh, [each | zeros for each in given])
+    for mine, theirs in zip(run_lockstep(lean, program.plan.mesh, given), expected, strict=True):
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True) if b is not None)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.trunk(x).tanh()
+        return self.left(x), self.right(x)
+
+
+def test_a_head_that_the_loss_ignores_gets_zero_gradients_and_its_collectives_stay():
+    program = build(preset("fsdp", {"dp": 2}), TwoHeads())
+    lean = program.backward_variant("reduce", frozenset({ir.Tangent(1)}))
+    assert operations(lean) == operations(program.backward)
+    values = [{role: _random(node) for role, node in ir.placeholders(lean).items()} for _ in range(2)]
+    for result in run_lockstep(lean, program.plan.mesh, values):
+        gradients = {role.of.fqn: value for role, value in result if value is not None}
+        assert not gradients["right.weight"].any() and not gradients["right.bias"].any()
+        assert gradients["left.weight"].any() and gradients["trunk.weight"].any()
+
+
+def _random(node):
+    value = node.meta["val"]
+    if value.is_floating_point():
+        return torch.randn(value.shape)
+    return torch.randint(0, 2, value.shape).to(value.dtype)

@@ -84,18 +84,13 @@ def _text(batch: int, vocabulary: int = 61, length: int = 9) -> Call:
     return (), {"input_ids": ids, "labels": ids}
 
 
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 44}
+
+
 def _llama(batch: int) -> tuple[nn.Module, Call]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=61,
-    )
-    return LlamaForCausalLM(config), _text(batch)
+    return LlamaForCausalLM(LlamaConfig(**_SMALL, num_key_value_heads=2, vocab_size=61)), _text(batch)
 
 
 def _gpt2(batch: int) -> tuple[nn.Module, Call]:
@@ -108,14 +103,7 @@ def _gpt2(batch: int) -> tuple[nn.Module, Call]:
 def _bert(batch: int) -> tuple[nn.Module, Call]:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=44,
-        vocab_size=61,
-        max_position_embeddings=16,
-    )
+    config = BertConfig(**_SMALL, vocab_size=61, max_position_embeddings=16)
     args, kwargs = _text(batch)
     return BertForMaskedLM(config), (args, kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])})
 
@@ -123,9 +111,7 @@ def _bert(batch: int) -> tuple[nn.Module, Call]:
 def _vit(batch: int) -> tuple[nn.Module, Call]:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=44, image_size=16, patch_size=8
-    )
+    config = ViTConfig(**_SMALL, image_size=16, patch_size=8)
     inputs = {"pixel_values": torch.randn(batch, 3, 16, 16), "labels": torch.randint(0, 2, (batch,))}
     return ViTForImageClassification(config), ((), inputs)
 

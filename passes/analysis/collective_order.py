@@ -6,7 +6,6 @@ group disagree on what comes next, or when they wait for each other in a circle 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,8 @@ from torch import fx
 
 from shardgraph.errors import DeadlockError, nearest
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, WAIT, collectives, describe_collective, group_of
+from shardgraph.mesh import Mesh, group_along
 from shardgraph.passes.analysis.wire import operation_of
-
-Mesh = tuple[tuple[str, int], ...]
 
 _GROUP_SIZE_ARGUMENT: dict[Any, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 
@@ -69,7 +67,7 @@ def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective
         DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
     """
     sizes = dict(mesh)
-    groups = {axis: _group_along(mesh, axis, rank) for axis in sizes}
+    groups = {axis: group_along(mesh, axis, rank) for axis in sizes}
     calls = []
     for node in collectives(gm):
         _check_group(node, sizes)
@@ -83,15 +81,6 @@ def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective
             )
         )
     return calls
-
-
-def _group_along(mesh: Mesh, axis: str, rank: int) -> tuple[int, ...]:
-    """The ranks whose mesh coordinates differ from those of ``rank`` along ``axis`` only."""
-    names = [name for name, _ in mesh]
-    stride = math.prod(size for _, size in mesh[names.index(axis) + 1 :])
-    size = dict(mesh)[axis]
-    first = rank - (rank // stride % size) * stride
-    return tuple(range(first, first + size * stride, stride))
 
 
 def _check_group(node: fx.Node, sizes: Mapping[str, int]) -> None:

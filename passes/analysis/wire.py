@@ -8,8 +8,7 @@ from torch import fx
 
 from shardgraph.cost_models import collectives as prices
 from shardgraph.ir import collectives, group_of
-
-Mesh = tuple[tuple[str, int], ...]
+from shardgraph.mesh import Mesh
 
 
 @dataclass(frozen=True)

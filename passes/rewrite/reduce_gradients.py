@@ -22,8 +22,7 @@ class ReduceGradients:
     it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
     number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow.
 
-    Every node made here has ``meta["reduces"]``, the parameter's name; the first has ``meta["local_gradient"]``
-    too. Must not change: gradients of inputs.
+    Every node made here has ``meta["reduces"]``, the parameter's name. Must not change: gradients of inputs.
     """
 
     name: ClassVar[str] = "reduce-gradients"
@@ -45,8 +44,7 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
     entry, world = context.parameters[fqn], context.plan.world_size
     if world == 1:
         return gradient
-    before = set(gm.graph.nodes)
-    emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""))
+    emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""), reduces=fqn)
     node = gradient
     early = gradient.meta["val"].dtype == torch.float16
     if early:
@@ -75,7 +73,4 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
         elif longest * size != rows:
             node = emit.call(trim_shard, (node, rows, axis), (longest, *rest), node.meta["val"])
     node.meta["averages"] = gradient.name
-    for made in gm.graph.nodes:
-        if made not in before:
-            made.meta["reduces"] = fqn
     return node

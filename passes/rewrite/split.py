@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Output, Role, Saved, Tangent, outputs, placeholders
+from shardgraph.ir import Gradient, Role, Saved, Tangent, outputs, placeholders
 from shardgraph.passes.base import Context
 
 
@@ -137,8 +137,3 @@ def _again(node: fx.Node) -> bool:
         return True
     cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
     return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])
-
-
-def has_tangent(backward: fx.GraphModule, role: Output) -> bool:
-    """Whether a gradient of this output enters the backward graph."""
-    return Tangent(role.index) in placeholders(backward)

@@ -1,0 +1,106 @@
+"""Outputs that the loss does not use bring no gradient: backward without the zeros that would stand in for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import WAIT, Tangent, is_collective, placeholders
+from shardgraph.passes.base import Context
+
+aten = torch.ops.aten
+
+# Zero in the first argument gives zero; in any argument for the products.
+_LINEAR = frozenset(
+    {
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.clone.default,
+        aten.div.Tensor,
+        aten.embedding_dense_backward.default,
+        aten.neg.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+    }
+)
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
+
+
+@dataclass(frozen=True)
+class DropZeroTangents:
+    """Takes a backward graph; gives the one for calls in which the tangents ``absent`` are undefined.
+
+    What is zero because of them is not computed, as in eager autograd, where an undefined gradient skips the
+    operations behind it: a language model that returns its logits beside its loss would otherwise make and add
+    a zero for every logit. Where an operation must have the zero, it gets a constant.
+
+    Must not change: the collectives, which ranks whose losses use other outputs issue too.
+    """
+
+    absent: frozenset[Tangent]
+
+    name: ClassVar[str] = "drop-zero-tangents"
+    requires: ClassVar[frozenset[str]] = frozenset({"split"})
+    provides: ClassVar[frozenset[str]] = frozenset()
+    excludes: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        zero = {node for role, node in placeholders(gm).items() if role in self.absent}
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and "reduces" not in node.meta:
+                if (rest := _other_term(node, zero)) is not None:
+                    node.replace_all_uses_with(rest)
+                elif _is_zero(node, zero):
+                    zero.add(node)
+        for node in [n for n in gm.graph.nodes if n in zero]:
+            _materialize(gm, node, [user for user in node.users if user not in zero], context)
+        for node in list(reversed(gm.graph.nodes)):
+            kept = node.op == "output" or is_collective(node) or node.target is WAIT
+            if not kept and not node.users:
+                gm.graph.erase_node(node)
+
+
+def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+    """The term that a sum with a zero comes to, if it has the sum's shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or not zero.intersection(node.all_input_nodes):
+        return None
+    left, right = node.args
+    rest: Any = right if left in zero else left
+    if not isinstance(rest, fx.Node) or rest in zero:
+        return None
+    value, total = rest.meta["val"], node.meta["val"]
+    return rest if (value.shape, value.dtype) == (total.shape, total.dtype) else None
+
+
+def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
+    if node.target in _PRODUCTS:
+        return any(value in zero for value in node.all_input_nodes)
+    if node.target is aten.add.Tensor:
+        return all(isinstance(value, fx.Node) and value in zero for value in node.args)
+    return (node.target in _LINEAR or getattr(node.target, "is_view", False)) and node.args[0] in zero
+
+
+def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], context: Context) -> None:
+    """Give ``users`` a constant in the place of ``node``, in its memory layout."""
+    if not users:
+        return
+    value = node.meta["val"]
+    outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
+    shape = [value.shape[dim] for dim in outermost_first]
+    order = {user: i for i, user in enumerate(gm.graph.nodes)}
+    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    with gm.graph.inserting_before(min(users, key=order.__getitem__)), context.fake_mode:
+        made = gm.graph.call_function(aten.full.default, (shape, 0), options)
+        made.meta.update(val=torch.empty(shape, dtype=value.dtype, device=value.device))
+        if outermost_first != sorted(outermost_first):
+            inverse = [outermost_first.index(dim) for dim in range(value.dim())]
+            permuted = gm.graph.call_function(aten.permute.default, (made, inverse))
+            permuted.meta.update(val=made.meta["val"].permute(inverse))
+            made = permuted
+    for user in users:
+        user.replace_input_with(node, made)
