@@ -1,4 +1,4 @@
-"""How many bytes a collective puts on the wire.
+"""How many bytes a collective puts on the wire, and how long it takes.
 
 Per rank, sent (as many are received), by the ring algorithms, which are optimal in bandwidth; in a group of
 ``n`` ranks, ``B`` the bytes of the larger of what one rank gives and gets:
@@ -9,14 +9,20 @@ Per rank, sent (as many are received), by the ring algorithms, which are optimal
   P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
   J. of Parallel and Distributed Computing 69(2), 2009.
 * all-to-all ``(n - 1) / n * B``: all but a rank's own part leaves it (Thakur et al., pairwise exchange).
+
+Time is alpha-beta: as many latencies as the algorithm has steps, and the bytes over the bandwidth (R. Hockney, "The
+communication challenge for MPP", Parallel Computing 20(3), 1994). An all-reduce takes the better of a ring and of a
+double binary tree, whose steps grow with the logarithm of the ranks (P. Sanders, J. Speck, J. L. Traeff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from math import ceil
+from math import ceil, log2
 
+from shardgraph.cost_models.cluster import Link
 from shardgraph.errors import ShardGraphError, nearest
 
 WireRule = Callable[[int, int, int], Fraction]
@@ -44,3 +50,24 @@ def wire_bytes(operation: str, given: int, gotten: int, ranks: int) -> int:
             f"{', '.join(WIRE_RULES)}{nearest(operation, WIRE_RULES)}"
         )
     return ceil(WIRE_RULES[operation](given, gotten, ranks))
+
+
+def collective_seconds(
+    operation: str, given: int, gotten: int, ranks: int, link: Link, efficiency: Mapping[str, float]
+) -> float:
+    """Seconds of one ``operation`` among ``ranks`` joined by ``link``; 0 for a group of one.
+
+    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``efficiency`` is the part of the
+    bandwidth that each operation attains, 1 where it says nothing.
+
+    Raises:
+        ShardGraphError: no rule is registered for the operation.
+    """
+    sent = wire_bytes(operation, given, gotten, ranks)
+    if ranks == 1:
+        return 0.0
+    transfer = sent / (link.bandwidth * efficiency.get(operation, 1.0))
+    steps: float = ranks - 1
+    if operation == "all_reduce":
+        steps = min(2 * steps, 2 * log2(ranks))
+    return steps * link.latency + transfer

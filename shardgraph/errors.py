@@ -41,6 +41,10 @@ class CollectiveError(ShardGraphError):
     """A collective failed or timed out; the message names its parameter and source line."""
 
 
+class ClusterError(ShardGraphError):
+    """A device or cluster is unknown or malformed, or too small for what was asked."""
+
+
 class CheckpointError(ShardGraphError):
     """A checkpoint does not fit the model."""
 

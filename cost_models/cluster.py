@@ -1,0 +1,165 @@
+"""What a program runs on, as data: devices, the links between them, and how fast each kind of work goes.
+
+A time is priced by a :class:`Rate`, ``overhead + work / per_second``. Small operations then run below the rate and
+large ones approach it, which is what an efficiency that depends on size amounts to. The rates of known devices
+are datasheet peaks times fitted efficiencies (``devices.yaml`` says where each number is from); those of the machine at
+hand are measured (``shardgraph calibrate``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardgraph.errors import ClusterError, nearest
+from shardgraph.mesh import Mesh, position_of
+
+FLOP_KINDS = ("matmul", "convolution", "attention")
+"""Kinds of work counted in FLOPs; their rates are by dtype, as ``"matmul/bfloat16"``."""
+
+BYTE_KINDS = ("pointwise", "transcendental", "reduction", "gather", "optimizer")
+"""Kinds of work counted in bytes read and written."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes."""
+
+    per_second: float
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.per_second > 0 or not self.overhead >= 0:
+            raise ClusterError(
+                "a rate has a positive per_second and an overhead of at least 0 seconds, and this has "
+                f"{self.per_second} and {self.overhead}"
+            )
+
+    def seconds(self, work: float) -> float:
+        """Seconds for ``work`` FLOPs or bytes in one operation."""
+        return self.overhead + work / self.per_second
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one rank's share of a CPU.
+
+    ``memory``
+        Bytes that a program may use.
+    ``peak``
+        Dense FLOP/s by dtype name as the maker states them, the denominator of MFU.
+    ``rates``
+        What is attained: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes.
+    ``allocation``
+        The granule of the memory allocator, bytes: every tensor's size is rounded up to it.
+    ``source``
+        Where the numbers are from.
+    """
+
+    name: str
+    memory: int
+    peak: Mapping[str, float]
+    rates: Mapping[str, Rate]
+    allocation: int = 512
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for what, value in (("memory", self.memory), ("allocation", self.allocation)):
+            if not value > 0:
+                raise ClusterError(f"device {self.name!r} has {what} {value}: a positive number of bytes is needed")
+        if "pointwise" not in self.rates:
+            raise ClusterError(f"device {self.name!r} has no rate 'pointwise', the price of what has no other")
+
+    def rate(self, kind: str, dtype: str = "") -> Rate | None:
+        """The rate of a kind of work; None for a FLOP kind in a dtype that the device has no figure for.
+
+        Kinds that a device does not tell apart cost what the plainer kind costs: attention and convolution as
+        matmul, every kind counted in bytes as pointwise.
+        """
+        if kind in FLOP_KINDS:
+            return self.rates.get(f"{kind}/{dtype}") or self.rates.get(f"matmul/{dtype}")
+        return self.rates.get(kind, self.rates["pointwise"])
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device can send: ``bandwidth`` bytes/s in one direction, ``latency`` seconds per message."""
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise ClusterError(
+                "a link has a positive bandwidth and a latency of at least 0, and this has "
+                f"{self.bandwidth} bytes/s and {self.latency} s"
+            )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices.
+
+    ``intra`` joins the devices of a node, ``inter`` is a device's share of the node's network (None: one node).
+    ``overlap`` is the part of a collective's time during which computation goes on unhindered: 1 where
+    communication has engines of its own, less where it takes cores from the computation.
+    ``efficiency`` is the part of a link's bandwidth that a collective attains, by operation (such as
+    ``all_gather_into_tensor``); 1 where nothing is said.
+    """
+
+    name: str
+    device: Device
+    devices_per_node: int
+    nodes: int
+    intra: Link
+    inter: Link | None = None
+    overlap: float = 1.0
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for what, value in (("devices_per_node", self.devices_per_node), ("nodes", self.nodes)):
+            if not (isinstance(value, int) and value > 0):
+                raise ClusterError(f"cluster {self.name!r} has {what}={value!r}: a positive whole number is needed")
+        if self.nodes > 1 and self.inter is None:
+            raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
+        if not 0 <= self.overlap <= 1:
+            raise ClusterError(f"cluster {self.name!r} has overlap {self.overlap}: a number from 0 to 1 is needed")
+
+    @property
+    def world_size(self) -> int:
+        """How many devices there are."""
+        return self.devices_per_node * self.nodes
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise ClusterError when ``mesh`` needs more devices than there are."""
+        needed = math.prod(size for _, size in mesh)
+        if needed > self.world_size:
+            raise ClusterError(
+                f"the mesh {dict(mesh)} needs {needed} devices, and cluster {self.name!r} has {self.nodes} nodes of "
+                f"{self.devices_per_node}, {self.world_size} in all: make the mesh smaller or give more nodes"
+            )
+
+    def link_of(self, mesh: Mesh, axis: str) -> Link:
+        """What a rank can send to its neighbour in a ring over ``axis`` of ``mesh``, ranks filling node by node.
+
+        A group inside a node uses ``intra``. One that spans nodes runs through the network: as many rings as the
+        group has members in a node share their network interfaces, so the bandwidth is that many shares, at most
+        ``intra``'s (how NCCL builds its rings: https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/).
+        """
+        position = position_of(mesh, axis)
+        stride = math.prod(size for _, size in mesh[position + 1 :])
+        size = mesh[position][1]
+        if stride * size <= self.devices_per_node or self.inter is None:
+            return self.intra
+        inside = max(1, min(size, self.devices_per_node // stride))
+        return Link(min(self.intra.bandwidth, self.inter.bandwidth * inside), self.inter.latency)
+
+
+def nearest_device(name: str, known: Mapping[str, Device]) -> ClusterError:
+    """The error for a device that nobody has described."""
+    return ClusterError(
+        f"there is no device {name!r}; known are {', '.join(known)}{nearest(name, known)}. "
+        "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"
+    )
