@@ -19,7 +19,7 @@ from shardgraph.agreement import Agreement
 from shardgraph.compiler import STAGES, build_program
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.plan import Plan
-from shardgraph.program import Executable, State
+from shardgraph.program import Executable, Program, State
 from shardgraph.progress import Progress
 
 _MAX_PROGRAMS = 64  # programs kept; the least recently used goes first
@@ -190,9 +190,14 @@ class ShardedModule(nn.Module):
 
     def draw(self, path: str | Path) -> Path:
         """Write a picture of the partition plan of the latest program, a self-contained SVG file; returns its path."""
-        program = self._compiled().program
+        program = self.program
         shapes = {fqn: tuple(shape) for fqn, shape in program.shapes.items()}
         return picture.draw(program.forward, program.backward, self.plan.mesh, program.parameters, shapes, path)
+
+    @property
+    def program(self) -> Program:
+        """The latest program: its graphs as all ranks have them, and its plan."""
+        return self._compiled().program
 
     def _compiled(self) -> Executable:
         if self._latest is None:

@@ -16,6 +16,7 @@ from shardgraph.ir import Parameter, chunk_bounds, collectives, group_of, placeh
 from shardgraph.mesh import Mesh
 from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
 from shardgraph.plan import ParameterPlan
+from shardgraph.sizes import format_bytes
 
 WIDTH, LINE, PAD, HEADER = 980, 20, 10, 26
 COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6b8", "#cdb4f0", "#f7b37e", "#d0d0d0")
@@ -46,14 +47,15 @@ def draw(
 
     where = " x ".join(f"{axis}={size}" for axis, size in mesh) or "one process"
     whole = sum(row.whole_bytes for row in root.rows())
-    traffic = ", ".join(f"{_size(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
-    summary = f"Parameters: {_size(root.nbytes)} per rank, {_size(whole)} in all. Sent per rank and step: {traffic}"
+    traffic = ", ".join(f"{format_bytes(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
+    held = f"{format_bytes(root.nbytes)} per rank, {format_bytes(whole)} in all"
+    summary = f"Parameters: {held}. Sent per rank and step: {traffic}"
     body = [_text(PAD, 30, f"Partition plan on {where}", "title"), _text(PAD, 54, summary)]
     y = 70
     for placement, colour in colours.items():
         rows = [row for row in root.rows() if row.placement == placement]
         body.append(_rect(PAD, y, 16, 14, colour))
-        held = _size(sum(row.nbytes for row in rows))
+        held = format_bytes(sum(row.nbytes for row in rows))
         body.append(_text(PAD + 24, y + 12, f"{placement}: {len(rows)} parameters, {held} per rank"))
         y += LINE
     height, boxes = _box([root], PAD, y + PAD, WIDTH - 2 * PAD, colours)
@@ -135,7 +137,7 @@ def _tree(
     forward: fx.GraphModule, mesh: Mesh, parameters: Mapping[str, ParameterPlan], shapes: Mapping[str, tuple[int, ...]]
 ) -> _Module:
     roles = placeholders(forward).items()
-    itemsize = {role.fqn: node.meta["val"].element_size() for role, node in roles if isinstance(role, Parameter)}
+    itemsize = {role.fqn: node.meta["val"].elementformat_bytes() for role, node in roles if isinstance(role, Parameter)}
     root = _Module("")
     for fqn, shape in shapes.items():
         entry, local = parameters[fqn], tuple(shape)
@@ -170,7 +172,7 @@ def _add_traffic(root: _Module, graphs: Mapping[str, fx.GraphModule | None], mes
 def _box(alike: list[_Module], x: int, y: int, width: int, colours: Mapping[str, str]) -> tuple[int, list[str]]:
     """The height and the elements of one box, which stands for all modules that are ``alike``."""
     module, right = alike[0], x + width - PAD
-    label, held = module.path.rpartition(".")[2] or "model", f"{_size(module.nbytes)} per rank"
+    label, held = module.path.rpartition(".")[2] or "model", f"{format_bytes(module.nbytes)} per rank"
     if len(alike) > 1:
         first, last = (".".join(end.path.split(".")[-2:]) for end in (module, alike[-1]))
         label, held = f"{first} .. {last} x{len(alike)}", f"{len(alike)} x {held}"
@@ -181,12 +183,12 @@ def _box(alike: list[_Module], x: int, y: int, width: int, colours: Mapping[str,
         body.append(_rect(x + PAD, at, width - 2 * PAD, LINE - 2, colours[row.placement]))
         body.append(_text(x + PAD + 6, at + 14, row.name))
         body.append(_text(WIDTH // 2 - 120, at + 14, f"{_shape(row.shape)}{local}", "mono"))
-        body.append(_text(right - 6, at + 14, _size(row.nbytes), "end"))
+        body.append(_text(right - 6, at + 14, format_bytes(row.nbytes), "end"))
         at += LINE
     for (direction, operation, axis), (count, nbytes) in module.traffic.items():
         calls = f"{direction}: {count} x {operation} over {axis}"
         body.append(_text(x + PAD + 6, at + 14, calls, "sent"))
-        body.append(_text(right - 6, at + 14, f"{_size(nbytes)} sent", "sent end"))
+        body.append(_text(right - 6, at + 14, f"{format_bytes(nbytes)} sent", "sent end"))
         at += LINE - 2
     for group in module.groups():
         height, inside = _box(group, x + PAD, at + 4, width - 2 * PAD, colours)
@@ -206,11 +208,3 @@ def _text(x: int, y: int, text: str, kind: str = "") -> str:
 
 def _shape(shape: Iterable[int]) -> str:
     return "(" + ", ".join(map(str, shape)) + ")"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

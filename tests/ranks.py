@@ -6,6 +6,8 @@ import copy
 import os
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardgraph
+from shardgraph import Plan, preset
+from shardgraph.analysis import program_memory
+from shardgraph.measure import PeakMemory
 from tests.zoo import make, scalar
 
 
@@ -304,3 +309,57 @@ def lost_peer() -> str:
     except shardgraph.CollectiveError as error:
         return str(error)
     return "nothing happened"
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def plan_named(name: str) -> Plan:
+    """A preset over all ranks; ``"fsdp kept"`` keeps what it gathered."""
+    plan = preset(name.split()[0], {"dp": dist.get_world_size()})
+    if not name.endswith("kept"):
+        return plan
+    rules = tuple((pattern, replace(entry, reshard_after_forward=False)) for pattern, entry in plan.parameters)
+    return replace(plan, parameters=rules)
+
+
+def peak_memory(kinds: list[str], plans: list[str], batch: int = 4) -> dict[str, dict[str, tuple[int, int]]]:
+    """``(predicted, measured)`` peak bytes on this rank of a training step and of a forward, by model and plan."""
+    return {f"{kind}, {plan}": _peak_memory(kind, plan, batch) for kind in kinds for plan in plans}
+
+
+def _peak_memory(kind: str, plan: str, batch: int) -> dict[str, tuple[int, int]]:
+    model, (args, kwargs) = make(kind, batch)
+    # The loss is part of the program, so that nothing runs outside of what is predicted.
+    sharded = shardgraph.compile(model, plan_named(plan), loss_fn=lambda output, target: scalar(output))
+    optimizer, target = torch.optim.AdamW(sharded.parameters(), lr=1e-3), torch.zeros(1)
+
+    def step() -> None:
+        sharded.train_step(*args, target=target, **kwargs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    held = [*sharded.parameters(), *sharded.buffers(), *states, *tree_leaves((args, kwargs, target))]
+    held = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+    trained = min(_measured(step, held) for _ in range(3))
+    predicted = program_memory(sharded.program, "adamw", dist.get_rank()).peak_bytes
+    with torch.no_grad():
+        sharded(*args, **kwargs)
+        ran = min(_measured(lambda: sharded(*args, **kwargs), held) for _ in range(3))
+    alone = program_memory(sharded.program, "adamw", dist.get_rank()).peak_bytes
+    beside = target.nbytes + sum(local_bytes(state) for state in states)  # what this program does not know of
+    return {"train": (predicted, trained), "forward": (alone + beside, ran)}
+
+
+def _measured(run: Callable[[], Any], held: list[torch.Tensor]) -> int:
+    # One of several runs is taken: on a busy machine gloo's thread may let go of a buffer late.
+    with PeakMemory().track(held) as memory:
+        run()
+    return memory.peak_bytes
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """The bytes that this rank holds of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

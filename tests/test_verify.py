@@ -46,7 +46,7 @@ def test_five_steps_equal_the_models_of_transformers(name, plan, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "t5"])
 def test_every_plan_at_every_size_equals_the_models_of_transformers(name, plan, world_size):
     test_five_steps_equal_the_models_of_transformers(name, plan, world_size)
 

@@ -116,6 +116,15 @@ def _vit(batch: int) -> tuple[nn.Module, Call]:
     return ViTForImageClassification(config), ((), inputs)
 
 
+def _t5(batch: int) -> tuple[nn.Module, Call]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=44, num_layers=2, num_heads=4, decoder_start_token_id=0, use_cache=False
+    )
+    return T5ForConditionalGeneration(config), _text(batch)
+
+
 ZOO: dict[str, Callable[[int], tuple[nn.Module, Call]]] = {
     "odd-mlp": _mlp,
     "conv-batch-norm": _conv,
@@ -124,6 +133,7 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Call]]] = {
     "gpt2": _gpt2,
     "bert": _bert,
     "vit": _vit,
+    "t5": _t5,
 }
 
 

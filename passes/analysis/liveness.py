@@ -1,4 +1,4 @@
-"""Predicted peak memory: exact liveness of the storages of one graph, in program order.
+"""Predicted peak memory: exact liveness of the storages of a program, in the order in which it runs.
 
 What the eager executor allocates is known before it runs: each node's results, once per storage however
 many views it has, freed after the last node that uses any of them. Not seen is what a kernel allocates
@@ -8,9 +8,9 @@ and frees inside (workspaces), and what the allocator adds (rounding, fragmentat
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 
 from shardgraph.ir import (
     ALL_REDUCE,
+    REDUCE_SCATTER,
     WAIT,
     Accumulated,
     Buffer,
@@ -27,12 +28,14 @@ from shardgraph.ir import (
     Mutation,
     Output,
     Parameter,
+    Role,
     Saved,
     Tangent,
     is_collective,
     local_chunk,
     outputs,
     pad_shard,
+    placeholders,
     trim_shard,
 )
 
@@ -55,52 +58,100 @@ _UNDECLARED_VIEWS = frozenset({WAIT, trim_shard, local_chunk, torch.ops.aten._un
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The memory of one run of a graph, on the rank whose shapes its values have (rank 0).
+    """The memory of one run of a program, on the rank whose shapes its values have (rank 0).
 
     ``peak_bytes``, ``peak_node``
         The most bytes live at once, and the first node that computes at that moment.
     ``timeline``
         Bytes live as each node ends, while what it used last is not yet freed; its maximum is the peak.
-    ``composition``
-        Bytes at the peak by kind: parameters, gathered parameters, buffers, inputs, saved, activations
-        (what the model returns), gradients, temporaries (all else).
+    ``compositions``
+        Each kind's part of the timeline: parameters, gathered parameters, buffers, inputs, saved (for backward),
+        activations (what the model returns), gradients, communication buffers, optimizer state, temporaries (all else).
+    ``nodes``
+        What each point of the timeline is, ``(graph, node)`` by name.
     """
 
-    peak_bytes: int
-    peak_node: str
     timeline: tuple[int, ...]
-    composition: dict[str, int]
+    compositions: dict[str, tuple[int, ...]]
+    nodes: tuple[tuple[str, str], ...]
+
+    @property
+    def peak_index(self) -> int:
+        """The first point of the timeline at its maximum."""
+        return self.timeline.index(max(self.timeline))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once."""
+        return max(self.timeline)
+
+    @property
+    def peak_node(self) -> str:
+        """The first node that computes while the most is live."""
+        return self.nodes[self.peak_index][1]
+
+    @property
+    def composition(self) -> dict[str, int]:
+        """Bytes at the peak by kind."""
+        at = self.peak_index
+        return {kind: line[at] for kind, line in self.compositions.items() if line[at]}
 
 
-def profile_memory(gm: fx.GraphModule) -> MemoryProfile:
+def profile_memory(gm: fx.GraphModule, granule: int = 1) -> MemoryProfile:
     """Follow every storage of ``gm`` from the node that makes it to the last that uses a view of it.
 
     Inputs are there from the start. Parameters, buffers and the user's inputs belong to the caller and stay;
     saved values and tangents are handed over and die after their last use. Results live to the end. The input of a
-    collective that is under way lives until its wait, save for an all-reduce, which works on a copy.
+    collective that is under way lives until its wait, unless it works on a copy. Every
+    allocation is rounded up to ``granule`` bytes.
     """
-    nodes = list(gm.graph.nodes)
-    storages = _storages(nodes)
-    _set_kinds(gm, storages)
-    _set_deaths(nodes, storages)
-    distinct = {id(storage): storage for held in storages.values() for storage in held}.values()
+    return _profile({"graph": gm}, granule, 0, 0)
 
-    change = [0] * (len(nodes) + 1)
-    for storage in distinct:
-        change[storage.birth] += storage.nbytes
-        change[storage.death + 1] -= storage.nbytes
-    timeline, live = [], 0
-    for delta in change[:-1]:
-        live += delta
-        timeline.append(live)
 
-    peak = max(timeline)
-    at = timeline.index(peak)
-    composition: Counter[str] = Counter()
-    for storage in distinct:
-        if storage.birth <= at <= storage.death:
-            composition[storage.kind] += storage.nbytes
-    return MemoryProfile(peak, nodes[at].name, tuple(timeline), {k: v for k, v in composition.items() if v})
+def profile_step(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    granule: int = 1,
+    optimizer_state: int = 0,
+    optimizer_temporaries: int = 0,
+) -> MemoryProfile:
+    """The memory of a training step: forward, backward and the optimizer's update, one after the other.
+
+    What forward saves lives until its last use in backward. Of what the model returns, that which the loss
+    depends on is taken to be held by the caller until backward ends, the rest to be dropped after forward.
+    Gradients do not exist before backward (``zero_grad(set_to_none=True)``). ``optimizer_state`` bytes are there all
+    the time; ``optimizer_temporaries`` during the update only.
+    """
+    graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
+    return _profile(graphs, granule, optimizer_state, optimizer_temporaries)
+
+
+def _profile(graphs: dict[str, fx.GraphModule], granule: int, state: int, temporaries: int) -> MemoryProfile:
+    storages: list[_Storage] = []
+    points: list[tuple[str, str]] = []
+    left: dict[Role, list[_Storage]] = {}  # what the graphs so far have left for later ones
+    for name, gm in graphs.items():
+        storages += _follow(gm, len(points), left, granule)
+        points += [(name, node.name) for node in gm.graph.nodes]
+    if len(graphs) > 1:
+        _keep_what_the_loss_uses(graphs, left, len(points) - 1)
+    if state or temporaries:
+        points.append(("optimizer", "update"))
+        end = len(points) - 1
+        for role, held in left.items():
+            for storage in held if isinstance(role, (Parameter, Buffer, Input, Gradient)) else []:
+                storage.death = end
+        storages.append(_Storage(state, 0, end, "optimizer state"))
+        storages.append(_Storage(temporaries, end, end, "temporaries"))
+
+    lines: dict[str, list[int]] = {}
+    for storage in {id(each): each for each in storages}.values():
+        line = lines.setdefault(storage.kind, [0] * (len(points) + 1))
+        line[storage.birth] += storage.nbytes
+        line[storage.death + 1] -= storage.nbytes
+    compositions = {kind: tuple(accumulate(line[:-1])) for kind, line in lines.items()}
+    timeline = tuple(map(sum, zip(*compositions.values(), strict=True)))
+    return MemoryProfile(timeline, compositions, tuple(points))
 
 
 @dataclass
@@ -113,25 +164,52 @@ class _Storage:
     kind: str = "temporaries"
 
 
+def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[_Storage]], granule: int) -> list[_Storage]:
+    """The storages of one graph, whose first node is point ``start``; updates what is ``left`` for later graphs."""
+    nodes = list(gm.graph.nodes)
+    known = {id(storage) for held in left.values() for storage in held}
+    held = _storages(nodes, start, left, granule)
+    _set_kinds(gm, {n: [s for s in each if id(s) not in known] for n, each in held.items()})
+    _set_deaths(nodes, held, start)
+    for role, node in placeholders(gm).items():
+        left.setdefault(role, held[node])
+    for role, value in outputs(gm):
+        if role is not None and isinstance(value, fx.Node):
+            left[role] = held[value]
+    return [storage for each in held.values() for storage in each]
+
+
+def _keep_what_the_loss_uses(graphs: dict[str, fx.GraphModule], left: dict[Role, list[_Storage]], end: int) -> None:
+    tangents = {role for role in placeholders(graphs["backward"]) if isinstance(role, Tangent)}
+    for role, held in left.items():
+        used = isinstance(role, Output) and Tangent(role.index) in tangents
+        for storage in held if used or isinstance(role, (Parameter, Buffer, Input)) else []:
+            storage.death = end
+
+
 # -- which storages a node's value holds -----------------------------------------------------------
 
 
-def _storages(nodes: list[fx.Node]) -> dict[fx.Node, list[_Storage]]:
+def _storages(
+    nodes: list[fx.Node], start: int, left: dict[Role, list[_Storage]], granule: int
+) -> dict[fx.Node, list[_Storage]]:
     """The storages of each node's value, one per tensor in it; views share those of their base."""
     held: dict[fx.Node, list[_Storage]] = {}
     given: dict[torch.UntypedStorage, _Storage] = {}
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(nodes, start):
         tensors = _tensors(node.meta.get("val"))
-        if node.op in ("placeholder", "get_attr"):
+        if node.op == "placeholder" and node.meta["role"] in left:
+            held[node] = left[node.meta["role"]]
+        elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
-            held[node] = [given.setdefault(t.untyped_storage(), _Storage(_nbytes(t), 0)) for t in tensors]
+            held[node] = [given.setdefault(t.untyped_storage(), _Storage(_nbytes(t, granule), start)) for t in tensors]
         elif node.op == "output":
             held[node] = []
         elif node.target is operator.getitem:
             held[node] = _element(node, held)
         else:
             held[node] = [
-                held[base][0] if base is not None and held[base] else _Storage(_nbytes(tensor), index)
+                held[base][0] if base is not None and held[base] else _Storage(_nbytes(tensor, granule), index)
                 for value, base in _results(node)
                 for tensor in _tensors(value)
             ]
@@ -179,17 +257,17 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
+def _nbytes(tensor: torch.Tensor, granule: int) -> int:
+    return -(-int(tensor.untyped_storage().nbytes()) // granule) * granule
 
 
 # -- how long a storage lives, and what it is ------------------------------------------------------
 
 
-def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[_Storage]]) -> None:
+def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[_Storage]], start: int) -> None:
     """A storage dies after the last use of the last value that holds it."""
-    index = {node: i for i, node in enumerate(nodes)}
-    end = len(nodes) - 1
+    index = {node: i for i, node in enumerate(nodes, start)}
+    end = start + len(nodes) - 1
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             handed_over = isinstance(node.meta.get("role"), (Saved, Tangent)) and node.users
@@ -204,15 +282,25 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes until which the node's value is needed."""
     for user in node.users:
         yield user
-        if is_collective(user) and user.target is not ALL_REDUCE:
+        if is_collective(user) and not _works_on_a_copy(user):
             yield from user.users
+
+
+def _works_on_a_copy(node: fx.Node) -> bool:
+    """Whether a collective lets go of its input when it has started.
+
+    An all-reduce is functional: its result is made first, as a copy. Gloo's reduce-scatter reduces a copy that it keeps
+    to itself, which is no tensor of the program.
+    """
+    gloo = node.meta["val"].device.type == "cpu"
+    return node.target is ALL_REDUCE or (node.target is REDUCE_SCATTER and gloo)
 
 
 def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[_Storage]]) -> None:
     """Name each storage by its most telling node; the later a rule stands, the more it tells."""
     nodes = list(gm.graph.nodes)
     rules: list[tuple[fx.Node, str]] = []
-    rules += [(node, "gradients") for node in nodes if "reduces" in node.meta]
+    rules += [(node, "communication buffers") for node in nodes if "reduces" in node.meta]
     results = [(role, value) for role, value in outputs(gm) if role is not None and isinstance(value, fx.Node)]
     rules += sorted(((value, KINDS[type(role)]) for role, value in results), key=lambda rule: rule[1] == "saved")
     rules += [(node, "gathered parameters") for node in nodes if node.meta.get("kind") == "gathered"]

@@ -1,0 +1,33 @@
+"""How long a piece of work takes on a device: a roofline whose attained rates depend on size, dtype and kind.
+
+The roofline is S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", Communications of the ACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+from shardgraph.cost_models.cluster import FLOP_KINDS, Device
+from shardgraph.errors import ClusterError
+
+
+def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float) -> float:
+    """Seconds for one operation of ``flops`` FLOPs that reads and writes ``moved`` bytes.
+
+    Work counted in FLOPs takes as long as the slower of its arithmetic and its memory traffic; all else is traffic.
+
+    Raises:
+        ClusterError: the device has no rate for this kind of arithmetic in this dtype.
+    """
+    if kind not in FLOP_KINDS:
+        rate = device.rate(kind)
+        assert rate is not None
+        return rate.seconds(moved)
+    rate, memory = device.rate(kind, dtype), device.rate("pointwise")
+    assert memory is not None
+    if rate is None:
+        have = sorted(name for name in device.rates if "/" in name)
+        raise ClusterError(
+            f"device {device.name!r} has no rate for {kind} in {dtype}; it has {', '.join(have)}. Add "
+            f"'{kind}/{dtype}' to its rates, or measure it with `shardgraph calibrate`"
+        )
+    return max(rate.seconds(flops), memory.seconds(moved))

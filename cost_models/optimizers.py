@@ -1,0 +1,44 @@
+"""What an optimizer keeps and moves, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardgraph.errors import ShardGraphError, nearest
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """An optimizer's memory and traffic, in tensors of the size of a parameter's shard.
+
+    ``states`` are kept beside every parameter, and ``counters`` are scalar tensors of 4 bytes; ``temporaries`` live
+    while one parameter is updated; ``moved`` are read or written in its update.
+    """
+
+    states: int
+    counters: int
+    temporaries: int
+    moved: int
+
+
+OPTIMIZERS: dict[str, OptimizerCost] = {
+    # D. Kingma, J. Ba, "Adam", arXiv:1412.6980; torch.optim's form for one tensor at a time.
+    "adamw": OptimizerCost(states=2, counters=1, temporaries=2, moved=7),
+    "adam": OptimizerCost(states=2, counters=1, temporaries=2, moved=7),
+    "sgd": OptimizerCost(states=0, counters=0, temporaries=0, moved=3),
+    "sgd+momentum": OptimizerCost(states=1, counters=0, temporaries=0, moved=5),
+}
+
+
+def optimizer_cost(name: str) -> OptimizerCost:
+    """The costs of an optimizer.
+
+    Raises:
+        ShardGraphError: nobody has described it.
+    """
+    if name not in OPTIMIZERS:
+        raise ShardGraphError(
+            f"the costs of the optimizer {name!r} are not described; there are {', '.join(OPTIMIZERS)}"
+            f"{nearest(name, OPTIMIZERS)}"
+        )
+    return OPTIMIZERS[name]

@@ -1,0 +1,96 @@
+"""A simulated timeline: tasks on streams that each run one at a time and in order, as kernels on CUDA streams do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Task:
+    """``seconds`` of work on a ``stream``, which starts once the tasks it is ``after`` (by index) have ended.
+
+    ``label`` is for people; ``node`` names what the task stands for.
+    """
+
+    label: str
+    stream: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a task ran: ``start`` and ``end`` in seconds from the beginning."""
+
+    task: Task
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Every task with its time, in the order in which they were issued."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last task ended."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self, stream: str) -> float:
+        """Seconds that a stream works."""
+        return sum(span.end - span.start for span in self.spans if span.task.stream == stream)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing computes: communication that no computation hides."""
+        return self.seconds - self.busy(COMPUTE)
+
+    def to_chrome_trace(self) -> dict[str, object]:
+        """The trace-event format that chrome://tracing and ui.perfetto.dev open; times there are microseconds.
+
+        Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+        """
+        streams = list(dict.fromkeys(span.task.stream for span in self.spans))
+        names = [
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": stream}}
+            for tid, stream in enumerate(streams)
+        ]
+        events = [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": streams.index(span.task.stream),
+                "name": span.task.label,
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"node": span.task.node},
+            }
+            for span in self.spans
+            if span.end > span.start
+        ]
+        return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
+    """Run ``tasks``, issued in this order.
+
+    Each stream runs its own one after the other. ``overlap`` below 1 says that computation slows while communication is
+    under way: the share ``1 - overlap`` of a collective's time is taken from the computation.
+    """
+    free: dict[str, float] = {}
+    spans: list[Span] = []
+    for task in tasks:
+        start = max([free.get(task.stream, 0.0), *(spans[i].end for i in task.after)])
+        if task.stream != COMPUTE and overlap < 1:
+            # The cores that move the bytes are missing to the computation that goes on.
+            free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
+        end = start + task.seconds
+        free[task.stream] = end
+        spans.append(Span(task, start, end))
+    return Timeline(tuple(spans))

@@ -1,0 +1,175 @@
+"""What each node of a program computes and moves: FLOPs, bytes, and which kind of work it is.
+
+Independent of any device; :mod:`shardgraph.cost_models.compute` turns a cost into seconds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardgraph import ir
+
+aten = torch.ops.aten
+
+# The attention kernels that torch's counter has no formula for; it counts their CUDA twins the same way.
+EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+# Operations by the kind of their work, where tags do not tell; a name serves its backward and in-place forms too.
+_TRANSCENDENTAL = """
+    acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
+    sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax log_softmax
+    logsumexp native_dropout bernoulli rand rand_like randn randn_like normal uniform exponential multinomial
+"""
+_REDUCTION = """
+    native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm rms_norm fused_rms_norm sum mean var
+    var_mean std amax amin argmax argmin prod norm cumsum cumprod sort topk avg_pool2d max_pool2d_with_indices
+    adaptive_avg_pool2d mean_dim batch_norm_elemt batch_norm_gather_stats native_batch_norm_legit
+    native_batch_norm_legit_no_training linalg_vector_norm
+"""
+_GATHER = """
+    embedding embedding_dense index index_select index_put gather scatter scatter_add scatter_reduce take
+    nll_loss_forward nll_loss nll_loss2d_forward nll_loss2d masked_select nonzero one_hot slice select
+    slice_scatter select_scatter embedding_bag
+"""
+_COPY = """
+    cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor
+    copy repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
+    linspace upsample_nearest2d upsample_bilinear2d reflection_pad2d pad_shard masked_fill to_copy contiguous
+    as_strided_scatter
+"""
+_KIND = {
+    name: kind
+    for kind, names in (
+        ("pointwise", _COPY),
+        ("transcendental", _TRANSCENDENTAL),
+        ("reduction", _REDUCTION),
+        ("gather", _GATHER),
+    )
+    for name in names.split()
+}
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """The work of one node on one rank.
+
+    ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, or ``"free"`` for what moves
+    nothing (views, waits); ``dtype`` is that of its first floating result. ``read`` and ``written`` are bytes.
+    ``known`` is False for an operation that no formula was found for: it is priced by its bytes.
+    """
+
+    kind: str
+    dtype: str
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    known: bool = True
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+
+def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCost]:
+    """The cost of every node of a graph by its ``meta["val"]``.
+
+    With ``fused``, chains of pointwise operations are taken to be fused into one kernel, as inductor does: what one
+    hands to the next costs no bytes.
+    """
+    costs = {node: _cost(node) for node in gm.graph.nodes}
+    return {node: _fuse(node, cost, costs) for node, cost in costs.items()} if fused else costs
+
+
+def count_flops(gm: fx.GraphModule) -> int:
+    """FLOPs of one run of a graph on one rank, as :class:`torch.utils.flop_counter.FlopCounterMode` counts them."""
+    return sum(cost.flops for cost in node_costs(gm).values())
+
+
+def _cost(node: fx.Node) -> NodeCost:
+    value = node.meta.get("val")
+    dtype = _dtype(value) or _dtype([n.meta.get("val") for n in node.all_input_nodes])
+    if node.op != "call_function" or _is_free(node):
+        return NodeCost("free", dtype)
+    read, written = _bytes([n.meta.get("val") for n in node.all_input_nodes]), _bytes(value)
+    if ir.is_collective(node):
+        return NodeCost("collective", dtype, read=read, written=written)
+    formula = _formula(node)
+    name = _name(node)
+    if formula is not None:
+        kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written)
+    kind = _kind_by_bytes(node, name)
+    if kind == "gather":  # reads as much of its table as it writes
+        read = min(read, 2 * written) if "backward" not in name else read
+    return NodeCost(kind or "pointwise", dtype, 0, read, written, known=kind is not None)
+
+
+def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
+    """A function of the node's (fake) arguments and result, or None."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in flop_registry:
+        return lambda args, kwargs, value: int(flop_registry[packet](*args, **kwargs, out_val=value))
+    if packet in EXTRA_FLOPS:
+        return lambda args, kwargs, value: int(EXTRA_FLOPS[packet](*_shapes(args), **kwargs))
+    return None
+
+
+def _shapes(values: Any) -> list[Any]:
+    return [value.shape if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _is_free(node: fx.Node) -> bool:
+    return (
+        node.target in (operator.getitem, ir.WAIT, ir.trim_shard, ir.local_chunk, aten._unsafe_view.default)
+        or getattr(node.target, "is_view", False)
+        or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
+    )
+
+
+def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
+    base = name.strip("_").removesuffix("_backward_data").removesuffix("_backward")
+    if base in _KIND:
+        return _KIND[base]
+    tags = getattr(node.target, "tags", ())
+    return "reduction" if torch.Tag.reduction in tags else "pointwise" if torch.Tag.pointwise in tags else None
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _dtype(value: Any) -> str:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    floating = [t for t in tensors if t.is_floating_point()] or tensors
+    return str(floating[0].dtype).removeprefix("torch.") if floating else ""
+
+
+_FUSIBLE = ("pointwise", "transcendental")
+
+
+def _fuse(node: fx.Node, cost: NodeCost, costs: Mapping[fx.Node, NodeCost]) -> NodeCost:
+    """The cost without the bytes that a fused kernel keeps in registers."""
+    if cost.kind not in _FUSIBLE:
+        return cost
+    read = sum(_bytes(n.meta.get("val")) for n in node.all_input_nodes if costs[n].kind not in _FUSIBLE)
+    inside = bool(node.users) and all(costs[user].kind in _FUSIBLE for user in node.users)
+    return NodeCost(cost.kind, cost.dtype, cost.flops, read, 0 if inside else cost.written, cost.known)

@@ -1,0 +1,379 @@
+"""What a program costs, before it runs: every node, the memory of a step and the time it takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.timeline import COMPUTE, Task, Timeline, simulate
+from shardgraph.errors import ShardGraphError
+from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
+from shardgraph.passes.analysis.costs import NodeCost, node_costs
+from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
+from shardgraph.passes.analysis.local import on_rank, shard_shape
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.schedule import node_seconds, tasks_of
+from shardgraph.plan import Plan
+from shardgraph.program import Program
+from shardgraph.sizes import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node: where it is, what it does and what that costs on one rank.
+
+    ``half`` is ``"forward"`` or ``"backward"``; ``seconds`` is the time on its stream, for a collective that on the
+    wire; ``live`` the bytes live as it ends; ``known`` is False where an operation without a formula was priced by its
+    bytes.
+    """
+
+    half: str
+    node: str
+    operation: str
+    module: str
+    source: str
+    kind: str
+    dtype: str
+    flops: int
+    read: int
+    written: int
+    seconds: float
+    live: int
+    known: bool
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of one step on one rank.
+
+    ``communication`` is the time of all collectives; ``exposed`` what of it no computation hides, ``hidden`` the rest.
+    ``bubble`` is the time that a pipeline stage waits for others; 0 without a pipeline.
+    """
+
+    compute: float
+    optimizer: float
+    communication: float
+    exposed: float
+    bubble: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication behind computation."""
+        return max(0.0, self.communication - self.exposed)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.optimizer + self.exposed + self.bubble
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
+
+    ``rows`` are the nodes in the order in which they run, ``memory`` the bytes live at each of them and during the
+    optimizer's update, ``timeline`` the simulated streams. ``samples`` and ``tokens`` are those of one
+    step over all data-parallel ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    optimizer: str
+    rows: tuple[NodeRow, ...]
+    memory: MemoryProfile
+    timeline: Timeline
+    samples: int
+    tokens: int
+
+    # -- totals ------------------------------------------------------------------------------------
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one step on one rank."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes live at once on one rank."""
+        return self.memory.peak_bytes
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The step's seconds by what they are spent on."""
+        spans = self.timeline.spans
+        optimizer = sum(span.task.seconds for span in spans if span.task.label == _UPDATE)
+        communication = sum(span.task.seconds for span in spans if span.task.stream != COMPUTE)
+        return StepTime(
+            self.timeline.busy(COMPUTE) - optimizer, optimizer, communication, max(0.0, self.timeline.exposed)
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all ranks; 0 for inputs that are not sequences."""
+        return self.tokens / self.time.total if self.time.total else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the device's peak FLOP/s that the step attains, in the dtype of most of its FLOPs.
+
+        Definition: A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. None where the device states no peak.
+        """
+        peak = self.cluster.device.peak.get(self._dtype)
+        return self.flops / self.time.total / peak if peak and self.time.total else None
+
+    @property
+    def unpriced(self) -> dict[str, int]:
+        """Operations that no formula was found for, priced by their bytes, and how often they occur."""
+        return dict(Counter(row.operation for row in self.rows if not row.known))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak_memory <= self.cluster.device.memory
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        """FLOPs, bytes moved, seconds and bytes sent of every module with all that is below it, by name.
+
+        The model itself is ``""``. A node counts for its module and for each that contains it.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            for path in _ancestors(row.module):
+                entry = found.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "communication": 0.0})
+                entry["flops"] += row.flops
+                if row.kind == "collective":
+                    entry["communication"] += row.seconds
+                else:
+                    entry["moved"] += row.read + row.written
+                    entry["seconds"] += row.seconds
+        return dict(sorted(found.items()))
+
+    def table(self, limit: int = 20) -> str:
+        """The ``limit`` nodes that take longest, as text."""
+        lines = [f"{'node':<34}{'module':<34}{'GFLOP':>9}{'moved':>12}{'time':>10}{'live':>12}"]
+        for row in sorted(self.rows, key=lambda row: -row.seconds)[:limit]:
+            moved, live = format_bytes(row.read + row.written), format_bytes(row.live)
+            cells = f"{row.flops / 1e9:>9.3f}{moved:>12}{format_seconds(row.seconds):>10}{live:>12}"
+            lines.append(f"{row.half[0]}:{row.node[:31]:<32}{row.module[-33:]:<34}{cells}")
+        return "\n".join(lines)
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Every node as a dictionary."""
+        return [asdict(row) for row in self.rows]
+
+    def to_json(self) -> str:
+        """Totals and every node, as JSON."""
+        return json.dumps({"summary": self.summary(), "nodes": self.to_records()}, indent=1)
+
+    def to_dataframe(self) -> Any:
+        """Every node as a row of a ``pandas.DataFrame``.
+
+        Raises:
+            ShardGraphError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ShardGraphError("to_dataframe needs pandas: pip install pandas, or use to_records()") from error
+        return pandas.DataFrame(self.to_records())
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write the timeline as a file that ui.perfetto.dev and chrome://tracing open; returns its path."""
+        Path(path).write_text(json.dumps(self.timeline.to_chrome_trace()), encoding="utf-8")
+        return Path(path)
+
+    def summary(self) -> dict[str, Any]:
+        """The totals by name: bytes, seconds and FLOPs of one rank."""
+        time = self.time
+        return {
+            "plan": self.plan.name,
+            "mesh": dict(self.plan.mesh),
+            "cluster": self.cluster.name,
+            "peak_memory": self.peak_memory,
+            "peak_at": list(self.memory.nodes[self.memory.peak_index]),
+            "composition": self.memory.composition,
+            "fits": self.fits,
+            "step": time.total,
+            "compute": time.compute,
+            "optimizer": time.optimizer,
+            "communication": time.communication,
+            "exposed": time.exposed,
+            "hidden": time.hidden,
+            "bubble": time.bubble,
+            "flops": self.flops,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "samples": self.samples,
+            "unpriced": self.unpriced,
+        }
+
+    def __str__(self) -> str:
+        time, memory = self.time, self.memory
+        half, node = memory.nodes[memory.peak_index]
+        parts = sorted(memory.composition.items(), key=lambda item: -item[1])
+        lines = [
+            f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
+            f"  memory {format_bytes(self.peak_memory)} at {node} ({half})"
+            f"{'' if self.fits else ', MORE THAN THE DEVICE HAS: ' + format_bytes(self.cluster.device.memory)}",
+            "    " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in parts),
+            f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
+            f"{format_seconds(time.optimizer)}, communication {format_seconds(time.communication)} of which "
+            f"{format_seconds(time.exposed)} exposed",
+            f"  {self.flops / 1e9:,.1f} GFLOP" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")
+            + (f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens else ""),
+        ]  # fmt: skip
+        if self.unpriced:
+            named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
+            lines.append(f"  priced by bytes for want of a formula: {named}")
+        return "\n".join(lines)
+
+    @property
+    def _dtype(self) -> str:
+        flops: Counter[str] = Counter()
+        for row in self.rows:
+            flops[row.dtype] += row.flops
+        return flops.most_common(1)[0][0] if flops else ""
+
+
+_UPDATE = "optimizer update"
+
+
+def analyze_program(program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False) -> Analysis:
+    """Analyse a training step of an emitted program, or one without gradients: then forward alone.
+
+    :func:`shardgraph.analyze` starts from a model.
+
+    Args:
+        program: what :func:`shardgraph.compiler.build_program` gives.
+        cluster: what it runs on.
+        optimizer: name of the optimizer, see :mod:`shardgraph.cost_models.optimizers`.
+        fused: take chains of pointwise operations as fused.
+
+    Raises:
+        ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
+    """
+    cluster.check_mesh(program.plan.mesh)
+    halves = program_halves(program)
+    costs: dict[fx.Node, NodeCost] = {}
+    for gm in halves.values():
+        costs |= node_costs(gm, fused)
+    seconds = {node: node_seconds(node, cost, cluster, program.plan.mesh) for node, cost in costs.items()}
+    tasks = tasks_of(halves.values(), costs, seconds)
+    memory = program_memory(program, optimizer, granule=cluster.device.allocation)
+    if "backward" in halves:
+        tasks += _updates(program, cluster, optimizer)
+    rows = tuple(_rows(halves, costs, seconds, memory))
+    samples, tokens = _batch(program)
+    timeline = simulate(tasks, cluster.overlap)
+    ranks = program.plan.world_size
+    return Analysis(program.plan, cluster, optimizer, rows, memory, timeline, samples * ranks, tokens * ranks)
+
+
+def program_halves(program: Program) -> dict[str, fx.GraphModule]:
+    """The graphs that a step runs, by name, in order.
+
+    A model that returns a scalar is taken to be trained on it alone, as models that return their loss are;
+    otherwise the loss is taken to depend on every floating-point output.
+    """
+    if program.backward is None:
+        return {"forward": program.forward}
+    values = {role.index: v.meta["val"] for role, v in outputs(program.forward) if _is_tensor_output(role, v)}
+    scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
+    tangents = [role for role in placeholders(program.backward) if isinstance(role, Tangent)]
+    absent = frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))
+    return {"forward": program.forward, "backward": program.backward_variant("reduce", absent)}
+
+
+def _is_tensor_output(role: Any, value: Any) -> bool:
+    return isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+
+
+def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
+    """The memory of a training step on ``rank``, the optimizer's state and update included."""
+    halves = program_halves(program)
+    forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
+    cost, shards = optimizer_cost(optimizer), _trained_shards(program, rank)
+    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
+    return profile_step(forward, backward, granule, state, cost.temporaries * max(shards, default=0))
+
+
+def _trained_shards(program: Program, rank: int) -> list[int]:
+    """Bytes of this rank's part of every parameter that gets a gradient."""
+    if program.backward is None:
+        return []
+    trained = {r.of for r, v in outputs(program.backward) if isinstance(r, Gradient) and v is not None}
+    values = {role: node.meta["val"] for role, node in placeholders(program.forward).items()}
+    return [
+        math.prod(shard_shape(program.context, role.fqn, rank)) * values[role].element_size()
+        for role in trained
+        if isinstance(role, Parameter)
+    ]
+
+
+def _updates(program: Program, cluster: Cluster, optimizer: str) -> list[Task]:
+    rate, cost = cluster.device.rate("optimizer"), optimizer_cost(optimizer)
+    assert rate is not None
+    return [
+        Task(_UPDATE, COMPUTE, rate.seconds(cost.moved * nbytes), node="update")
+        for nbytes in _trained_shards(program, 0)
+    ]
+
+
+def _rows(
+    halves: dict[str, fx.GraphModule],
+    costs: dict[fx.Node, NodeCost],
+    seconds: dict[fx.Node, float],
+    memory: MemoryProfile,
+) -> Iterator[NodeRow]:
+    live = dict(zip(memory.nodes, memory.timeline, strict=True))
+    for half, gm in halves.items():
+        for node in gm.graph.nodes:
+            if node.op != "call_function":
+                continue
+            cost = costs[node]
+            yield NodeRow(
+                half=half,
+                node=node.name,
+                operation=str(getattr(node.target, "__name__", node.target)),
+                module=module_of(node),
+                source=node.meta.get("source", ""),
+                kind=cost.kind,
+                dtype=cost.dtype,
+                flops=cost.flops,
+                read=cost.read,
+                written=cost.written,
+                seconds=seconds[node],
+                live=live[half, node.name],
+                known=cost.known,
+            )
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    yield ""
+    parts = path.split(".") if path else []
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
+
+
+def _batch(program: Program) -> tuple[int, int]:
+    """``(samples, tokens)`` of one call: rows of the first tensor among the inputs, and elements of integer ones."""
+    roles = placeholders(program.forward).items()
+    tensors = [node.meta["val"] for role, node in roles if isinstance(role, Input) and node.meta["val"].dim()]
+    if not tensors:
+        return 0, 0
+    first = tensors[0]
+    sequence = first.dim() == 2 and not first.is_floating_point()
+    return first.shape[0], first.numel() if sequence else 0

@@ -1,0 +1,21 @@
+"""Predicted peak memory of whole programs beside what ranks really held."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardgraph
+from tests import ranks
+from tests.zoo import ZOO
+
+
+@pytest.mark.parametrize(
+    ("kinds", "plans"),
+    [(list(ZOO), ["fsdp"]), (["conv-batch-norm", "llama"], ["ddp", "zero1", "zero2", "fsdp kept"])],
+    ids=["every model", "every plan"],
+)
+def test_the_predicted_peak_is_within_a_percent_of_the_measured_one_on_every_rank(kinds, plans):
+    for found in shardgraph.launch(ranks.peak_memory, 2, args=(kinds, plans), timeout=280):
+        for case, figures in found.items():
+            for what, (predicted, measured) in figures.items():
+                assert predicted == pytest.approx(measured, rel=0.01), f"{case}, {what}"
