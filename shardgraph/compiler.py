@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardgraph._torch import ordered_gloo
 from shardgraph.capture import capture
 from shardgraph.errors import PlanError
-from shardgraph.ir import copy_graph
+from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.mesh import Mesh
 from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
@@ -61,11 +61,23 @@ def build_program(
         DeadlockError: the program's collectives could block for ever.
     """
     shapes = named_shapes(model)
-    parameters = plan.resolve(shapes)
+    plan.resolve(shapes)  # a plan that does not fit is told before the long work
     show("capture")
     joint = capture(model, args, dict(kwargs or {}), device=device or torch.device("cpu"), loss_fn=loss_fn)
-    context = Context(plan, parameters, shapes, joint.fake_mode)
+    return lower(joint, plan, shapes, show)
 
+
+def lower(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], show: Callable[[str], None] = lambda stage: None
+) -> Program:
+    """The program of a captured graph under ``plan``; the graph is left as it is, so that plans can be tried on it.
+
+    Raises:
+        PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name.
+        DeadlockError: the program's collectives could block for ever.
+    """
+    parameters = plan.resolve(shapes)
+    context = Context(plan, parameters, shapes, joint.fake_mode)
     show("rewrite")
     gm = copy_graph(joint.module)
     run_passes(gm, JOINT_PASSES, context)

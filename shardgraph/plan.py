@@ -20,7 +20,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import yaml
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
+from shardgraph.sizes import format_bytes, format_seconds
 
 SCHEMA = 1
 REPLICATE = "replicate"
@@ -61,6 +62,20 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A plan that ``"auto"`` priced: predicted peak ``memory`` of a rank in bytes and ``seconds`` of a step.
+
+    ``fits`` says whether the memory is within what the device has, or the budget.
+    """
+
+    name: str
+    mesh: Mesh
+    memory: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """A partition plan; see the module's text for its YAML form.
 
@@ -73,6 +88,8 @@ class Plan:
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
     ``note``
         Why this plan: shown to people, without effect.
+    ``considered``
+        The plans that it was chosen among, if it was; see :meth:`explain`.
     """
 
     name: str
@@ -80,6 +97,7 @@ class Plan:
     parameters: tuple[tuple[str, ParameterPlan], ...]
     prefetch: int = 4
     note: str = ""
+    considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -143,6 +161,7 @@ class Plan:
             "note": self.note,
             "mesh": dict(self.mesh),
             "prefetch": self.prefetch,
+            "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in self.considered],
             "parameters": {
                 pattern: {
                     "placements": list(entry.placements),
@@ -152,6 +171,7 @@ class Plan:
                 for pattern, entry in self.parameters
             },
         }
+        data = {key: value for key, value in data.items() if key != "considered" or value}
         return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     @classmethod
@@ -162,6 +182,22 @@ class Plan:
         except yaml.YAMLError as error:
             raise PlanError(f"{source} is not YAML: {error}") from error
         return _from_data(data, source)
+
+    def explain(self) -> str:
+        """By what numbers the plan was chosen, as text."""
+        if not self.considered:
+            return (
+                f"plan {self.name!r} was not chosen among others: plan='auto' with example inputs prices every preset"
+            )
+        lines = [f"plan {self.name!r}: {self.note}", f"  {'plan':<12}{'mesh':<34}{'memory of a rank':>18}{'step':>12}"]
+        for candidate in self.considered:
+            mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
+            chosen = "  <- chosen" if (candidate.name, candidate.mesh) == (self.name, self.mesh) else ""
+            cells = f"{format_bytes(candidate.memory):>18}{format_seconds(candidate.seconds):>12}"
+            lines.append(
+                f"  {candidate.name:<12}{mesh:<34}{cells}{chosen or ('' if candidate.fits else '  too large')}"
+            )
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh) or "one process"
@@ -245,8 +281,16 @@ def _from_data(data: Any, source: str) -> Plan:
     for pattern, value in top["parameters"].items():
         entry = take(value, f"parameters.{pattern}", ParameterPlan, _PARAMETER_FIELDS)
         entries.append((str(pattern), ParameterPlan(**{**entry, "placements": tuple(entry["placements"])})))
-    mesh = tuple((str(axis), size) for axis, size in top["mesh"].items())
-    return Plan(**{**top, "mesh": mesh, "parameters": tuple(entries)})
+    considered = []
+    for i, value in enumerate(top.get("considered", [])):
+        fields = take(value, f"considered.{i}", Candidate, _CANDIDATE_FIELDS)
+        considered.append(Candidate(**{**fields, "mesh": _mesh(fields["mesh"])}))
+    changed = {"mesh": _mesh(top["mesh"]), "parameters": tuple(entries), "considered": tuple(considered)}
+    return Plan(**{**top, **changed})
+
+
+def _mesh(data: Mapping[Any, Any]) -> Mesh:
+    return tuple((str(axis), size) for axis, size in data.items())
 
 
 _PLAN_FIELDS = {
@@ -255,6 +299,7 @@ _PLAN_FIELDS = {
     "note": (str, "a text"),
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
+    "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }
 _PARAMETER_FIELDS = {
@@ -262,4 +307,15 @@ _PARAMETER_FIELDS = {
     "gradient": (str, " or ".join(map(repr, _GRADIENTS))),
     "reshard_after_forward": (bool, "true or false"),
 }
-_REQUIRED = {Plan: {"schema", "name", "mesh", "parameters"}, ParameterPlan: {"placements"}}
+_CANDIDATE_FIELDS = {
+    "name": (str, "a text"),
+    "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
+    "memory": (int, "a number of bytes"),
+    "seconds": (float, "a number of seconds"),
+    "fits": (bool, "true or false"),
+}
+_REQUIRED: dict[type, set[str]] = {
+    Candidate: set(_CANDIDATE_FIELDS),
+    Plan: {"schema", "name", "mesh", "parameters"},
+    ParameterPlan: {"placements"},
+}

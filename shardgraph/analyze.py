@@ -1,0 +1,97 @@
+"""``shardgraph.analyze``: what a model would cost under a plan on a cluster, from a laptop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.analysis import Analysis, analyze_program
+from shardgraph.capture import capture
+from shardgraph.compiler import lower, resolve_plan
+from shardgraph.cost_models import cluster_files
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.mesh import Mesh
+from shardgraph.parameters import named_shapes
+from shardgraph.plan import Plan
+
+
+def analyze(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] = (),
+    plan: str | Path | Plan = "fsdp",
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cluster: Cluster | str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: str = "adamw",
+    training: bool = True,
+    backend: str = "eager",
+) -> Analysis:
+    """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
+
+    Nothing is run: no process group, accelerator or memory for the weights is needed, and a model on ``meta`` will do.
+
+    Args:
+        model: any module; only shapes and dtypes of its tensors matter.
+        example_inputs: positional inputs of one rank's call, real or on ``meta``.
+        plan: as for ``shardgraph.compile``.
+        example_kwargs: keyword inputs likewise.
+        cluster: a :class:`Cluster`, a device's name such as ``"H100"`` (then as many nodes as the mesh needs), the path
+            of a cluster file, or None: this machine.
+        mesh: axis sizes by name, outermost first; default: the plan's own, else all devices of the cluster along
+            ``dp`` (for ``"hsdp"``, nodes times the devices of a node).
+        loss_fn: ``loss_fn(output, target)``, made part of the program as in ``train_step``; the target is taken from
+            ``example_kwargs``.
+        optimizer: whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
+        training: a training step; False: a forward without gradients.
+        backend: ``"eager"``, or ``"inductor"``: chains of pointwise operations priced as fused.
+
+    Raises:
+        CaptureError: the model cannot be traced into one graph.
+        PlanError: the plan does not exist or does not fit the model or the mesh.
+        ClusterError: the cluster is unknown, malformed or smaller than the mesh.
+    """
+    axes = resolve_axes(plan, mesh, cluster)
+    machine = resolve_cluster(cluster, math.prod(size for _, size in axes))
+    machine.check_mesh(axes)
+    chosen = resolve_plan(plan, axes)
+    with torch.set_grad_enabled(training):
+        joint = capture(model, example_inputs, dict(example_kwargs or {}), device=torch.device("cpu"), loss_fn=loss_fn)
+    program = lower(joint, chosen, named_shapes(model))
+    return analyze_program(program, machine, optimizer=optimizer, fused=backend == "inductor")
+
+
+def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
+    """The cluster that a caller means, with enough nodes for ``ranks`` where only a device is named.
+
+    Raises:
+        ClusterError: no such device or file.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is None:
+        return cluster_files.detect_cluster()
+    if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
+        return cluster_files.load_cluster(cluster)
+    one = cluster_files.cluster(cluster)
+    return cluster_files.cluster(cluster, nodes=-(-ranks // one.devices_per_node))
+
+
+def resolve_axes(plan: str | Path | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
+    """The mesh to plan for: as given, else the plan's own, else all of the cluster."""
+    if mesh is not None:
+        return tuple(mesh.items())
+    if isinstance(plan, (str, Path)) and str(plan).endswith((".yaml", ".yml")):
+        plan = Plan.load(plan)
+    if isinstance(plan, Plan):
+        return plan.mesh
+    machine = resolve_cluster(cluster, 1)
+    if plan == "hsdp":
+        return (("dp_replicate", machine.nodes), ("dp_shard", machine.devices_per_node))
+    return (("dp", machine.world_size),)
