@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,38 +19,12 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
-from shardgraph.passes.analysis.costs import NodeCost, node_costs
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_shape
-from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.schedule import node_seconds, tasks_of
+from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.plan import Plan
 from shardgraph.program import Program
 from shardgraph.sizes import format_bytes, format_seconds
-
-
-@dataclass(frozen=True)
-class NodeRow:
-    """One node: where it is, what it does and what that costs on one rank.
-
-    ``half`` is ``"forward"`` or ``"backward"``; ``seconds`` is the time on its stream, for a collective that on the
-    wire; ``live`` the bytes live as it ends; ``known`` is False where an operation without a formula was priced by its
-    bytes.
-    """
-
-    half: str
-    node: str
-    operation: str
-    module: str
-    source: str
-    kind: str
-    dtype: str
-    flops: int
-    read: int
-    written: int
-    seconds: float
-    live: int
-    known: bool
 
 
 @dataclass(frozen=True)
@@ -82,17 +56,14 @@ class StepTime:
 class Analysis:
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
-    ``rows`` are the nodes in the order in which they run, ``memory`` the bytes live at each of them and during the
-    optimizer's update, ``timeline`` the simulated streams. ``samples`` and ``tokens`` are those of one
-    step over all data-parallel ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
+    ``rows`` are its operations in the order in which they run, the optimizer's update last. ``samples`` and ``tokens``
+    are those of one step over all ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
     """
 
     plan: Plan
     cluster: Cluster
     optimizer: str
-    rows: tuple[NodeRow, ...]
-    memory: MemoryProfile
-    timeline: Timeline
+    rows: tuple[Row, ...]
     samples: int
     tokens: int
 
@@ -103,20 +74,28 @@ class Analysis:
         """FLOPs of one step on one rank."""
         return sum(row.flops for row in self.rows)
 
+    @cached_property
+    def peak(self) -> Row:
+        """The first operation during which the most is live."""
+        return max(self.rows, key=lambda row: row.live)
+
     @property
     def peak_memory(self) -> int:
         """The most bytes live at once on one rank."""
-        return self.memory.peak_bytes
+        return self.peak.live
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The operations on their streams."""
+        return simulate(list(_tasks(self.rows)), self.cluster.overlap)
 
     @cached_property
     def time(self) -> StepTime:
         """The step's seconds by what they are spent on."""
-        spans = self.timeline.spans
-        optimizer = sum(span.task.seconds for span in spans if span.task.label == _UPDATE)
-        communication = sum(span.task.seconds for span in spans if span.task.stream != COMPUTE)
-        return StepTime(
-            self.timeline.busy(COMPUTE) - optimizer, optimizer, communication, max(0.0, self.timeline.exposed)
-        )
+        optimizer = sum(row.seconds for row in self.rows if row.kind == "optimizer")
+        communication = sum(row.seconds for row in self.rows if row.stream)
+        compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer
+        return StepTime(compute, optimizer, communication, max(0.0, self.timeline.exposed))
 
     @property
     def tokens_per_second(self) -> float:
@@ -145,20 +124,18 @@ class Analysis:
     # -- looking -----------------------------------------------------------------------------------
 
     def by_module(self) -> dict[str, dict[str, float]]:
-        """FLOPs, bytes moved, seconds and bytes sent of every module with all that is below it, by name.
+        """FLOPs, bytes moved, seconds of computation and bytes sent of every module with all below it, by name.
 
         The model itself is ``""``. A node counts for its module and for each that contains it.
         """
         found: dict[str, dict[str, float]] = {}
         for row in self.rows:
             for path in _ancestors(row.module):
-                entry = found.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "communication": 0.0})
+                entry = found.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "sent": 0})
                 entry["flops"] += row.flops
-                if row.kind == "collective":
-                    entry["communication"] += row.seconds
-                else:
-                    entry["moved"] += row.read + row.written
-                    entry["seconds"] += row.seconds
+                entry["sent"] += row.sent
+                entry["moved"] += 0 if row.stream else row.read + row.written
+                entry["seconds"] += 0 if row.stream else row.seconds
         return dict(sorted(found.items()))
 
     def table(self, limit: int = 20) -> str:
@@ -172,7 +149,7 @@ class Analysis:
 
     def to_records(self) -> list[dict[str, Any]]:
         """Every node as a dictionary."""
-        return [asdict(row) for row in self.rows]
+        return [asdict(row) | {"live": row.live} for row in self.rows]
 
     def to_json(self) -> str:
         """Totals and every node, as JSON."""
@@ -203,8 +180,8 @@ class Analysis:
             "mesh": dict(self.plan.mesh),
             "cluster": self.cluster.name,
             "peak_memory": self.peak_memory,
-            "peak_at": list(self.memory.nodes[self.memory.peak_index]),
-            "composition": self.memory.composition,
+            "peak_at": f"{self.peak.half} {self.peak.node}",
+            "composition": dict(self.peak.memory),
             "fits": self.fits,
             "step": time.total,
             "compute": time.compute,
@@ -221,12 +198,11 @@ class Analysis:
         }
 
     def __str__(self) -> str:
-        time, memory = self.time, self.memory
-        half, node = memory.nodes[memory.peak_index]
-        parts = sorted(memory.composition.items(), key=lambda item: -item[1])
+        time = self.time
+        parts = sorted(self.peak.memory.items(), key=lambda item: -item[1])
         lines = [
             f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
-            f"  memory {format_bytes(self.peak_memory)} at {node} ({half})"
+            f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half})"
             f"{'' if self.fits else ', MORE THAN THE DEVICE HAS: ' + format_bytes(self.cluster.device.memory)}",
             "    " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in parts),
             f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
@@ -248,7 +224,19 @@ class Analysis:
         return flops.most_common(1)[0][0] if flops else ""
 
 
-_UPDATE = "optimizer update"
+def _tasks(rows: Sequence[Row]) -> Iterator[Task]:
+    """Computation as one stream and every mesh axis as one.
+
+    A collective starts when the computation issued before it has ended; a wait holds the computation until its
+    collective has.
+    """
+    latest = -1  # the last task of the computation
+    for i, row in enumerate(rows):
+        if row.stream:
+            after: tuple[int, ...] = (latest,) if latest >= 0 else ()
+        else:
+            after, latest = (i - row.waits,) if row.waits else (), i
+        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node)
 
 
 def analyze_program(program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False) -> Analysis:
@@ -265,21 +253,39 @@ def analyze_program(program: Program, cluster: Cluster, *, optimizer: str = "ada
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
     """
-    cluster.check_mesh(program.plan.mesh)
-    halves = program_halves(program)
-    costs: dict[fx.Node, NodeCost] = {}
-    for gm in halves.values():
-        costs |= node_costs(gm, fused)
-    seconds = {node: node_seconds(node, cost, cluster, program.plan.mesh) for node, cost in costs.items()}
-    tasks = tasks_of(halves.values(), costs, seconds)
+    plan = program.plan
+    cluster.check_mesh(plan.mesh)
     memory = program_memory(program, optimizer, granule=cluster.device.allocation)
-    if "backward" in halves:
-        tasks += _updates(program, cluster, optimizer)
-    rows = tuple(_rows(halves, costs, seconds, memory))
+    rows = list(rows_of(program_halves(program), memory, cluster, plan.mesh, fused))
+    if shards := _trained_shards(program, 0):
+        rows.append(_update(shards, optimizer, cluster, memory))
     samples, tokens = _batch(program)
-    timeline = simulate(tasks, cluster.overlap)
-    ranks = program.plan.world_size
-    return Analysis(program.plan, cluster, optimizer, rows, memory, timeline, samples * ranks, tokens * ranks)
+    return Analysis(plan, cluster, optimizer, tuple(rows), samples * plan.world_size, tokens * plan.world_size)
+
+
+def _update(shards: list[int], optimizer: str, cluster: Cluster, memory: MemoryProfile) -> Row:
+    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``."""
+    cost, rate = optimizer_cost(optimizer), cluster.device.rate("optimizer")
+    assert rate is not None
+    return Row(
+        half="optimizer",
+        node="update",
+        operation=optimizer,
+        module="",
+        source="",
+        label=f"{optimizer} update",
+        kind="optimizer",
+        dtype="",
+        stream="",
+        flops=0,
+        read=(cost.moved - cost.states - 1) * sum(shards),
+        written=(cost.states + 1) * sum(shards),
+        sent=0,
+        seconds=sum(rate.seconds(cost.moved * nbytes) for nbytes in shards),
+        memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
+        waits=0,
+        known=True,
+    )
 
 
 def program_halves(program: Program) -> dict[str, fx.GraphModule]:
@@ -321,44 +327,6 @@ def _trained_shards(program: Program, rank: int) -> list[int]:
         for role in trained
         if isinstance(role, Parameter)
     ]
-
-
-def _updates(program: Program, cluster: Cluster, optimizer: str) -> list[Task]:
-    rate, cost = cluster.device.rate("optimizer"), optimizer_cost(optimizer)
-    assert rate is not None
-    return [
-        Task(_UPDATE, COMPUTE, rate.seconds(cost.moved * nbytes), node="update")
-        for nbytes in _trained_shards(program, 0)
-    ]
-
-
-def _rows(
-    halves: dict[str, fx.GraphModule],
-    costs: dict[fx.Node, NodeCost],
-    seconds: dict[fx.Node, float],
-    memory: MemoryProfile,
-) -> Iterator[NodeRow]:
-    live = dict(zip(memory.nodes, memory.timeline, strict=True))
-    for half, gm in halves.items():
-        for node in gm.graph.nodes:
-            if node.op != "call_function":
-                continue
-            cost = costs[node]
-            yield NodeRow(
-                half=half,
-                node=node.name,
-                operation=str(getattr(node.target, "__name__", node.target)),
-                module=module_of(node),
-                source=node.meta.get("source", ""),
-                kind=cost.kind,
-                dtype=cost.dtype,
-                flops=cost.flops,
-                read=cost.read,
-                written=cost.written,
-                seconds=seconds[node],
-                live=live[half, node.name],
-                known=cost.known,
-            )
 
 
 def _ancestors(path: str) -> Iterator[str]:

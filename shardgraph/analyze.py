@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from shardgraph.capture import capture
 from shardgraph.compiler import lower, resolve_plan
 from shardgraph.cost_models import cluster_files
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import CaptureError
+from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, find_stack, shortened
 from shardgraph.mesh import Mesh
 from shardgraph.parameters import named_shapes
 from shardgraph.plan import Plan
@@ -32,6 +35,7 @@ def analyze(
     optimizer: str = "adamw",
     training: bool = True,
     backend: str = "eager",
+    fold: bool = True,
 ) -> Analysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
 
@@ -50,6 +54,7 @@ def analyze(
             ``example_kwargs``.
         optimizer: whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
         training: a training step; False: a forward without gradients.
+        fold: analyse a stack of equal layers by a few of them, which gives the same; False: all of them.
         backend: ``"eager"``, or ``"inductor"``: chains of pointwise operations priced as fused.
 
     Raises:
@@ -61,10 +66,30 @@ def analyze(
     machine = resolve_cluster(cluster, math.prod(size for _, size in axes))
     machine.check_mesh(axes)
     chosen = resolve_plan(plan, axes)
-    with torch.set_grad_enabled(training):
-        joint = capture(model, example_inputs, dict(example_kwargs or {}), device=torch.device("cpu"), loss_fn=loss_fn)
-    program = lower(joint, chosen, named_shapes(model))
-    return analyze_program(program, machine, optimizer=optimizer, fused=backend == "inductor")
+    chosen.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
+
+    def whole() -> Analysis:
+        with torch.set_grad_enabled(training):
+            joint = capture(
+                model, example_inputs, dict(example_kwargs or {}), device=torch.device("cpu"), loss_fn=loss_fn
+            )
+        program = lower(joint, chosen, named_shapes(model))
+        return analyze_program(program, machine, optimizer=optimizer, fused=backend == "inductor")
+
+    stack = find_stack(model) if fold and all(pattern == "*" for pattern, _ in chosen.parameters) else None
+    return whole() if stack is None else _folded(model, stack, whole)
+
+
+def _folded(model: nn.Module, stack: Stack, whole: Callable[[], Analysis]) -> Analysis:
+    """The analysis of all layers of a stack from those of a few, or of all where that cannot be."""
+    try:
+        shallow = []
+        for layers in SHALLOW:
+            with shortened(model, stack, layers):
+                shallow.append(whole())
+        return replace(shallow[0], rows=tuple(extend([each.rows for each in shallow], stack.layers)))
+    except (NotPeriodicError, CaptureError):
+        return whole()  # layers that are counted, or indexed by number, do not fold
 
 
 def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:

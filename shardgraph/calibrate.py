@@ -11,8 +11,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,14 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
 """The link of a machine with one rank, where nothing is sent and any link prices it the same."""
 
-_TIMING = 1e-3  # seconds that one timing lasts at least: short operations are repeated, to hide the clock's own cost
+_TIMING = 1e-3  # seconds that one timing on a GPU lasts at least: many calls, to hide the cost of synchronizing
+_QUANTILE = 0.25  # below the median: what else runs on the machine comes and goes, and only ever makes a time longer
 _ROUNDS = (3, 200)  # the fewest and the most timings of an operation
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One operation: FLOPs or bytes of its ``work``, and the median ``seconds`` it took."""
+    """One operation: FLOPs or bytes of its ``work``, and the ``seconds`` that it took."""
 
     kind: str
     work: float
@@ -54,7 +56,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective: the bytes of a rank's input and output, and the median ``seconds`` from start to wait."""
+    """One collective: the bytes of a rank's input and output, and the ``seconds`` from start to wait."""
 
     operation: str
     given: int
@@ -116,7 +118,7 @@ def measure(
 
 
 def fit(measured: Measurements) -> Cluster:
-    """The cluster whose rates and link fit the timings best, by the squares of their relative errors."""
+    """The cluster whose rates and link fit the timings best, by least squares of relative errors."""
     by_kind = _by_kind(measured.samples)
     link, efficiency = fit_link(measured.transfers, measured.ranks)
     on_cpu = measured.device.startswith("cpu")
@@ -164,8 +166,8 @@ def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str,
     if not transfers:
         return NOMINAL_LINK, {}
     operations = list(dict.fromkeys(transfer.operation for transfer in transfers))
-    steps = [_predict(transfer, ranks, Link(inf, 1.0)) for transfer in transfers]
-    sent = [_predict(transfer, ranks, Link(1.0, 0.0)) for transfer in transfers]
+    steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in transfers]
+    sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in transfers]
     latency, per_byte = _solve(
         steps,
         [[b if t.operation == op else 0.0 for op in operations] for t, b in zip(transfers, sent, strict=True)],
@@ -181,7 +183,7 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
 
     ``error`` is the median of ``|fitted - measured| / measured``, over all sizes and over the larger half.
     """
-    rows = [("kind", "rate", "overhead", "error", "large", "sizes")]
+    rows: list[tuple[str, ...]] = [("kind", "rate", "overhead", "error", "large", "sizes")]
     for kind, samples in _by_kind(measured.samples).items():
         rate = cluster.device.rates[kind]
         unit = "FLOP/s" if "/" in kind else "B/s"
@@ -209,21 +211,33 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
 def _solve(
     fixed: Sequence[float], work: Sequence[Sequence[float]], seconds: Sequence[float]
 ) -> tuple[float, list[float]]:
-    """Coefficients of ``fixed`` (at least 0) and of the columns of ``work`` (above 0), by relative least squares."""
-    scale = 1 / np.asarray(seconds)
-    columns = np.column_stack([fixed, np.asarray(work)]) * scale[:, None]
+    """Coefficients of ``fixed`` (at least 0) and of the columns of ``work`` (above 0), by least squares.
+
+    Errors are relative to the larger of the fit and what was seen. Relative to what was seen alone, being too low can
+    cost at most 1 and being too high any number, so that a fit would be too low for most; relative to the fit alone,
+    one operation that is slow for reasons of its own would outweigh all others.
+    """
+    columns, seen = np.column_stack([fixed, np.asarray(work)]), np.asarray(seconds)
+    fitted = seen
+    for _ in range(30):  # each time with the fit before
+        larger = np.maximum(fitted, seen)
+        solution = _nonnegative(columns / larger[:, None], seen / larger)
+        fitted = columns @ solution
+    return float(solution[0]), [float(value) for value in solution[1:]]
+
+
+def _nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
     # Columns differ by ten orders of magnitude: brought to one length, or the solver takes small ones for zero.
     lengths = np.linalg.norm(columns, axis=0)
-    solution = np.linalg.lstsq(columns / lengths, np.ones(len(scale)), rcond=None)[0] / lengths
-    if (solution[1:] > 0).all() and solution[0] >= 0:
-        return float(solution[0]), [float(value) for value in solution[1:]]
+    solution = np.linalg.lstsq(columns / lengths, values, rcond=None)[0] / lengths
+    if solution[0] >= 0 and (solution[1:] > 0).all():
+        return solution
     # A negative overhead or rate is noise. Without an overhead each rate is a mean of what was seen, so positive.
-    columns = columns[:, 1:]
-    return 0.0, [float(column.sum() / (column @ column)) for column in columns.T]
+    return np.array([0.0, *(column @ values / (column @ column) for column in columns.T[1:])])
 
 
-def _predict(transfer: Transfer, ranks: int, link: Link, efficiency: dict[str, float] | Any = None) -> float:
-    return collective_seconds(transfer.operation, transfer.given, transfer.gotten, ranks, link, efficiency or {})
+def _predict(transfer: Transfer, ranks: int, link: Link, efficiency: Mapping[str, float]) -> float:
+    return collective_seconds(transfer.operation, transfer.given, transfer.gotten, ranks, link, efficiency)
 
 
 def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
@@ -304,18 +318,19 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
 
 
 def _time_all(runs: Sequence[Callable[[], object]], budget: float, device: torch.device) -> list[float]:
-    """Median seconds of each of ``runs``, timed in turn, round after round, for about ``budget`` seconds.
+    """Typical seconds of each of ``runs``, timed in turn, round after round, for about ``budget`` seconds.
 
     Every rank does the same number of everything, as collectives need.
     """
     for run in runs:
         run()
     first = _slowest([_seconds(run, 1, device) for run in runs], device)
-    counts = [min(100, ceil(_TIMING / taken)) for taken in first]
+    # On a CPU each runs once, after others of its size, as in training: repeated, its inputs would be in the cache.
+    counts = [min(100, ceil(_TIMING / taken)) if device.type == "cuda" else 1 for taken in first]
     one_round = sum(count * taken for count, taken in zip(counts, first, strict=True))
-    rounds = min(max(int(budget / one_round), _ROUNDS[0]), _ROUNDS[1])
+    rounds = min(max(int(budget / one_round) - 2, _ROUNDS[0]), _ROUNDS[1])  # two are done
     times = [[_seconds(run, count, device) for run, count in zip(runs, counts, strict=True)] for _ in range(rounds)]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
+    return [float(np.quantile(taken, _QUANTILE)) for taken in zip(*times, strict=True)]
 
 
 def _seconds(run: Callable[[], object], count: int, device: torch.device) -> float:
@@ -348,7 +363,7 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
             gotten = whole // ranks if operation == "reduce_scatter_tensor" else whole
             plain.append((operation, 4 * given, 4 * gotten))
             start = _starter(operation, torch.ones(given, device=device), group, ranks)
-            runs.append(lambda start=start: torch.ops._c10d_functional.wait_tensor(start()))
+            runs.append(partial(_finish, start))
     times = _time_all(runs, budget, device)
     return [Transfer(*which, taken) for which, taken in zip(plain, times, strict=True)]
 
@@ -362,31 +377,32 @@ def _starter(operation: str, given: torch.Tensor, group: str, ranks: int) -> Cal
     return lambda: collective(given, "sum", group)
 
 
+def _finish(start: Callable[[], torch.Tensor]) -> None:
+    torch.ops._c10d_functional.wait_tensor(start())
+
+
 def _time_overlap(group: str, ranks: int, budget: float, device: torch.device) -> list[float]:
     """What part of the shorter of a computation and a collective is hidden when both run at once."""
-    wait = torch.ops._c10d_functional.wait_tensor
-    rows = _rows(device, 256)
-    x, weight = torch.ones(rows, 512, device=device), torch.ones(512, 512, device=device)
+    x, weight = torch.ones(_rows(device, 256), 512, device=device), torch.ones(512, 512, device=device)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            x @ weight
+
+    def both(start: Callable[[], torch.Tensor], count: int) -> None:
+        pending = start()
+        compute(count)
+        torch.ops._c10d_functional.wait_tensor(pending)
+
     runs: list[Callable[[], object]] = []
-    for exponent in (18, 20, 22):
+    for exponent in range(18, 23):  # 1 to 16 MiB given by each rank
         start = _starter("all_gather_into_tensor", torch.ones(2**exponent, device=device), group, ranks)
-        wait(start())  # the first use of a size is slow
-        x @ weight
-        alone, one = _slowest(
-            [_seconds(lambda start=start: wait(start()), 3, device), _seconds(lambda: x @ weight, 3, device)], device
+        both(start, 1)  # what runs for the first time is slow
+        sending, computing = _slowest(
+            [_seconds(partial(_finish, start), 3, device), _seconds(partial(compute, 3), 1, device) / 3], device
         )
-        count = max(1, round(alone / one))  # as long as the collective: neither sticks out far
-
-        def compute(count: int = count) -> None:
-            for _ in range(count):
-                x @ weight
-
-        def both(start: Callable[[], torch.Tensor] = start, compute: Callable[[], None] = compute) -> None:
-            pending = start()
-            compute()
-            wait(pending)
-
-        runs += [compute, lambda start=start: wait(start()), both]
+        count = max(1, round(sending / computing))  # about as long as the collective
+        runs += [partial(compute, count), partial(_finish, start), partial(both, start, count)]
     times = iter(_time_all(runs, budget, device))
     return [
         min(max((computing + sending - together) / min(computing, sending), 0.0), 1.0)
@@ -444,9 +460,9 @@ def _matmul(new: _Maker) -> Iterator[_Work]:
     ):
         x, weight, bias = new(_rows(new.device, rows), inner), new(outer, inner), new(outer)
         grad = new(_rows(new.device, rows), outer)
-        yield _counted(lambda x=x, weight=weight, bias=bias: torch.addmm(bias, x, weight.t()))
-        yield _counted(lambda grad=grad, weight=weight: grad @ weight)
-        yield _counted(lambda grad=grad, x=x: grad.t() @ x)
+        yield _counted(partial(torch.addmm, bias, x, weight.t()))
+        yield _counted(partial(torch.mm, grad, weight))
+        yield _counted(partial(torch.mm, grad.t(), x))
 
 
 def _attention(new: _Maker) -> Iterator[_Work]:
@@ -460,17 +476,13 @@ def _attention(new: _Maker) -> Iterator[_Work]:
         shape = (_rows(new.device, batch), heads, length, width)
         for causal in (False, True):
             query, key, value = (new(*shape).requires_grad_() for _ in range(3))
-            run = lambda q=query, k=key, v=value, causal=causal: F.scaled_dot_product_attention(  # noqa: E731
-                q, k, v, is_causal=causal
-            )
-            out, grad = run(), new(*shape)
+            attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
+            out, inputs, grad = attend(), (query, key, value), new(*shape)
             # The formulas, not the counter: it has none for the CPU's kernel.
-            yield _Work(sdpa_flop_count(shape, shape, shape), run)
+            yield _Work(sdpa_flop_count(shape, shape, shape), attend)
             yield _Work(
                 sdpa_backward_flop_count(shape, shape, shape, shape),
-                lambda out=out, inputs=(query, key, value), grad=grad: torch.autograd.grad(
-                    out, inputs, grad, retain_graph=True
-                ),
+                partial(torch.autograd.grad, out, inputs, grad, retain_graph=True),
             )
 
 
@@ -486,12 +498,8 @@ def _convolution(new: _Maker) -> Iterator[_Work]:
         x, weight = new(_rows(new.device, batch), inside, size, size), new(outside, inside, kernel, kernel)
         settings: tuple[Any, ...] = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
         grad = torch.ones_like(aten.convolution(x, weight, None, *settings))
-        yield _counted(lambda x=x, w=weight, settings=settings: aten.convolution(x, w, None, *settings))
-        yield _counted(
-            lambda grad=grad, x=x, w=weight, settings=settings: aten.convolution_backward(
-                grad, x, w, [0], *settings, [True, True, False]
-            )
-        )
+        yield _counted(partial(aten.convolution, x, weight, None, *settings))
+        yield _counted(partial(aten.convolution_backward, grad, x, weight, [0], *settings, [True, True, False]))
 
 
 _SHAPES = ((4, 64), (64, 128), (128, 512), (512, 512), (512, 2048), (2048, 2048))  # 1 KiB to 16 MiB of float32
@@ -512,7 +520,8 @@ def _pointwise(new: _Maker) -> Iterator[_Work]:
         yield _moving(torch.add, x, y)
         yield _moving(torch.mul, x, y)
         yield _moving(torch.clone, x)
-        yield _moving(lambda t: t.clone(memory_format=torch.contiguous_format), x.t())
+        heads = x.view(-1, 4, width // 4).transpose(0, 1)  # as attention brings its heads to the front
+        yield _moving(partial(torch.clone, memory_format=torch.contiguous_format), heads)
 
 
 def _transcendental(new: _Maker) -> Iterator[_Work]:
@@ -531,13 +540,13 @@ def _transcendental(new: _Maker) -> Iterator[_Work]:
 
 
 def _reduction(new: _Maker) -> Iterator[_Work]:
+    # Without var: its CPU kernel is 20 times slower than all others, and models have layer norm instead.
     for rows, width in _SHAPES:
         x, grad = new(_rows(new.device, rows), width), new(_rows(new.device, rows), width)
         weight, bias = new(width), new(width)
         yield _moving(torch.sum, x)
         yield _moving(torch.sum, x, 0)  # the gradient of a bias
         yield _moving(torch.mean, x, -1)
-        yield _moving(torch.var, x, -1)
         yield _moving(aten.native_layer_norm, x, [width], weight, bias, 1e-5)
         _, mean, rstd = aten.native_layer_norm(x, [width], weight, bias, 1e-5)
         yield _moving(aten.native_layer_norm_backward, grad, x, [width], mean, rstd, weight, bias, [True] * 3)

@@ -1,0 +1,112 @@
+"""A program as rows, one per operation in the order in which they run: the table that every prediction is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardgraph.cost_models import compute
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.ir import WAIT, group_of
+from shardgraph.mesh import Mesh
+from shardgraph.passes.analysis.costs import NodeCost, node_costs
+from shardgraph.passes.analysis.liveness import MemoryProfile
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation: where it is, what it does and what that costs on one rank.
+
+    ``half``
+        ``"forward"``, ``"backward"`` or ``"optimizer"``.
+    ``stream``
+        The mesh axis of a collective, ``""`` for computation.
+    ``read``, ``written``, ``sent``
+        Bytes of its operands, of its results, and on the wire.
+    ``seconds``
+        Time on its stream.
+    ``memory``
+        Bytes live as it ends, by kind.
+    ``waits``
+        How many rows before it stands the collective that it waits for; 0 when it waits for none.
+    ``known``
+        False where an operation without a formula was priced by its bytes.
+    """
+
+    half: str
+    node: str
+    operation: str
+    module: str
+    source: str
+    label: str
+    kind: str
+    dtype: str
+    stream: str
+    flops: int
+    read: int
+    written: int
+    sent: int
+    seconds: float
+    memory: Mapping[str, int]
+    waits: int
+    known: bool
+
+    @property
+    def live(self) -> int:
+        """Bytes live as the operation ends."""
+        return sum(self.memory.values())
+
+
+def rows_of(
+    halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, cluster: Cluster, mesh: Mesh, fused: bool
+) -> Iterator[Row]:
+    """The rows of graphs that run one after the other; ``memory`` is the profile of the same graphs.
+
+    Raises:
+        ClusterError: the device has no rate for an operation's arithmetic in its dtype.
+        ShardGraphError: a collective has no formula.
+    """
+    at = {point: i for i, point in enumerate(memory.nodes)}
+    for half, gm in halves.items():
+        costs = node_costs(gm, fused)
+        # Views are left out: they take no time, and no more is live at one than at the operation before it.
+        shown = [n for n in gm.graph.nodes if costs[n].kind != "free" or n.target is WAIT]
+        index = {node: i for i, node in enumerate(shown)}
+        for node in shown:
+            cost, i = costs[node], at[half, node.name]
+            collective = cost.kind == "collective"
+            yield Row(
+                half=half,
+                node=node.name,
+                operation=str(getattr(node.target, "__name__", node.target)),
+                module=module_of(node),
+                source=node.meta.get("source", ""),
+                label=f"{operation_of(node)} of {node.meta.get('subject', node.name)}" if collective else node.name,
+                kind=cost.kind,
+                dtype=cost.dtype,
+                stream=group_of(node) if collective else "",
+                flops=cost.flops,
+                read=cost.read,
+                written=cost.written,
+                sent=node_wire_bytes(node, mesh) if collective else 0,
+                seconds=_seconds(node, cost, cluster, mesh),
+                memory={kind: line[i] for kind, line in memory.compositions.items() if line[i]},
+                waits=index[node] - index[node.args[0]] if node.target is WAIT else 0,
+                known=cost.known,
+            )
+
+
+def _seconds(node: fx.Node, cost: NodeCost, cluster: Cluster, mesh: Mesh) -> float:
+    if cost.kind == "free":
+        return 0.0
+    if cost.kind == "collective":
+        axis = group_of(node)
+        given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+        link = cluster.link_of(mesh, axis)
+        return collective_seconds(operation_of(node), given, gotten, dict(mesh)[axis], link, cluster.efficiency)
+    return compute.seconds(cluster.device, cost.kind, cost.dtype, cost.flops, cost.moved)

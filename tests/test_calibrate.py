@@ -1,0 +1,123 @@
+"""Calibration: fits recover what made the data, and a measured cluster says all that a cluster file can."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from shardgraph.calibrate import Measurements, Sample, Transfer, fit, fit_link, fit_rate, fit_table, measure
+from shardgraph.cli import main
+from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Link, Rate
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.errors import ClusterError
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZES = [10.0**exponent for exponent in range(3, 11)]
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+def timed(rate: Rate, noise: float = 0.0) -> list[Sample]:
+    """What a device of this rate would measure, each time off by up to ``noise`` of it."""
+    chance = random.Random(0)
+    return [Sample("pointwise", work, rate.seconds(work) * (1 + chance.uniform(-noise, noise))) for work in SIZES * 5]
+
+
+def test_a_rate_is_recovered() -> None:
+    fitted = fit_rate(timed(Rate(per_second=5e9, overhead=3e-6)))
+    assert fitted.per_second == pytest.approx(5e9) and fitted.overhead == pytest.approx(3e-6)
+
+
+def test_a_rate_is_recovered_from_noise() -> None:
+    fitted = fit_rate(timed(Rate(per_second=5e9, overhead=3e-6), noise=0.2))
+    assert fitted.per_second == pytest.approx(5e9, rel=0.15) and fitted.overhead == pytest.approx(3e-6, rel=0.15)
+
+
+def test_an_overhead_is_never_negative() -> None:
+    samples = [Sample("pointwise", work, work**1.2 * 1e-9) for work in SIZES]  # slower the larger: a line through 0
+    assert fit_rate(samples).overhead == 0 and fit_rate(samples).per_second > 0
+
+
+def test_one_operation_that_is_slow_for_its_own_reasons_changes_little() -> None:
+    rate = Rate(per_second=5e9, overhead=3e-6)
+    fitted = fit_rate([*timed(rate) * 3, Sample("pointwise", 1e6, 50 * rate.seconds(1e6))])
+    assert fitted.per_second == pytest.approx(5e9, rel=0.25) and fitted.overhead == pytest.approx(3e-6, rel=0.25)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int) -> None:
+    link = Link(bandwidth=2e9, latency=1e-4)
+    efficiency = {"all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.25, "all_reduce": 1.0}
+    transfers = []
+    for size in (2**12, 2**18, 2**24):
+        for operation in COLLECTIVES:
+            given = size // ranks if operation == "all_gather_into_tensor" else size
+            gotten = size // ranks if operation == "reduce_scatter_tensor" else size
+            seconds = collective_seconds(operation, given, gotten, ranks, link, efficiency)
+            transfers.append(Transfer(operation, given, gotten, seconds))
+    fitted, attained = fit_link(transfers, ranks)
+    assert (fitted.bandwidth, fitted.latency) == pytest.approx((link.bandwidth, link.latency), rel=1e-3)
+    assert attained == pytest.approx(efficiency, rel=1e-3)
+
+
+def test_one_rank_needs_no_link() -> None:
+    alone = Measurements("cpu", 1, 1, 2**30, tuple(timed(Rate(1e9))), (), ())
+    assert fit(alone).world_size == 1
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurements:
+    return measure(2, seconds=1, progress=False)
+
+
+@pytest.fixture(scope="module")
+def cluster(measured: Measurements) -> Cluster:
+    return fit(measured)
+
+
+def test_every_kind_of_work_is_measured(cluster: Cluster) -> None:
+    assert set(cluster.device.rates) == {f"{kind}/float32" for kind in FLOP_KINDS} | set(BYTE_KINDS)
+    assert set(cluster.efficiency) == set(COLLECTIVES)
+    assert all(0 < part <= 1 for part in cluster.efficiency.values())
+
+
+def test_the_cluster_is_this_machine(cluster: Cluster) -> None:
+    assert (cluster.nodes, cluster.devices_per_node, cluster.inter) == (1, 2, None)
+    assert cluster.device.name.endswith("(measured)") and cluster.device.memory > 2**20
+    assert set(cluster.device.peak) == {"float32"}
+
+
+def test_the_table_has_a_line_for_all_that_was_fitted(measured: Measurements, cluster: Cluster) -> None:
+    lines = fit_table(measured, cluster).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [*cluster.device.rates, *COLLECTIVES]
+
+
+def test_the_command_writes_a_file_that_loads(
+    measured: Measurements,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = pytest.importorskip("shardgraph.cost_models.cluster_files")
+    monkeypatch.setattr("shardgraph.calibrate.measure", lambda *_, **__: measured)  # once is enough
+    path = tmp_path / "cluster.yaml"
+    assert main(["calibrate", "--nproc", "2", "--out", str(path), "--seconds", "1"]) == 0
+    loaded = files.load_cluster(path)
+    assert loaded.device.rates["pointwise"].per_second == pytest.approx(cluster.device.rates["pointwise"].per_second)
+    assert loaded.world_size == 2
+    assert "pointwise" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("shardgraph.cost_models.cluster_files")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["calibrate"]) == 1
+    assert "without torchrun" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_none_is_refused() -> None:
+    with pytest.raises(ClusterError, match="'flaot32'"):
+        measure(dtypes=["flaot32"])

@@ -1,0 +1,284 @@
+"""Clusters: what is known of devices, files that round-trip and refuse what they cannot be, prices checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log2
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster_files import (
+    cluster,
+    detect_cluster,
+    device,
+    known_devices,
+    load_cluster,
+    parse_bytes,
+    save_cluster,
+)
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.errors import ClusterError
+from tests.machines import toy_cluster, toy_device
+
+GIB = 2**30
+NAMED = ("A100", "H100", "H200", "B200", "V100", "RTX-4090", "MI300X")
+
+
+# -- known devices -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_known_device_attains_less_than_its_peak(name: str) -> None:
+    known = device(name)
+    for kind, rate in known.rates.items():
+        if "/" in kind:
+            assert 0.2 < rate.per_second / known.peak[kind.split("/")[1]] < 1, kind
+    assert known.source and cluster(name).source
+
+
+def test_newer_devices_are_faster_and_larger() -> None:
+    speeds = [device(name).rates["matmul/float16"].per_second for name in ("V100", "A100", "H100", "B200")]
+    memory = [device(name).memory for name in ("V100", "A100-40GB", "A100", "H200", "B200")]
+    assert speeds == sorted(speeds) and memory == sorted(memory)
+    assert device("H200").rates["pointwise"].per_second > device("H100").rates["pointwise"].per_second
+
+
+@pytest.mark.parametrize("name", ["h100", "H100-SXM", "nvidia_h100 sxm5", "NVIDIA H100 80GB HBM3"])
+def test_a_device_is_found_by_its_other_names(name: str) -> None:
+    assert device(name) == known_devices()["H100"]
+
+
+def test_an_unknown_device_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ClusterError, match=r"no device 'H10'.*did you mean.*'H100'.*calibrate"):
+        device("H10")
+
+
+def test_devices_that_a_name_does_not_cover_are_unknown() -> None:
+    with pytest.raises(ClusterError, match="no device 'NVIDIA H100 PCIe'"):
+        device("NVIDIA H100 PCIe")
+
+
+def test_a_cluster_has_as_many_devices_as_asked() -> None:
+    assert cluster("H100", nodes=4).world_size == 32
+    assert cluster("H100", nodes=2, devices_per_node=4).world_size == 8
+    assert cluster("RTX-4090").world_size == 4
+
+
+def test_across_nodes_no_collective_attains_more_than_the_link() -> None:
+    assert cluster("H100").efficiency["all_reduce"] > 1
+    assert max(cluster("H100", nodes=2).efficiency.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "seconds"),
+    [
+        ("H100", 1, 0.031307),  # NVIDIA/dgxc-benchmarking, nccl/README.md
+        ("H200", 1, 0.031319),  # Azure/AI-benchmarking-guide, ND_H200_v5
+    ],
+)
+def test_an_all_reduce_of_8_gib_takes_about_what_was_published(name: str, nodes: int, seconds: float) -> None:
+    machine = cluster(name, nodes)
+    priced = collective_seconds("all_reduce", 8 * GIB, 8 * GIB, 8, machine.intra, machine.efficiency)
+    assert priced == pytest.approx(seconds, rel=0.15)
+
+
+def test_an_all_reduce_across_four_h200_nodes_takes_about_what_was_published() -> None:
+    machine = cluster("H200", 4)
+    link = machine.link_of((("dp", 32),), "dp")
+    priced = collective_seconds("all_reduce", 16 * GIB, 16 * GIB, 32, link, machine.efficiency)
+    assert priced == pytest.approx(0.090191, rel=0.15)  # stas00/ml-engineering, todo.md
+
+
+@pytest.mark.parametrize(("name", "dtype", "tflops"), [("A100", "float16", 253.7), ("H100", "float8_e4m3fn", 1290.1)])
+def test_a_matmul_takes_about_what_was_published(name: str, dtype: str, tflops: float) -> None:
+    rate = device(name).rate("matmul", dtype)
+    work = 2 * 8192**3
+    assert rate is not None and rate.seconds(work) == pytest.approx(work / (tflops * 1e12), rel=0.15)
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_a_known_cluster_round_trips_through_a_file(name: str, tmp_path: Path) -> None:
+    saved = cluster(name, nodes=2)
+    save_cluster(saved, tmp_path / "cluster.yaml")
+    loaded = load_cluster(tmp_path / "cluster.yaml")
+    assert loaded == saved and loaded.source == saved.source
+
+
+def test_awkward_numbers_and_text_round_trip(tmp_path: Path) -> None:
+    odd = Device("naïve: yes", 12345678901, {"float32": 1 / 3 * 1e13}, {"pointwise": Rate(1e17 / 7, 1e-7 / 3)}, 1, "'s")
+    saved = Cluster("odd", odd, 3, 1, Link(1e9 / 3, 0.0), None, 0.1 + 0.2, {"all_reduce": 2 / 3}, source="#")
+    save_cluster(saved, tmp_path / "cluster.yaml")
+    loaded = load_cluster(tmp_path / "cluster.yaml")
+    assert loaded == saved and loaded.source == "#"
+
+
+HAND_WRITTEN = """
+schema: 1
+name: lab
+nodes: 2
+devices_per_node: 8
+intra: {bandwidth: 3e11, latency: 5e-6}
+inter: {bandwidth: 50000000000, latency: 0}
+overlap: 0.5
+device:
+  name: mine
+  memory: 80GiB
+  peak: {bfloat16: 1e15}
+  rates:
+    matmul/bfloat16: {per_second: 7e14}
+    pointwise: {per_second: 3e12, overhead: 5e-6}
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return tmp_path / "lab.yaml"
+
+
+def test_a_file_written_by_hand_is_read(written: Path) -> None:
+    written.write_text(HAND_WRITTEN)
+    loaded = load_cluster(written)
+    assert loaded.intra == Link(3e11, 5e-6) and loaded.device.memory == 80 * GIB
+    assert loaded.device.rates["matmul/bfloat16"] == Rate(7e14) and loaded.device.allocation == 512
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory: 80GiB", "memory: -5", r"lab\.yaml: device\.memory is -5; it may be a positive number of bytes"),
+        ("memory: 80GiB", "memory: 80 gigs", r"device\.memory is '80 gigs'"),
+        ("nodes: 2", "nodes: 0", "nodes is 0; it may be a whole number from 1"),
+        ("nodes: 2", "nodes: true", "nodes is True"),
+        ("schema: 1", "schema: 2", "schema is 2; it may be 1"),
+        ("schema: 1\n", "", "schema is None; it may be 1"),
+        ("name: lab\n", "", "the field name is missing"),
+        ("  name: mine\n", "", r"the field device\.name is missing"),
+        (", latency: 5e-6}", "}", r"the field intra\.latency is missing"),
+        ("overlap:", "overlp:", "unknown field overlp; did you mean 'overlap'"),
+        ("overlap: 0.5", "overlap: 1.5", "overlap is 1.5; it may be a number from 0 to 1"),
+        ("overlap: 0.5", "efficiency: {all_redcue: 1}", r"unknown field efficiency\.all_redcue"),
+        ("latency: 0}", "latency: -1}", r"inter\.latency is -1; it may be a number of seconds from 0"),
+        ("bandwidth: 3e11", "bandwidth: fast", r"intra\.bandwidth is 'fast'; it may be a number above 0"),
+        ("bandwidth: 3e11", "bandwidth: .nan", r"intra\.bandwidth is nan"),
+        ("per_second: 7e14", "per_second: [7]", r"device\.rates\.matmul/bfloat16\.per_second is \[7\]"),
+        ("matmul/bfloat16", "matmull/bfloat16", r"unknown field device\.rates\.matmull/bfloat16"),
+        ("    pointwise: ", "    gather: ", "no rate 'pointwise'"),
+        ("{bfloat16: 1e15}", "{bfloat61: 1e15}", r"unknown field device\.peak\.bfloat61"),
+        ("{bfloat16: 1e15}", "7", r"device\.peak is 7; it may be a mapping"),
+        ("inter: ", "# ", "2 nodes and no link 'inter'"),
+        (HAND_WRITTEN, "[]", "the file is "),
+        (HAND_WRITTEN, "{", "is not YAML"),
+    ],
+)
+def test_an_invalid_file_is_refused_naming_the_field(written: Path, old: str, new: str, message: str) -> None:
+    assert old in HAND_WRITTEN
+    written.write_text(HAND_WRITTEN.replace(old, new, 1))
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(written)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="cannot read the cluster file"):
+        load_cluster(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [(7, 7), ("80GiB", 80 * GIB), ("1.5 GB", 1_500_000_000), ("512", 512), ("8e10", 80_000_000_000), ("2kib", 2048)],
+)
+def test_sizes_are_read(size: int | str, nbytes: int) -> None:
+    assert parse_bytes(size) == nbytes
+
+
+@pytest.mark.parametrize("size", [0, -1, "-1GiB", "GiB", "many", "1.2.3 GB", "80XB", "", True, float("nan"), "1e999"])
+def test_sizes_that_are_none_are_refused(size: float | str) -> None:
+    with pytest.raises(ClusterError, match="is no size: it may be"):
+        parse_bytes(size)
+
+
+# -- links and prices --------------------------------------------------------------------------------------
+
+
+def test_a_mesh_that_is_larger_than_the_cluster_is_refused() -> None:
+    toy_cluster(nodes=2).check_mesh((("dp", 16),))
+    with pytest.raises(ClusterError, match="needs 32 devices, and cluster 'toy' has 2 nodes of 8, 16 in all"):
+        toy_cluster(nodes=2).check_mesh((("dp", 4), ("tp", 8)))
+
+
+def test_a_group_inside_a_node_uses_the_link_inside() -> None:
+    assert toy_cluster(nodes=2).link_of((("dp", 2), ("tp", 8)), "tp").bandwidth == 1e10
+
+
+def test_a_group_of_one_rank_for_each_node_has_one_share_of_the_network() -> None:
+    assert toy_cluster(nodes=2).link_of((("dp", 2), ("tp", 8)), "dp").bandwidth == 1e9
+
+
+def test_a_group_over_whole_nodes_has_all_shares_of_the_network() -> None:
+    assert toy_cluster(nodes=2).link_of((("dp", 16),), "dp").bandwidth == 8e9
+    assert toy_cluster(nodes=2, devices_per_node=16).link_of((("dp", 32),), "dp").bandwidth == 1e10  # not above intra's
+
+
+LINK = Link(bandwidth=1e9, latency=1e-3)
+
+
+def test_an_all_gather_takes_a_ring() -> None:
+    assert collective_seconds("all_gather_into_tensor", 1000, 4000, 4, LINK, {}) == pytest.approx(3 * 1e-3 + 3e-6)
+
+
+def test_a_reduce_scatter_takes_a_ring_at_its_efficiency() -> None:
+    priced = collective_seconds("reduce_scatter_tensor", 4000, 1000, 4, LINK, {"reduce_scatter_tensor": 0.5})
+    assert priced == pytest.approx(3 * 1e-3 + 6e-6)
+
+
+def test_an_all_reduce_of_two_takes_a_ring_and_of_many_a_tree() -> None:
+    two = collective_seconds("all_reduce", 4000, 4000, 2, LINK, {})
+    many = collective_seconds("all_reduce", 4000, 4000, 64, LINK, {})
+    assert two == pytest.approx(2 * 1e-3 + 4e-6)
+    assert many == pytest.approx(2 * log2(64) * 1e-3 + 2 * 63 / 64 * 4e-6)
+
+
+@pytest.mark.parametrize("operation", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"])
+def test_a_collective_of_one_rank_takes_no_time(operation: str) -> None:
+    assert collective_seconds(operation, 4000, 4000, 1, LINK, {}) == 0
+
+
+def test_kinds_that_a_device_does_not_tell_apart_cost_what_the_plainer_costs() -> None:
+    toy = toy_device()
+    assert toy.rate("attention", "float32") == toy.rate("convolution", "float32") == toy.rates["matmul/float32"]
+    assert toy.rate("gather") == toy.rate("optimizer") == toy.rates["pointwise"]
+    own = replace(toy, rates={**toy.rates, "gather": Rate(1.0)})
+    assert own.rate("gather") == Rate(1.0)
+
+
+def test_arithmetic_that_a_device_lacks_has_no_rate() -> None:
+    assert device("V100").rate("matmul", "bfloat16") is None
+
+
+# -- this machine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+def test_a_machine_without_a_gpu_is_described_and_says_that_it_guesses(tmp_path: Path) -> None:
+    found = detect_cluster()
+    assert "guess" in found.source and found.world_size >= 1 and found.device.memory > 0
+    save_cluster(found, tmp_path / "cpu.yaml")
+    assert load_cluster(tmp_path / "cpu.yaml") == found
+
+
+def test_a_machine_with_known_gpus_is_described_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 70 * GIB
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    found = detect_cluster()
+    assert (found.name, found.world_size, found.device.memory) == ("A100", 2, 70 * GIB)
+    assert found.device.rates == device("A100").rates
