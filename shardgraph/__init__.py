@@ -7,9 +7,14 @@ module that trains like the original, on every rank of the run. Read next: :func
 :func:`verify`, :func:`launch`.
 """
 
+from shardgraph.analysis import Analysis
+from shardgraph.analyze import analyze
+from shardgraph.calibrate import calibrate
+from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
 from shardgraph.errors import (
     CaptureError,
     CheckpointError,
+    ClusterError,
     CollectiveError,
     DeadlockError,
     GraphInvariantError,
@@ -30,20 +35,28 @@ from shardgraph.verify import verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "Analysis",
     "CaptureError",
     "CheckpointError",
+    "Cluster",
+    "ClusterError",
     "CollectiveError",
     "DeadlockError",
+    "Device",
     "GraphInvariantError",
     "InitializationError",
     "LaunchError",
+    "Link",
     "ParameterPlan",
     "PassOrderError",
     "Plan",
     "PlanError",
     "RankMismatchError",
+    "Rate",
     "ShardGraphError",
     "ShardedModule",
+    "analyze",
+    "calibrate",
     "compile",
     "launch",
     "preset",

@@ -296,15 +296,15 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
     """
     if program.backward is None:
         return {"forward": program.forward}
-    values = {role.index: v.meta["val"] for role, v in outputs(program.forward) if _is_tensor_output(role, v)}
+    values = {
+        role.index: value.meta["val"]
+        for role, value in outputs(program.forward)
+        if isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+    }
     scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
     tangents = [role for role in placeholders(program.backward) if isinstance(role, Tangent)]
     absent = frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))
     return {"forward": program.forward, "backward": program.backward_variant("reduce", absent)}
-
-
-def _is_tensor_output(role: Any, value: Any) -> bool:
-    return isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
 
 
 def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:

@@ -16,11 +16,13 @@ from shardgraph.capture import capture
 from shardgraph.compiler import lower, resolve_plan
 from shardgraph.cost_models import cluster_files
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import CaptureError
+from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, find_stack, shortened
+from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
 from shardgraph.parameters import named_shapes
 from shardgraph.plan import Plan
+from shardgraph.planner import choose_plan, meshes_of
 
 
 def analyze(
@@ -62,18 +64,27 @@ def analyze(
         PlanError: the plan does not exist or does not fit the model or the mesh.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
+    if backend not in ("eager", "inductor"):
+        raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
     axes = resolve_axes(plan, mesh, cluster)
     machine = resolve_cluster(cluster, math.prod(size for _, size in axes))
     machine.check_mesh(axes)
+
+    def captured() -> JointGraph:
+        with torch.set_grad_enabled(training):
+            kwargs = dict(example_kwargs or {})
+            return capture(model, example_inputs, kwargs, device=torch.device("cpu"), loss_fn=loss_fn)
+
+    if plan == "auto":
+        ranks = math.prod(size for _, size in axes)
+        meshes = meshes_of(ranks, machine) if mesh is None else [axes]
+        plan = choose_plan(captured(), named_shapes(model), meshes, machine, optimizer=optimizer)
+        axes = plan.mesh
     chosen = resolve_plan(plan, axes)
     chosen.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
 
     def whole() -> Analysis:
-        with torch.set_grad_enabled(training):
-            joint = capture(
-                model, example_inputs, dict(example_kwargs or {}), device=torch.device("cpu"), loss_fn=loss_fn
-            )
-        program = lower(joint, chosen, named_shapes(model))
+        program = lower(captured(), chosen, named_shapes(model))
         return analyze_program(program, machine, optimizer=optimizer, fused=backend == "inductor")
 
     stack = find_stack(model) if fold and all(pattern == "*" for pattern, _ in chosen.parameters) else None

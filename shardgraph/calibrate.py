@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from shardgraph.compiler import resolve_mesh
 from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster_files import host_memory
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.errors import ClusterError
 from shardgraph.launch import launch
@@ -111,7 +111,7 @@ def measure(
         found = getattr(torch, dtype, None)
         if not (isinstance(found, torch.dtype) and found.is_floating_point):
             raise ClusterError(f"calibrate cannot measure dtype {dtype!r}: give floating-point ones, such as float32")
-    memory = _host_memory()  # before the ranks take any
+    memory = host_memory()  # before the ranks take any
     ranks = nproc or torch.cuda.device_count() or 2
     measured = launch(_measure_rank, ranks, args=(tuple(dtypes), seconds, memory // ranks, progress))
     return _merge(measured)
@@ -592,13 +592,3 @@ _WORK: dict[str, Callable[[_Maker], Iterator[_Work]]] = {
     "gather": _gather,
     "optimizer": _optimizer,
 }
-
-
-def _host_memory() -> int:
-    """Bytes of this machine's memory that are available; where the system does not say, all there are."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

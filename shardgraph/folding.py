@@ -57,6 +57,7 @@ def shortened(model: nn.Module, stack: Stack, layers: int) -> Iterator[None]:
     owner = model.get_submodule(stack.path.rpartition(".")[0])
     name = stack.path.rpartition(".")[2]
     whole = owner.get_submodule(name)
+    assert isinstance(whole, nn.ModuleList)
     setattr(owner, name, nn.ModuleList(list(whole)[:layers]))
     try:
         yield
@@ -102,7 +103,8 @@ def _extend_half(programs: Sequence[Sequence[Row]], layers: int) -> list[Row]:
             # By how much the bytes grow from one repetition to the next, and with every layer that there is.
             step, base = _minus(last.memory, two.memory), _minus(two.memory, one.memory)
             memory = _plus(_plus(one.memory, step, repeat), base, more - 1)
-            rows.append(replace(last, memory=memory, node=f"{last.node}+{repeat}", module=_moved(last.module, repeat)))
+            layer = repeat * (_layer(last) - _layer(two)) + (more - 1) * (_layer(two) - _layer(one))
+            rows.append(_in_layer(replace(last, memory=memory, node=f"{one.node}+{repeat}"), _layer(one) + layer))
     tails = zip(first[start:], second[end:], third[end + length :], strict=True)
     return rows + [_shifted(a, b, c, more) for a, b, c in tails]
 
@@ -133,7 +135,8 @@ def _shifted(first: Row, second: Row, third: Row, more: int) -> Row:
     base = _minus(second.memory, first.memory)
     if base != _minus(third.memory, second.memory):
         raise NotPeriodicError(f"the bytes live at {first.node} do not grow evenly with the layers")
-    return replace(first, memory=_plus(first.memory, base, more))
+    layer = _layer(first) + more * (_layer(second) - _layer(first))
+    return _in_layer(replace(first, memory=_plus(first.memory, base, more)), layer)
 
 
 def _minus(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
@@ -146,6 +149,18 @@ def _plus(a: Mapping[str, int], b: Mapping[str, int], times: int) -> dict[str, i
     return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
 
-def _moved(module: str, repeat: int) -> str:
-    """The module of a repetition: the first number in its name counts the layers."""
-    return re.sub(r"\.(\d+)\b", lambda found: f".{int(found[1]) + repeat}", module, count=1)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _layer(row: Row) -> int:
+    """The number of the layer that a row is in: the first in its module's name; 0 where there is none."""
+    found = _NUMBER.search(row.module)
+    return int(found[0]) if found else 0
+
+
+def _in_layer(row: Row, layer: int) -> Row:
+    """The same row in another layer, by name."""
+    if not _NUMBER.search(row.module):
+        return row
+    module, label = (_NUMBER.sub(str(layer), text, count=1) for text in (row.module, row.label))
+    return replace(row, module=module, label=label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.agreement import Agreement
+from shardgraph.analyze import resolve_cluster
+from shardgraph.capture import capture
 from shardgraph.compiler import resolve_mesh, resolve_plan
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.materialize import is_meta, materialize
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
 from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.planner import choose_plan, meshes_of
 
 
 def compile(
@@ -29,6 +34,7 @@ def compile(
     mesh: DeviceMesh | Mapping[str, int] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     backend: str = "eager",
+    cluster: Cluster | str | Path | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -49,6 +55,8 @@ def compile(
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
+        cluster: what ``plan="auto"`` prices plans by, as for :func:`shardgraph.analyze`; None: this machine. Without
+            example inputs there is nothing to price, and ``"auto"`` takes the plan of least memory.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.
         timeout: seconds that a rank waits for the others to compile the same program.
@@ -62,6 +70,9 @@ def compile(
     """
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
+    automatic = plan == "auto"
+    if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
+        plan = _choose(model, example_inputs or (), dict(example_kwargs or {}), mesh, loss_fn, cluster)
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
@@ -75,7 +86,7 @@ def compile(
             if value is not None:
                 module._buffers[key] = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
 
-    if plan == "auto" and (device_mesh is None or device_mesh.get_rank() == 0):
+    if automatic and (device_mesh is None or device_mesh.get_rank() == 0):
         print(f"shardgraph: {chosen}", flush=True)
     sharded = ShardedModule(
         model, chosen, shared, device=device, loss_fn=loss_fn, agreement=agreement, progress=progress
@@ -83,6 +94,48 @@ def compile(
     if example_inputs is not None or example_kwargs is not None:
         sharded.compile_for(*(example_inputs or ()), **(example_kwargs or {}))
     return sharded
+
+
+def _choose(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh | Mapping[str, int] | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    cluster: Cluster | str | Path | None,
+) -> Plan:
+    """The plan that rank 0 finds fastest, on every rank: machines differ in what memory they have free."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [_fastest(model, args, kwargs, mesh, loss_fn if "target" in kwargs else None, cluster)]
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _fastest(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh | Mapping[str, int] | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    cluster: Cluster | str | Path | None,
+) -> Plan:
+    ranks = dist.get_world_size()
+    machine = resolve_cluster(cluster, ranks)
+    if cluster is None:  # ranks may be more than a machine has cores
+        machine = replace(machine, devices_per_node=max(machine.devices_per_node, ranks))
+    meshes = meshes_of(ranks, machine)
+    if isinstance(mesh, DeviceMesh):
+        meshes = [tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))]
+    elif mesh is not None:
+        meshes = [tuple(mesh.items())]
+    joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn)
+    return choose_plan(joint, named_shapes(model), meshes, machine)
 
 
 def _agree_on_plan(

@@ -363,3 +363,11 @@ def _measured(run: Callable[[], Any], held: list[torch.Tensor]) -> int:
 def local_bytes(tensor: torch.Tensor) -> int:
     """The bytes that this rank holds of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def automatic_plan() -> tuple[str, str]:
+    """The plan that ``"auto"`` takes with example inputs, which must train, and its explanation."""
+    model, (args, kwargs) = make("odd-mlp", 4)
+    sharded = shardgraph.compile(model, "auto", example_inputs=args, example_kwargs=kwargs)
+    scalar(sharded(*args, **kwargs)).backward()
+    return sharded.plan.name, sharded.plan.explain()

@@ -30,7 +30,7 @@ EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
 # Operations by the kind of their work, where tags do not tell; a name serves its backward and in-place forms too.
 _TRANSCENDENTAL = """
     acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
-    sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax log_softmax
+    sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax safe_softmax log_softmax
     logsumexp native_dropout bernoulli rand rand_like randn randn_like normal uniform exponential multinomial
 """
 _REDUCTION = """
@@ -46,7 +46,7 @@ _GATHER = """
 """
 _COPY = """
     cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor
-    copy repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
+    copy fill repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
     linspace upsample_nearest2d upsample_bilinear2d reflection_pad2d pad_shard masked_fill to_copy contiguous
     as_strided_scatter
 """
@@ -113,10 +113,10 @@ def _cost(node: fx.Node) -> NodeCost:
         kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         return NodeCost(kind, dtype, formula(args, kwargs, value), read, written)
-    kind = _kind_by_bytes(node, name)
-    if kind == "gather":  # reads as much of its table as it writes
+    known = _kind_by_bytes(node, name)
+    if known == "gather":  # reads as much of its table as it writes
         read = min(read, 2 * written) if "backward" not in name else read
-    return NodeCost(kind or "pointwise", dtype, 0, read, written, known=kind is not None)
+    return NodeCost(known or "pointwise", dtype, 0, read, written, known=known is not None)
 
 
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:

@@ -173,9 +173,9 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[_Storage]], gr
     _set_deaths(nodes, held, start)
     for role, node in placeholders(gm).items():
         left.setdefault(role, held[node])
-    for role, value in outputs(gm):
-        if role is not None and isinstance(value, fx.Node):
-            left[role] = held[value]
+    for left_as, value in outputs(gm):
+        if left_as is not None and isinstance(value, fx.Node):
+            left[left_as] = held[value]
     return [storage for each in held.values() for storage in each]
 
 

@@ -1,0 +1,225 @@
+"""Analyses of whole models: totals, tables, modules, traces, and stacks of layers analysed by a few."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import shardgraph
+from shardgraph import ClusterError, ShardGraphError
+from shardgraph.folding import find_stack
+from tests.machines import GIB, toy_cluster
+from tests.zoo import make
+
+
+def llama(layers: int, **sizes) -> LlamaForCausalLM:
+    options = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**(options | {"vocab_size": 61} | sizes), num_hidden_layers=layers, use_cache=False)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).train()
+
+
+def gpt2(layers: int) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        n_embd=32, n_layer=layers, n_head=4, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config).train()
+
+
+def text(batch: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def fsdp() -> shardgraph.Analysis:
+    return shardgraph.analyze(llama(2), plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster())
+
+
+def test_the_parts_of_the_step_add_up(fsdp):
+    time = fsdp.time
+    assert time.total == pytest.approx(time.compute + time.optimizer + time.exposed) == fsdp.timeline.seconds
+    assert 0 <= time.exposed <= time.communication and time.hidden == time.communication - time.exposed
+
+
+def test_the_peak_is_composed_of_the_kinds(fsdp):
+    assert sum(fsdp.peak.memory.values()) == fsdp.peak_memory == max(row.live for row in fsdp.rows)
+    shards = sum(math.ceil(p.shape[0] / 4) * p[0].numel() for p in llama(2).parameters()) * 4
+    assert fsdp.peak.memory["parameters"] == shards
+    assert fsdp.peak.memory["optimizer state"] == pytest.approx(2 * shards, rel=0.01)
+
+
+def test_modules_contain_their_children(fsdp):
+    modules = fsdp.by_module()
+    assert modules[""]["flops"] == fsdp.flops
+    layers = [modules[f"model.layers.{i}"]["flops"] for i in range(2)]
+    assert layers[0] == layers[1] > 0 and modules["model.layers"]["flops"] == sum(layers)
+
+
+def test_the_table_shows_the_longest_operations(fsdp):
+    table = fsdp.table(limit=5).splitlines()
+    longest = max(fsdp.rows, key=lambda row: row.seconds)
+    assert len(table) == 6 and longest.node[:20] in table[1]
+
+
+def test_json_has_the_summary_and_every_operation(fsdp):
+    data = json.loads(fsdp.to_json())
+    assert data["summary"]["peak_memory"] == fsdp.peak_memory and len(data["nodes"]) == len(fsdp.rows)
+
+
+def test_the_trace_is_written_with_a_track_for_computation_and_one_per_axis(fsdp, tmp_path):
+    events = json.loads(fsdp.save_trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"compute", "dp"}
+
+
+def test_mfu_is_flops_over_peak(fsdp):
+    assert fsdp.mfu == pytest.approx(fsdp.flops / fsdp.time.total / fsdp.cluster.device.peak["float32"])
+    assert fsdp.tokens == 4 * 2 * 16
+
+
+def test_it_reads_as_text(fsdp):
+    assert "plan fsdp on toy, one rank of 4" in str(fsdp) and "optimizer state" in str(fsdp)
+
+
+def test_a_forward_has_no_gradients_and_no_optimizer():
+    analysis = shardgraph.analyze(
+        llama(2), plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster(), training=False
+    )
+    assert {row.half for row in analysis.rows} == {"forward"}
+    assert "optimizer state" not in analysis.peak.memory and analysis.time.optimizer == 0
+
+
+def test_fusion_moves_fewer_bytes():
+    def moved(backend):
+        analysis = shardgraph.analyze(
+            llama(2), plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster(), backend=backend
+        )
+        return analysis.by_module()[""]["moved"]
+
+    assert moved("inductor") < moved("eager")
+
+
+def test_an_unknown_operation_is_listed():
+    analysis = shardgraph.analyze(Cumulative(), (torch.randn(4, 8),), mesh={"dp": 2}, cluster=toy_cluster())
+    assert analysis.unpriced == {"shardgraph_tests.twice.default": 1} or "twice" in str(analysis.unpriced)
+    assert "for want of a formula" in str(analysis)
+
+
+@torch.library.custom_op("shardgraph_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice.register_fake(lambda x: torch.empty_like(x))
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Cumulative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return twice(self.linear(x))
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused():
+    with pytest.raises(ClusterError, match="needs 64 devices, and cluster 'toy' has 1 nodes of 8, 8 in all"):
+        shardgraph.analyze(llama(1), example_kwargs=text(), mesh={"dp": 64}, cluster=toy_cluster())
+
+
+def test_an_unknown_device_is_refused_with_the_nearest():
+    with pytest.raises(ClusterError, match="did you mean 'H100'"):
+        shardgraph.analyze(llama(1), example_kwargs=text(), mesh={"dp": 2}, cluster="H1000")
+
+
+def test_an_unknown_optimizer_is_refused_with_the_known_ones():
+    with pytest.raises(ShardGraphError, match=r"'adamx' are not described; there are adamw"):
+        shardgraph.analyze(llama(1), example_kwargs=text(), mesh={"dp": 2}, cluster=toy_cluster(), optimizer="adamx")
+
+
+# -- stacks of equal layers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
+@pytest.mark.parametrize("model", [llama(6), gpt2(6)], ids=["llama", "gpt2"])
+def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, plan, monkeypatch):
+    front = importlib.import_module("shardgraph.analyze")
+
+    def analysis(fold):
+        monkeypatch.setattr(front, "find_stack", lambda model: find_stack(model, least=5) if fold else None)
+        cluster = toy_cluster(memory=16 * GIB)
+        return shardgraph.analyze(model, plan=plan, example_kwargs=text(), mesh={"dp": 4}, cluster=cluster)
+
+    folded, whole = analysis(True), analysis(False)
+    assert len(folded.rows) == len(whole.rows) and folded.flops == whole.flops
+    assert [row.memory for row in folded.rows] == [row.memory for row in whole.rows]
+    assert [row.module for row in folded.rows] == [row.module for row in whole.rows]
+    assert [row.label for row in folded.rows if row.stream] == [row.label for row in whole.rows if row.stream]
+    assert folded.time.total == pytest.approx(whole.time.total)
+
+
+class Growing(nn.Module):
+    """Layers of one form, each of which does more than the one before."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x):
+        for count, layer in enumerate(self.layers):
+            for _ in range(count % 3 + 1):
+                x = layer(x).relu()
+        return x
+
+
+def test_layers_that_do_not_repeat_are_analysed_one_by_one():
+    model = Growing(13)
+    folded, whole = (
+        shardgraph.analyze(model, (torch.randn(2, 4),), mesh={"dp": 2}, cluster=toy_cluster(), fold=fold)
+        for fold in (True, False)
+    )
+    assert [row.node for row in folded.rows] == [row.node for row in whole.rows]
+
+
+def test_the_model_is_whole_again_after_a_folded_analysis():
+    model = llama(13)
+    shardgraph.analyze(model, plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster())
+    assert len(model.model.layers) == 13
+
+
+@pytest.mark.slow
+def test_405b_on_16384_devices_is_analysed_within_a_minute():
+    model = llama(
+        126,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ).to(torch.bfloat16)
+    kwargs = text(1, 8192)
+    analysis = shardgraph.analyze(model, plan="fsdp", example_kwargs=kwargs, mesh={"dp": 16384}, cluster="H100")
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(405e9, rel=0.01)
+    tokens, width, layers = 8192, 16384, 126
+    dense = 6 * tokens * (405.85e9 - 128256 * width)  # the embedding multiplies nothing
+    assert analysis.flops == pytest.approx(dense + 12 * layers * width * tokens**2, rel=0.2)
+
+
+def test_the_zoo_is_analysed_under_every_preset():
+    model, (args, kwargs) = make("t5", 4)
+    for plan in ("ddp", "zero1", "zero2", "fsdp"):
+        analysis = shardgraph.analyze(
+            model, args, plan, example_kwargs=kwargs, mesh={"dp": 2}, cluster=toy_cluster(memory=GIB)
+        )
+        assert analysis.fits and analysis.time.total > 0 and not analysis.unpriced

@@ -1,0 +1,69 @@
+"""plan="auto": the fastest preset that fits, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardgraph
+from shardgraph import Plan, PlanError
+from shardgraph.capture import capture
+from shardgraph.parameters import named_shapes
+from shardgraph.planner import choose_plan, meshes_of
+from tests import ranks
+from tests.machines import GIB, toy_cluster
+from tests.zoo import make
+
+
+@pytest.fixture(scope="module")
+def captured():
+    model, (args, kwargs) = make("llama", 2)
+    return capture(model, args, kwargs, device=torch.device("cpu")), named_shapes(model)
+
+
+def choose(captured, memory, ranks=8, **cluster):
+    return choose_plan(*captured, meshes_of(ranks, toy_cluster(**cluster)), toy_cluster(memory=memory, **cluster))
+
+
+def test_with_less_memory_more_is_sharded(captured):
+    everything = {candidate.name: candidate.memory for candidate in choose(captured, GIB).considered}
+    assert everything["fsdp"] < everything["zero2"] < everything["ddp"]
+    assert choose(captured, everything["fsdp"]).name == "fsdp"
+
+
+def test_the_choice_is_the_fastest_of_those_that_fit(captured):
+    plan = choose(captured, GIB)
+    fastest = min((c for c in plan.considered if c.fits), key=lambda c: (c.seconds, c.memory))
+    assert (plan.name, plan.mesh) == (fastest.name, fastest.mesh)
+
+
+def test_several_nodes_bring_hybrid_sharding_into_play(captured):
+    plan = choose(captured, GIB, ranks=16, nodes=2)
+    assert ("hsdp", (("dp_replicate", 2), ("dp_shard", 8))) in {(c.name, c.mesh) for c in plan.considered}
+
+
+def test_without_a_plan_that_fits_the_error_says_what_the_smallest_takes(captured):
+    with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is 'fsdp' on {'dp': 8} with"):
+        choose(captured, 1024)
+
+
+def test_a_chosen_plan_explains_itself_and_round_trips(captured):
+    plan = choose(captured, GIB)
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    text = plan.explain()
+    assert "<- chosen" in text and all(candidate.name in text for candidate in plan.considered)
+
+
+def test_a_given_plan_says_that_it_was_not_chosen():
+    assert "not chosen" in shardgraph.preset("fsdp", {"dp": 2}).explain()
+
+
+def test_analyze_plans_too():
+    model, (args, kwargs) = make("odd-mlp", 4)
+    analysis = shardgraph.analyze(model, args, "auto", example_kwargs=kwargs, cluster=toy_cluster())
+    assert analysis.plan.considered and analysis.plan.world_size == 8
+
+
+def test_ranks_compile_the_plan_that_was_found_fastest():
+    found = shardgraph.launch(ranks.automatic_plan, 2, timeout=100)
+    assert found[0] == found[1] and "<- chosen" in found[0][1]
