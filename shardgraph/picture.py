@@ -137,7 +137,7 @@ def _tree(
     forward: fx.GraphModule, mesh: Mesh, parameters: Mapping[str, ParameterPlan], shapes: Mapping[str, tuple[int, ...]]
 ) -> _Module:
     roles = placeholders(forward).items()
-    itemsize = {role.fqn: node.meta["val"].elementformat_bytes() for role, node in roles if isinstance(role, Parameter)}
+    itemsize = {role.fqn: node.meta["val"].element_size() for role, node in roles if isinstance(role, Parameter)}
     root = _Module("")
     for fqn, shape in shapes.items():
         entry, local = parameters[fqn], tuple(shape)
