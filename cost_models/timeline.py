@@ -9,6 +9,31 @@ COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """The seconds of one step on one rank.
+
+    ``communication`` is the time of all collectives; ``exposed`` what of it no computation hides, ``hidden`` the rest.
+    ``bubble`` is the time that a pipeline stage waits for others; 0 without a pipeline.
+    """
+
+    compute: float
+    optimizer: float
+    communication: float
+    exposed: float
+    bubble: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication behind computation."""
+        return max(0.0, self.communication - self.exposed)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.optimizer + self.exposed + self.bubble
+
+
+@dataclass(frozen=True)
 class Task:
     """``seconds`` of work on a ``stream``, which starts once the tasks it is ``after`` (by index) have ended.
 

@@ -9,7 +9,7 @@ module that trains like the original, on every rank of the run. Read next: :func
 
 from shardgraph.analysis import Analysis
 from shardgraph.analyze import analyze
-from shardgraph.calibrate import calibrate
+from shardgraph.calibration import calibrate
 from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
 from shardgraph.errors import (
     CaptureError,

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.optimizers import optimizer_cost
-from shardgraph.cost_models.timeline import COMPUTE, Task, Timeline, simulate
+from shardgraph.cost_models.timeline import COMPUTE, StepTime, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
@@ -25,31 +25,6 @@ from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.plan import Plan
 from shardgraph.program import Program
 from shardgraph.sizes import format_bytes, format_seconds
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The seconds of one step on one rank.
-
-    ``communication`` is the time of all collectives; ``exposed`` what of it no computation hides, ``hidden`` the rest.
-    ``bubble`` is the time that a pipeline stage waits for others; 0 without a pipeline.
-    """
-
-    compute: float
-    optimizer: float
-    communication: float
-    exposed: float
-    bubble: float = 0.0
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication behind computation."""
-        return max(0.0, self.communication - self.exposed)
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return self.compute + self.optimizer + self.exposed + self.bubble
 
 
 @dataclass(frozen=True)

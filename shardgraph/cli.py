@@ -21,7 +21,7 @@ def calibrate(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--seconds", type=float, default=40.0, help="about how long to measure (default: %(default)g)")
 
     def run(options: argparse.Namespace) -> None:
-        from shardgraph.calibrate import fit, fit_table, measure
+        from shardgraph.calibration import fit, fit_table, measure
         from shardgraph.cost_models.cluster_files import save_cluster
 
         measured = measure(options.nproc, seconds=options.seconds)

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from shardgraph.calibrate import Measurements, Sample, Transfer, fit, fit_link, fit_rate, fit_table, measure
+from shardgraph.calibration import fit, fit_table, measure
+from shardgraph.calibration.fitting import fit_link, fit_rate
+from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cli import main
 from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Link, Rate
+from shardgraph.cost_models.cluster_files import load_cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.errors import ClusterError
 
 pytestmark = pytest.mark.timeout(120)
 
 SIZES = [10.0**exponent for exponent in range(3, 11)]
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
 def timed(rate: Rate, noise: float = 0.0) -> list[Sample]:
@@ -101,18 +103,16 @@ def test_the_command_writes_a_file_that_loads(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = pytest.importorskip("shardgraph.cost_models.cluster_files")
-    monkeypatch.setattr("shardgraph.calibrate.measure", lambda *_, **__: measured)  # once is enough
+    monkeypatch.setattr("shardgraph.calibration.measure", lambda *_, **__: measured)  # once is enough
     path = tmp_path / "cluster.yaml"
     assert main(["calibrate", "--nproc", "2", "--out", str(path), "--seconds", "1"]) == 0
-    loaded = files.load_cluster(path)
+    loaded = load_cluster(path)
     assert loaded.device.rates["pointwise"].per_second == pytest.approx(cluster.device.rates["pointwise"].per_second)
     assert loaded.world_size == 2
     assert "pointwise" in capsys.readouterr().out
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("shardgraph.cost_models.cluster_files")
     monkeypatch.setenv("RANK", "0")
     assert main(["calibrate"]) == 1
     assert "without torchrun" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""The step of a transformer in closed form: what a layout of ranks would take, without a model or a graph.
+
+The same devices, links and formulas as for a captured program price the operations that a decoder is known to run, so
+that figures published for programs of others can be checked, and layouts that no one has compiled can be compared.
+Operations of a layer, and what each rank of a tensor-parallel group does of them: M. Shoeybi et al., "Megatron-LM",
+arXiv:1909.08053; the pipeline and its bubble: D. Narayanan et al., "Efficient large-scale language model training on
+GPU clusters", arXiv:2104.04473; recomputation and sequence parallelism: V. Korthikanti et al., "Reducing activation
+recomputation in large transformer models", arXiv:2205.05198; sharded parameters: S. Rajbhandari et al., "ZeRO",
+arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardgraph.cost_models.cluster import Cluster, Device
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.compute import seconds
+from shardgraph.cost_models.timeline import StepTime
+from shardgraph.errors import ShardGraphError
+from shardgraph.mesh import Mesh
+
+RECOMPUTE = ("none", "selective", "full")
+SHARDING = ("ddp", "zero1", "zero2", "fsdp")
+_TRAFFIC_BACKWARD = 2  # backward of a pointwise operation reads the gradient and an input, and writes a gradient
+_FLASH_BACKWARD = 2.5  # five matrix products where forward has two: T. Dao, arXiv:2307.08691, section 4.1
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder: ``layers`` of ``width``, ``heads`` queries and ``kv_heads`` keys, an MLP of ``hidden``.
+
+    ``gated``: the MLP has a third matrix (SwiGLU). ``flash``: attention is one kernel that writes no scores.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    gated: bool = False
+    flash: bool = True
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of the matrices of one layer."""
+        keys = self.width * self.kv_heads // self.heads
+        return self.width * (2 * self.width + 2 * keys + (3 if self.gated else 2) * self.hidden)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all matrices, with one of the vocabulary: that of the head."""
+        return self.layers * self.layer_parameters + self.vocabulary * self.width
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a step.
+
+    ``data``, ``tensor``, ``pipeline``
+        Ranks along each axis; tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
+    ``rows``, ``microbatches``
+        Sequences in one microbatch of one rank, and microbatches in a step.
+    ``interleave``
+        Stages that each pipeline rank holds.
+    ``sharding``
+        One of ``SHARDING``, of the data-parallel ranks; ``shard`` of them (0: all) share one copy.
+    ``recompute``
+        One of ``RECOMPUTE``: nothing, the attention's scores, or every layer.
+    ``sequence_parallel``
+        Norms and residuals are shared by the tensor-parallel ranks too.
+    ``reduced``
+        Bytes of an element in which gradients are reduced.
+    """
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    rows: int = 1
+    microbatches: int = 1
+    interleave: int = 1
+    sharding: str = "fsdp"
+    shard: int = 0
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    reduced: int = 2
+
+    def __post_init__(self) -> None:
+        for what, known in (("sharding", SHARDING), ("recompute", RECOMPUTE)):
+            if getattr(self, what) not in known:
+                raise ShardGraphError(f"{what}={getattr(self, what)!r} is none of {', '.join(known)}")
+
+    @property
+    def mesh(self) -> Mesh:
+        """Stages outermost, the ranks of a tensor-parallel group innermost."""
+        shard = self.shard or self.data
+        return (("pp", self.pipeline), ("replicate", self.data // shard), ("shard", shard), ("tp", self.tensor))
+
+
+def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluster, dtype: str) -> StepTime:
+    """Predicted seconds of a training step with AdamW, of the slowest rank.
+
+    Raises:
+        ClusterError: the cluster has too few devices, or the device no rate for ``dtype``.
+    """
+    cluster.check_mesh(layout.mesh)
+    price = _Price(model, sequence, layout, cluster, dtype)
+    stage_layers = -(-model.layers // layout.pipeline)
+    head_forward, head_backward = price.head()
+    forward, backward = price.layer()
+    reduce_forward, reduce_backward = price.tensor_parallel()
+    gather, scatter = price.data_parallel()
+
+    compute = stage_layers * (forward + backward) + head_forward + head_backward
+    hidden_from = stage_layers * (reduce_forward + reduce_backward)
+    exposed = hidden_from + price.send()
+    communication = exposed
+    if layout.sharding == "fsdp":  # one layer's collectives run beside the computation of another
+        communication += stage_layers * (2 * gather + scatter)
+        exposed += stage_layers * max(0.0, gather - forward - reduce_forward)
+        exposed += stage_layers * max(0.0, gather + scatter - backward - reduce_backward)
+    one = compute + exposed
+    once = 0.0 if layout.sharding == "fsdp" else stage_layers * (gather + scatter)
+    return StepTime(
+        compute=layout.microbatches * compute,
+        optimizer=price.optimizer(),
+        communication=layout.microbatches * communication + once,
+        exposed=layout.microbatches * exposed + once,
+        bubble=(layout.pipeline - 1) * one / layout.interleave,
+    )
+
+
+@dataclass(frozen=True)
+class _Price:
+    """Seconds of the parts of one microbatch on one rank, and of what is done once."""
+
+    model: Transformer
+    sequence: int
+    layout: Layout
+    cluster: Cluster
+    dtype: str
+
+    @property
+    def device(self) -> Device:
+        return self.cluster.device
+
+    @property
+    def tokens(self) -> int:
+        return self.layout.rows * self.sequence
+
+    def layer(self) -> tuple[float, float]:
+        """Forward, and backward with what it recomputes."""
+        model, tensor = self.model, self.layout.tensor
+        keys = model.width * model.kv_heads // model.heads
+        columns = [(model.width, (model.width + 2 * keys) // tensor), (model.width // tensor, model.width)]
+        columns += [(model.width, model.hidden // tensor)] * (2 if model.gated else 1)
+        columns += [(model.hidden // tensor, model.width)]
+        products = sum(self.matmul(self.tokens, inner, outer) for inner, outer in columns)
+        core, core_backward = self.attention()
+        traffic = self.traffic()
+        forward = products + core + traffic
+        backward = 2 * products + core_backward + _TRAFFIC_BACKWARD * traffic
+        again = {"none": 0.0, "selective": 0.0 if model.flash else core, "full": forward}[self.layout.recompute]
+        return forward, backward + again
+
+    def attention(self) -> tuple[float, float]:
+        """Scores and the sum that they weigh, forward and backward."""
+        model, layout = self.model, self.layout
+        flops = 4 * self.tokens * self.sequence * model.width / layout.tensor
+        if model.flash:  # what is masked is not computed
+            forward = seconds(self.device, "attention", self.dtype, flops / 2, 0)
+            return forward, _FLASH_BACKWARD * forward
+        scores = layout.rows * self.sequence**2 * model.heads / layout.tensor
+        # Written by the product, read and written by softmax and by dropout (with its mask), read by the product.
+        moved = 13 * scores
+        forward = seconds(self.device, "matmul", self.dtype, flops, 0) + seconds(self.device, "pointwise", "", 0, moved)
+        return forward, 2 * forward
+
+    def traffic(self) -> float:
+        """Norms, residuals and the activation function of one layer, forward."""
+        model, layout = self.model, self.layout
+        width = model.width / (layout.tensor if layout.sequence_parallel else 1)
+        norms = 2 * (1 + 1) * width
+        residuals = 2 * (2 + 1) * width
+        activation = (3 if model.gated else 2) * model.hidden / layout.tensor
+        elements = self.tokens * (norms + residuals + activation)
+        rate = self.device.rate("pointwise")
+        assert rate is not None
+        return 5 * rate.overhead + 2 * elements / rate.per_second
+
+    def head(self) -> tuple[float, float]:
+        """Logits and the loss over the vocabulary, in float32."""
+        entries = self.model.vocabulary // self.layout.tensor
+        product = self.matmul(self.tokens, self.model.width, entries)
+        loss = seconds(self.device, "pointwise", "", 0, 14 * self.tokens * entries)
+        return product + loss, 2 * product + loss
+
+    def matmul(self, rows: int, inner: int, outer: int) -> float:
+        moved = 2 * (rows * inner + inner * outer + rows * outer)
+        return seconds(self.device, "matmul", self.dtype, 2 * rows * inner * outer, moved)
+
+    def tensor_parallel(self) -> tuple[float, float]:
+        """The sums of partial results of one layer: two in forward, two in backward, two more where it recomputes."""
+        nbytes = 2 * self.tokens * self.model.width
+        one = self.collective("all_reduce", nbytes, nbytes, "tp")
+        return 2 * one, (4 if self.layout.recompute == "full" else 2) * one
+
+    def data_parallel(self) -> tuple[float, float]:
+        """Gathering one layer's parameters, and reducing its gradients."""
+        layout = self.layout
+        whole = self.model.layer_parameters // layout.tensor
+        shard = dict(layout.mesh)["shard"]
+        reduced = layout.reduced * whole
+        if layout.sharding == "ddp":
+            return 0.0, self.collective("all_reduce", reduced, reduced, "shard")
+        gather = self.collective("all_gather_into_tensor", 2 * whole // shard, 2 * whole, "shard")
+        scatter = self.collective("reduce_scatter_tensor", reduced, reduced // shard, "shard")
+        return gather, scatter + self.collective("all_reduce", reduced // shard, reduced // shard, "replicate")
+
+    def send(self) -> float:
+        """Activations to the next stage and their gradients back, of every stage that a rank holds."""
+        if self.layout.pipeline == 1:
+            return 0.0
+        nbytes = 2 * self.tokens * self.model.width / (self.layout.tensor if self.layout.sequence_parallel else 1)
+        link = self.cluster.link_of(self.layout.mesh, "pp")
+        return 2 * self.layout.interleave * (link.latency + nbytes / link.bandwidth)
+
+    def collective(self, operation: str, given: int, gotten: int, axis: str) -> float:
+        link, ranks = self.cluster.link_of(self.layout.mesh, axis), dict(self.layout.mesh)[axis]
+        return collective_seconds(operation, given, gotten, ranks, link, self.cluster.efficiency)
+
+    def optimizer(self) -> float:
+        """AdamW in float32 on the rank's part of the parameters."""
+        layout = self.layout
+        held = self.model.parameters / (layout.tensor * layout.pipeline)
+        held /= 1 if layout.sharding == "ddp" else dict(layout.mesh)["shard"]
+        rate = self.device.rate("optimizer")
+        assert rate is not None
+        return 7 * 4 * held / rate.per_second

@@ -1,0 +1,39 @@
+"""What calibration measures, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One operation: FLOPs or bytes of its ``work``, and the ``seconds`` that it took."""
+
+    kind: str
+    work: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective: the bytes of a rank's input and output, and the ``seconds`` from start to wait."""
+
+    operation: str
+    given: int
+    gotten: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What the ranks of a machine measured; ``memory`` is one rank's bytes, ``overlaps`` are parts from 0 to 1."""
+
+    device: str
+    ranks: int
+    threads: int
+    memory: int
+    samples: tuple[Sample, ...]
+    transfers: tuple[Transfer, ...]
+    overlaps: tuple[float, ...]
