@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench groundtruth clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py
@@ -26,6 +26,9 @@ lint: $(VENV)/.lint
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/train_step.py
+
+groundtruth: $(VENV)/.installed
+	$(BIN)/python benchmarks/groundtruth.py
 
 $(VENV)/.torch:
 	$(if $(PYTHON),,$(error no Python 3.11 or newer on PATH; name one: make PYTHON=/path/to/python))

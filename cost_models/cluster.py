@@ -21,6 +21,9 @@ FLOP_KINDS = ("matmul", "convolution", "attention")
 BYTE_KINDS = ("pointwise", "transcendental", "reduction", "gather", "optimizer")
 """Kinds of work counted in bytes read and written."""
 
+MEMORY = "memory"
+"""All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -50,7 +53,11 @@ class Device:
     ``peak``
         Dense FLOP/s by dtype name as the maker states them, the denominator of MFU.
     ``rates``
-        What is attained: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes.
+        What a kernel attains: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes.
+    ``sustained``
+        The part of those rates that a whole training step attains, by kind counted in FLOPs and ``"memory"`` for all
+        counted in bytes: a kernel timed alone runs at a higher clock, and in frameworks' favourite shapes. 1 where
+        nothing is said, as after ``shardgraph calibrate``, which times operations among others.
     ``allocation``
         The granule of the memory allocator, bytes: every tensor's size is rounded up to it.
     ``source``
@@ -61,6 +68,7 @@ class Device:
     memory: int
     peak: Mapping[str, float]
     rates: Mapping[str, Rate]
+    sustained: Mapping[str, float] = field(default_factory=dict)
     allocation: int = 512
     source: str = ""
 
@@ -70,6 +78,12 @@ class Device:
                 raise ClusterError(f"device {self.name!r} has {what} {value}: a positive number of bytes is needed")
         if "pointwise" not in self.rates:
             raise ClusterError(f"device {self.name!r} has no rate 'pointwise', the price of what has no other")
+        for kind, part in self.sustained.items():
+            if kind not in (*FLOP_KINDS, MEMORY) or not 0 < part <= 1:
+                raise ClusterError(
+                    f"device {self.name!r} sustains {part} of {kind!r}: it may be a part above 0, at most 1, of "
+                    f"{', '.join(FLOP_KINDS)} or {MEMORY}"
+                )
 
     def rate(self, kind: str, dtype: str = "") -> Rate | None:
         """The rate of a kind of work; None for a FLOP kind in a dtype that the device has no figure for.
@@ -77,9 +91,16 @@ class Device:
         Kinds that a device does not tell apart cost what the plainer kind costs: attention and convolution as
         matmul, every kind counted in bytes as pointwise.
         """
-        if kind in FLOP_KINDS:
-            return self.rates.get(f"{kind}/{dtype}") or self.rates.get(f"matmul/{dtype}")
-        return self.rates.get(kind, self.rates["pointwise"])
+        if kind not in FLOP_KINDS:
+            return self._sustained(self.rates.get(kind, self.rates["pointwise"]), MEMORY)
+        own = self.rates.get(f"{kind}/{dtype}")
+        plain = self.rates.get(f"matmul/{dtype}")
+        if own is None:
+            return None if plain is None else self._sustained(plain, "matmul")
+        return self._sustained(own, kind)
+
+    def _sustained(self, rate: Rate, kind: str) -> Rate:
+        return Rate(rate.per_second * self.sustained.get(kind, 1.0), rate.overhead)
 
 
 @dataclass(frozen=True)

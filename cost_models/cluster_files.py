@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Device, Link, Rate, nearest_device
+from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, MEMORY, Cluster, Device, Link, Rate, nearest_device
 from shardgraph.cost_models.collectives import WIRE_RULES
 from shardgraph.errors import ClusterError, nearest
 
@@ -342,6 +342,9 @@ _DEVICE = _record(
         "memory": _size,
         "peak": _mapping("dtypes, such as bfloat16, to FLOP/s", _POSITIVE, _is_dtype),
         "rates": _mapping(_RATE_NAMES, _RATE, _is_rate),
+        "sustained": _mapping(
+            f"{', '.join((*FLOP_KINDS, MEMORY))} to parts", _PART, (*FLOP_KINDS, MEMORY).__contains__
+        ),
         "allocation": _size,
         "source": _text,
     },

@@ -9,6 +9,16 @@ from __future__ import annotations
 from shardgraph.cost_models.cluster import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
+_BLOCK = 128  # keys that a flash kernel takes at a time: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
+
+
+def causal_part(length: int) -> float:
+    """The part of attention's FLOPs that a flash kernel carries out for ``length`` positions under a causal mask.
+
+    It skips the blocks that are masked whole; FLOPs, as they are counted, are those of all blocks.
+    """
+    return min(1.0, (1 + _BLOCK / max(length, 1)) / 2)
+
 
 def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float) -> float:
     """Seconds for one operation of ``flops`` FLOPs that reads and writes ``moved`` bytes.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shardgraph.cost_models.cluster import Cluster, Device
 from shardgraph.cost_models.collectives import collective_seconds
-from shardgraph.cost_models.compute import seconds
+from shardgraph.cost_models.compute import causal_part, seconds
 from shardgraph.cost_models.timeline import StepTime
 from shardgraph.errors import ShardGraphError
 from shardgraph.mesh import Mesh
@@ -106,29 +106,39 @@ def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluste
     """
     cluster.check_mesh(layout.mesh)
     price = _Price(model, sequence, layout, cluster, dtype)
-    stage_layers = -(-model.layers // layout.pipeline)
-    head_forward, head_backward = price.head()
-    forward, backward = price.layer()
-    reduce_forward, reduce_backward = price.tensor_parallel()
+    layers = -(-model.layers // layout.pipeline)
+    layer = price.layer()
+    head = price.head()
+    reduce = price.tensor_parallel()
     gather, scatter = price.data_parallel()
 
-    compute = stage_layers * (forward + backward) + head_forward + head_backward
-    hidden_from = stage_layers * (reduce_forward + reduce_backward)
-    exposed = hidden_from + price.send()
-    communication = exposed
-    if layout.sharding == "fsdp":  # one layer's collectives run beside the computation of another
-        communication += stage_layers * (2 * gather + scatter)
-        exposed += stage_layers * max(0.0, gather - forward - reduce_forward)
-        exposed += stage_layers * max(0.0, gather + scatter - backward - reduce_backward)
-    one = compute + exposed
-    once = 0.0 if layout.sharding == "fsdp" else stage_layers * (gather + scatter)
+    # Sums over a tensor-parallel group hold the computation; what shards or replicates parameters runs beside it.
+    blocking = layers * sum(reduce) + price.send()
+    beside = {
+        "ddp": (0.0, 0.0),
+        "zero1": (0.0, 0.0),
+        "zero2": (gather, scatter),
+        "fsdp": (gather, gather + scatter),
+    }[layout.sharding]
+    shown = sum(_shown(c + r, b, cluster.overlap) for c, r, b in zip(layer, reduce, beside, strict=True))
+    # Replicas sum their gradients once, behind the last microbatch, and gather what they updated before the first.
+    once = (0.0, 0.0) if any(beside) else (gather, scatter)
+    shown_once = sum(_shown(c + r, b, cluster.overlap) for c, r, b in zip(layer, reduce, once, strict=True))
+
+    compute = layers * sum(layer) + sum(head)
+    exposed = blocking + layers * shown
     return StepTime(
         compute=layout.microbatches * compute,
         optimizer=price.optimizer(),
-        communication=layout.microbatches * communication + once,
-        exposed=layout.microbatches * exposed + once,
-        bubble=(layout.pipeline - 1) * one / layout.interleave,
+        communication=layout.microbatches * (blocking + layers * sum(beside)) + layers * sum(once),
+        exposed=layout.microbatches * exposed + layers * shown_once,
+        bubble=(layout.pipeline - 1) * (compute + exposed) / layout.interleave,
     )
+
+
+def _shown(computation: float, communication: float, overlap: float) -> float:
+    """Seconds that ``communication`` adds to a ``computation`` that it runs beside, as a timeline has it."""
+    return max(communication - computation, (1 - overlap) * communication)
 
 
 @dataclass(frozen=True)
@@ -167,14 +177,15 @@ class _Price:
     def attention(self) -> tuple[float, float]:
         """Scores and the sum that they weigh, forward and backward."""
         model, layout = self.model, self.layout
+        dtype = "bfloat16" if self.dtype.startswith("float8") else self.dtype  # only matrices are in 8 bits
         flops = 4 * self.tokens * self.sequence * model.width / layout.tensor
-        if model.flash:  # what is masked is not computed
-            forward = seconds(self.device, "attention", self.dtype, flops / 2, 0)
+        if model.flash:
+            forward = seconds(self.device, "attention", dtype, causal_part(self.sequence) * flops, 0)
             return forward, _FLASH_BACKWARD * forward
         scores = layout.rows * self.sequence**2 * model.heads / layout.tensor
         # Written by the product, read and written by softmax and by dropout (with its mask), read by the product.
         moved = 13 * scores
-        forward = seconds(self.device, "matmul", self.dtype, flops, 0) + seconds(self.device, "pointwise", "", 0, moved)
+        forward = seconds(self.device, "matmul", dtype, flops, 0) + seconds(self.device, "pointwise", "", 0, moved)
         return forward, 2 * forward
 
     def traffic(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardgraph import ir
+from shardgraph.cost_models.compute import causal_part
 
 aten = torch.ops.aten
 
@@ -68,6 +69,7 @@ class NodeCost:
 
     ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, or ``"free"`` for what moves
     nothing (views, waits); ``dtype`` is that of its first floating result. ``read`` and ``written`` are bytes.
+    ``part`` of the FLOPs is carried out: attention skips what its mask hides, and is counted whole nevertheless.
     ``known`` is False for an operation that no formula was found for: it is priced by its bytes.
     """
 
@@ -76,6 +78,7 @@ class NodeCost:
     flops: int = 0
     read: int = 0
     written: int = 0
+    part: float = 1.0
     known: bool = True
 
     @property
@@ -112,11 +115,18 @@ def _cost(node: fx.Node) -> NodeCost:
     if formula is not None:
         kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written)
+        part = _causal_part(node) if kind == "attention" else 1.0
+        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, part)
     known = _kind_by_bytes(node, name)
     if known == "gather":  # reads as much of its table as it writes
         read = min(read, 2 * written) if "backward" not in name else read
     return NodeCost(known or "pointwise", dtype, 0, read, written, known=known is not None)
+
+
+def _causal_part(node: fx.Node) -> float:
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return causal_part(given["query"].meta["val"].shape[-2]) if given.get("is_causal") else 1.0
 
 
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
@@ -172,4 +182,4 @@ def _fuse(node: fx.Node, cost: NodeCost, costs: Mapping[fx.Node, NodeCost]) -> N
         return cost
     read = sum(_bytes(n.meta.get("val")) for n in node.all_input_nodes if costs[n].kind not in _FUSIBLE)
     inside = bool(node.users) and all(costs[user].kind in _FUSIBLE for user in node.users)
-    return NodeCost(cost.kind, cost.dtype, cost.flops, read, 0 if inside else cost.written, cost.known)
+    return replace(cost, read=read, written=0 if inside else cost.written)

@@ -109,4 +109,4 @@ def _seconds(node: fx.Node, cost: NodeCost, cluster: Cluster, mesh: Mesh) -> flo
         given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
         link = cluster.link_of(mesh, axis)
         return collective_seconds(operation_of(node), given, gotten, dict(mesh)[axis], link, cluster.efficiency)
-    return compute.seconds(cluster.device, cost.kind, cost.dtype, cost.flops, cost.moved)
+    return compute.seconds(cluster.device, cost.kind, cost.dtype, cost.part * cost.flops, cost.moved)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from shardgraph.cost_models.compute import causal_part
+
 aten = torch.ops.aten
 
 
@@ -81,9 +83,10 @@ def _attention(new: Maker) -> Iterator[Work]:
             attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
             out, inputs, grad = attend(), (query, key, value), new(*shape)
             # The formulas, not the counter: it has none for the CPU's kernel.
-            yield Work(sdpa_flop_count(shape, shape, shape), attend)
+            part = causal_part(length) if causal else 1.0
+            yield Work(part * sdpa_flop_count(shape, shape, shape), attend)
             yield Work(
-                sdpa_backward_flop_count(shape, shape, shape, shape),
+                part * sdpa_backward_flop_count(shape, shape, shape, shape),
                 partial(torch.autograd.grad, out, inputs, grad, retain_graph=True),
             )
 
