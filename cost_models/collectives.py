@@ -9,6 +9,7 @@ Per rank, sent (as many are received), by the ring algorithms, which are optimal
   P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
   J. of Parallel and Distributed Computing 69(2), 2009.
 * all-to-all ``(n - 1) / n * B``: all but a rank's own part leaves it (Thakur et al., pairwise exchange).
+* send ``B``, to one other rank.
 
 Time is alpha-beta: as many latencies as the algorithm has steps, and the bytes over the bandwidth (R. Hockney, "The
 communication challenge for MPP", Parallel Computing 20(3), 1994). An all-reduce takes the better of a ring and of a
@@ -19,27 +20,28 @@ algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fractions import Fraction
-from math import ceil, log2
 
+from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.cost_models.cluster import Link
 from shardgraph.errors import ShardGraphError, nearest
 
-WireRule = Callable[[int, int, int], Fraction]
-"""From the bytes of a rank's input, the bytes of its output and the number of ranks to bytes on the wire."""
+WireRule = Callable[[int, int, int], int]
+"""From the bytes of a rank's input, of its output and the number of ranks to bytes on the wire, times the ranks."""
 
 WIRE_RULES: dict[str, WireRule] = {
-    "all_gather_into_tensor": lambda given, gotten, ranks: Fraction(ranks - 1, ranks) * gotten,
-    "reduce_scatter_tensor": lambda given, gotten, ranks: Fraction(ranks - 1, ranks) * given,
-    "all_reduce": lambda given, gotten, ranks: 2 * Fraction(ranks - 1, ranks) * given,
-    "all_to_all_single": lambda given, gotten, ranks: Fraction(ranks - 1, ranks) * given,
+    "all_gather_into_tensor": lambda given, gotten, ranks: (ranks - 1) * gotten,
+    "reduce_scatter_tensor": lambda given, gotten, ranks: (ranks - 1) * given,
+    "all_reduce": lambda given, gotten, ranks: 2 * (ranks - 1) * given,
+    "all_to_all_single": lambda given, gotten, ranks: (ranks - 1) * given,
+    "send": lambda given, gotten, ranks: ranks * given,
 }
 
 
-def wire_bytes(operation: str, given: int, gotten: int, ranks: int) -> int:
+def wire_bytes(operation: str, given: int, gotten: int, ranks: int, on: Arithmetic = NUMBERS) -> int:
     """Bytes that each of ``ranks`` sends in one ``operation``, rounded up.
 
-    ``given`` and ``gotten`` are the bytes of one rank's input and output.
+    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``on`` says whether numbers or expressions
+    are given.
 
     Raises:
         ShardGraphError: no rule is registered for the operation.
@@ -49,25 +51,31 @@ def wire_bytes(operation: str, given: int, gotten: int, ranks: int) -> int:
             f"no formula says how many bytes {operation!r} sends: add a line for it to WIRE_RULES, which has "
             f"{', '.join(WIRE_RULES)}{nearest(operation, WIRE_RULES)}"
         )
-    return ceil(WIRE_RULES[operation](given, gotten, ranks))
+    return on.ceiling(on.ratio(WIRE_RULES[operation](given, gotten, ranks), ranks))
 
 
 def collective_seconds(
-    operation: str, given: int, gotten: int, ranks: int, link: Link, efficiency: Mapping[str, float]
+    operation: str,
+    given: int,
+    gotten: int,
+    ranks: int,
+    link: Link,
+    efficiency: Mapping[str, float],
+    on: Arithmetic = NUMBERS,
 ) -> float:
     """Seconds of one ``operation`` among ``ranks`` joined by ``link``; 0 for a group of one.
 
     ``given`` and ``gotten`` are the bytes of one rank's input and output; ``efficiency`` is the part of the
-    bandwidth that each operation attains, 1 where it says nothing.
+    bandwidth that each operation attains, 1 where it says nothing; ``on`` as for :func:`wire_bytes`.
 
     Raises:
         ShardGraphError: no rule is registered for the operation.
     """
-    sent = wire_bytes(operation, given, gotten, ranks)
+    sent = wire_bytes(operation, given, gotten, ranks, on)
     if ranks == 1:
         return 0.0
     transfer = sent / (link.bandwidth * efficiency.get(operation, 1.0))
-    steps: float = ranks - 1
+    steps: float = 1 if operation == "send" else ranks - 1
     if operation == "all_reduce":
-        steps = min(2 * steps, 2 * log2(ranks))
+        steps = on.minimum(2 * steps, 2 * on.log2(ranks))
     return steps * link.latency + transfer

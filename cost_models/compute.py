@@ -6,24 +6,26 @@ architectures", Communications of the ACM 52(4), 2009.
 
 from __future__ import annotations
 
+from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.cost_models.cluster import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
 _BLOCK = 128  # keys that a flash kernel takes at a time: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
 
 
-def causal_part(length: int) -> float:
+def causal_part(length: int, on: Arithmetic = NUMBERS) -> float:
     """The part of attention's FLOPs that a flash kernel carries out for ``length`` positions under a causal mask.
 
     It skips the blocks that are masked whole; FLOPs, as they are counted, are those of all blocks.
     """
-    return min(1.0, (1 + _BLOCK / max(length, 1)) / 2)
+    return on.minimum(1.0, (1 + _BLOCK / length) / 2)
 
 
-def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float) -> float:
+def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float, on: Arithmetic = NUMBERS) -> float:
     """Seconds for one operation of ``flops`` FLOPs that reads and writes ``moved`` bytes.
 
     Work counted in FLOPs takes as long as the slower of its arithmetic and its memory traffic; all else is traffic.
+    ``on`` says whether the work is numbers or expressions.
 
     Raises:
         ClusterError: the device has no rate for this kind of arithmetic in this dtype.
@@ -40,4 +42,4 @@ def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float) -
             f"device {device.name!r} has no rate for {kind} in {dtype}; it has {', '.join(have)}. Add "
             f"'{kind}/{dtype}' to its rates, or measure it with `shardgraph calibrate`"
         )
-    return max(rate.seconds(flops), memory.seconds(moved))
+    return on.maximum(rate.seconds(flops), memory.seconds(moved))

@@ -6,25 +6,30 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.cluster_files import parse_bytes
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, StepTime, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_shape
-from shardgraph.passes.analysis.rows import Row, rows_of
+from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.plan import Plan
 from shardgraph.program import Program
 from shardgraph.sizes import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shardgraph.source import Source
+    from shardgraph.symbolic import Symbolic
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Analysis:
     rows: tuple[Row, ...]
     samples: int
     tokens: int
+    source: Source | None = field(default=None, repr=False, compare=False)
 
     # -- totals ------------------------------------------------------------------------------------
 
@@ -95,6 +101,50 @@ class Analysis:
     def fits(self) -> bool:
         """Whether the peak is within the device's memory."""
         return self.peak_memory <= self.cluster.device.memory
+
+    # -- other sizes -------------------------------------------------------------------------------
+
+    def symbolic(self) -> Symbolic:
+        """The costs as sympy expressions in batch size, sequence length and mesh sizes.
+
+        Raises:
+            NotSizedError: the model does other things at other sizes.
+            ShardGraphError: this analysis is of a program; only one that starts from a model can change its sizes.
+        """
+        from shardgraph.symbolic import symbolic  # which is built on analyses
+
+        return symbolic(self._source)
+
+    def max_batch(self, memory: int | str | None = None) -> int:
+        """The most rows that a rank's call may have for the peak to be within ``memory``, such as ``"80GiB"``.
+
+        The default is what the device has. Raises as :meth:`symbolic`, and when not even one row fits.
+        """
+        return self._largest("batch", memory)
+
+    def max_sequence(self, memory: int | str | None = None) -> int:
+        """The longest sequence likewise, the batch being as it is."""
+        return self._largest("sequence", memory)
+
+    def _largest(self, size: str, memory: int | str | None) -> int:
+        from shardgraph.analyze import analyze_source
+
+        budget = self.cluster.device.memory if memory is None else parse_bytes(memory)
+        found = self.symbolic().largest(size, budget)
+        sizes = {"batch": self._source.batch, "sequence": self._source.sequence}
+        # The allocator rounds every tensor up, which no expression does: a little less may be what fits.
+        while found > 1 and analyze_source(self._source.resized(**(sizes | {size: found}))).peak_memory > budget:
+            found -= 1
+        return found
+
+    @property
+    def _source(self) -> Source:
+        if self.source is None:
+            raise ShardGraphError(
+                "this is the analysis of a compiled program, whose sizes are fixed: shardgraph.analyze(model, ...) "
+                "gives one that can be asked for other sizes"
+            )
+        return self.source
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -214,7 +264,14 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Task]:
         yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node)
 
 
-def analyze_program(program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False) -> Analysis:
+def analyze_program(
+    program: Program,
+    cluster: Cluster,
+    *,
+    optimizer: str = "adamw",
+    fused: bool = False,
+    source: Source | None = None,
+) -> Analysis:
     """Analyse a training step of an emitted program, or one without gradients: then forward alone.
 
     :func:`shardgraph.analyze` starts from a model.
@@ -224,6 +281,7 @@ def analyze_program(program: Program, cluster: Cluster, *, optimizer: str = "ada
         cluster: what it runs on.
         optimizer: name of the optimizer, see :mod:`shardgraph.cost_models.optimizers`.
         fused: take chains of pointwise operations as fused.
+        source: what the program was made from, if other sizes of it may be asked for.
 
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
@@ -231,17 +289,19 @@ def analyze_program(program: Program, cluster: Cluster, *, optimizer: str = "ada
     plan = program.plan
     cluster.check_mesh(plan.mesh)
     memory = program_memory(program, optimizer, granule=cluster.device.allocation)
-    rows = list(rows_of(program_halves(program), memory, cluster, plan.mesh, fused))
+    rows = list(rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused))
     if shards := _trained_shards(program, 0):
-        rows.append(_update(shards, optimizer, cluster, memory))
+        cost, rate = optimizer_cost(optimizer), cluster.device.rate("optimizer")
+        assert rate is not None
+        rows.append(update_row(shards, optimizer, sum(rate.seconds(cost.moved * nbytes) for nbytes in shards), memory))
     samples, tokens = _batch(program)
-    return Analysis(plan, cluster, optimizer, tuple(rows), samples * plan.world_size, tokens * plan.world_size)
+    ranks = plan.world_size
+    return Analysis(plan, cluster, optimizer, tuple(rows), samples * ranks, tokens * ranks, source)
 
 
-def _update(shards: list[int], optimizer: str, cluster: Cluster, memory: MemoryProfile) -> Row:
+def update_row(shards: list[int], optimizer: str, seconds: float, memory: MemoryProfile) -> Row:
     """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``."""
-    cost, rate = optimizer_cost(optimizer), cluster.device.rate("optimizer")
-    assert rate is not None
+    cost = optimizer_cost(optimizer)
     return Row(
         half="optimizer",
         node="update",
@@ -256,7 +316,7 @@ def _update(shards: list[int], optimizer: str, cluster: Cluster, memory: MemoryP
         read=(cost.moved - cost.states - 1) * sum(shards),
         written=(cost.states + 1) * sum(shards),
         sent=0,
-        seconds=sum(rate.seconds(cost.moved * nbytes) for nbytes in shards),
+        seconds=seconds,
         memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
         waits=0,
         known=True,

@@ -12,17 +12,15 @@ import torch
 from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
-from shardgraph.capture import capture
-from shardgraph.compiler import lower, resolve_plan
+from shardgraph.compiler import resolve_plan
 from shardgraph.cost_models import cluster_files
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, ShardGraphError
-from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, find_stack, shortened
-from shardgraph.ir import JointGraph
+from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
 from shardgraph.mesh import Mesh
-from shardgraph.parameters import named_shapes
 from shardgraph.plan import Plan
 from shardgraph.planner import choose_plan, meshes_of
+from shardgraph.source import Source
 
 
 def analyze(
@@ -67,36 +65,40 @@ def analyze(
     if backend not in ("eager", "inductor"):
         raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
     axes = resolve_axes(plan, mesh, cluster)
-    machine = resolve_cluster(cluster, math.prod(size for _, size in axes))
+    ranks = math.prod(size for _, size in axes)
+    machine = resolve_cluster(cluster, ranks)
     machine.check_mesh(axes)
-
-    def captured() -> JointGraph:
-        with torch.set_grad_enabled(training):
-            kwargs = dict(example_kwargs or {})
-            return capture(model, example_inputs, kwargs, device=torch.device("cpu"), loss_fn=loss_fn)
-
+    nothing = Plan("", axes, ())
+    source = Source(
+        model, example_inputs, dict(example_kwargs or {}), nothing, machine, loss_fn, optimizer, training,
+        backend == "inductor", fold,
+    )  # fmt: skip
     if plan == "auto":
-        ranks = math.prod(size for _, size in axes)
         meshes = meshes_of(ranks, machine) if mesh is None else [axes]
-        plan = choose_plan(captured(), named_shapes(model), meshes, machine, optimizer=optimizer)
-        axes = plan.mesh
-    chosen = resolve_plan(plan, axes)
-    chosen.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
+        return analyze_source(
+            replace(source, plan=choose_plan(source.joint(), source.shapes, meshes, machine, optimizer=optimizer))
+        )
+    return analyze_source(replace(source, plan=resolve_plan(plan, axes)))
+
+
+def analyze_source(source: Source) -> Analysis:
+    """The analysis that :func:`analyze` gives, of a question that is put together already."""
+    _ = source.parameters  # a plan that does not fit is told before the long work
 
     def whole() -> Analysis:
-        program = lower(captured(), chosen, named_shapes(model))
-        return analyze_program(program, machine, optimizer=optimizer, fused=backend == "inductor")
+        return analyze_program(
+            source.program(), source.cluster, optimizer=source.optimizer, fused=source.fused, source=source
+        )
 
-    stack = find_stack(model) if fold and all(pattern == "*" for pattern, _ in chosen.parameters) else None
-    return whole() if stack is None else _folded(model, stack, whole)
+    return whole() if source.stack is None else _folded(source, source.stack, whole)
 
 
-def _folded(model: nn.Module, stack: Stack, whole: Callable[[], Analysis]) -> Analysis:
+def _folded(source: Source, stack: Stack, whole: Callable[[], Analysis]) -> Analysis:
     """The analysis of all layers of a stack from those of a few, or of all where that cannot be."""
     try:
         shallow = []
         for layers in SHALLOW:
-            with shortened(model, stack, layers):
+            with shortened(source.model, stack, layers):
                 shallow.append(whole())
         return replace(shallow[0], rows=tuple(extend([each.rows for each in shallow], stack.layers)))
     except (NotPeriodicError, CaptureError):

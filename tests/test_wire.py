@@ -40,6 +40,7 @@ def program() -> fx.GraphModule:
         ("reduce_scatter_tensor", 400, 100, 300),
         ("all_reduce", 400, 400, 600),
         ("all_to_all_single", 400, 400, 300),
+        ("send", 400, 400, 400),
     ],
 )
 def test_ring_formulas_for_four_ranks(operation: str, given: int, gotten: int, sent: int) -> None:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardgraph import ir
-from shardgraph.cost_models.compute import causal_part
 
 aten = torch.ops.aten
 
@@ -69,7 +68,7 @@ class NodeCost:
 
     ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, or ``"free"`` for what moves
     nothing (views, waits); ``dtype`` is that of its first floating result. ``read`` and ``written`` are bytes.
-    ``part`` of the FLOPs is carried out: attention skips what its mask hides, and is counted whole nevertheless.
+    ``causal`` is the length of a sequence whose attention skips what is masked, though its FLOPs count whole; else 0.
     ``known`` is False for an operation that no formula was found for: it is priced by its bytes.
     """
 
@@ -78,7 +77,7 @@ class NodeCost:
     flops: int = 0
     read: int = 0
     written: int = 0
-    part: float = 1.0
+    causal: int = 0
     known: bool = True
 
     @property
@@ -115,27 +114,27 @@ def _cost(node: fx.Node) -> NodeCost:
     if formula is not None:
         kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        part = _causal_part(node) if kind == "attention" else 1.0
-        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, part)
+        causal = _causal_length(node) if kind == "attention" else 0
+        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, causal)
     known = _kind_by_bytes(node, name)
-    if known == "gather":  # reads as much of its table as it writes
-        read = min(read, 2 * written) if "backward" not in name else read
+    if known == "gather" and "backward" not in name:  # reads as much of its table as it writes
+        read = written + _bytes([n.meta.get("val") for n in node.all_input_nodes[1:]])
     return NodeCost(known or "pointwise", dtype, 0, read, written, known=known is not None)
 
 
-def _causal_part(node: fx.Node) -> float:
+def _causal_length(node: fx.Node) -> int:
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return causal_part(given["query"].meta["val"].shape[-2]) if given.get("is_causal") else 1.0
+    return given["query"].meta["val"].shape[-2] if given.get("is_causal") else 0
 
 
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     """A function of the node's (fake) arguments and result, or None."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
-        return lambda args, kwargs, value: int(flop_registry[packet](*args, **kwargs, out_val=value))
+        return lambda args, kwargs, value: flop_registry[packet](*args, **kwargs, out_val=value)
     if packet in EXTRA_FLOPS:
-        return lambda args, kwargs, value: int(EXTRA_FLOPS[packet](*_shapes(args), **kwargs))
+        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*_shapes(args), **kwargs)
     return None
 
 

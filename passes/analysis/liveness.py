@@ -230,7 +230,7 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     if node.target in _UNDECLARED_VIEWS:
         return [(value, first)]
     if node.target is pad_shard:
-        whole = first is not None and first.meta["val"].shape[0] == node.args[1]
+        whole = first is not None and first.meta["val"].shape[0] == value.shape[0]
         return [(value, first if whole else None)]
     schema = getattr(node.target, "_schema", None)
     if schema is None or not isinstance(value, (tuple, list, torch.Tensor)):
@@ -258,7 +258,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _nbytes(tensor: torch.Tensor, granule: int) -> int:
-    return -(-int(tensor.untyped_storage().nbytes()) // granule) * granule
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes if granule == 1 else -(-nbytes // granule) * granule
 
 
 # -- how long a storage lives, and what it is ------------------------------------------------------

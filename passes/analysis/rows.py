@@ -62,9 +62,36 @@ class Row:
         return sum(self.memory.values())
 
 
-def rows_of(
-    halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, cluster: Cluster, mesh: Mesh, fused: bool
-) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Prices:
+    """What the operations of a program cost on a cluster.
+
+    Raises:
+        ClusterError: the device has no rate for an operation's arithmetic in its dtype.
+        ShardGraphError: a collective has no formula.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def sent(self, node: fx.Node) -> int:
+        """Bytes that a collective puts on the wire."""
+        return node_wire_bytes(node, self.mesh)
+
+    def communication(self, node: fx.Node) -> float:
+        """Seconds of a collective on its stream."""
+        axis = group_of(node)
+        given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+        link, ranks = self.cluster.link_of(self.mesh, axis), dict(self.mesh)[axis]
+        return collective_seconds(operation_of(node), given, gotten, ranks, link, self.cluster.efficiency)
+
+    def computation(self, cost: NodeCost) -> float:
+        """Seconds of one operation."""
+        flops = cost.flops * (compute.causal_part(cost.causal) if cost.causal else 1)
+        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, cost.moved)
+
+
+def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices: Prices, fused: bool) -> Iterator[Row]:
     """The rows of graphs that run one after the other; ``memory`` is the profile of the same graphs.
 
     Raises:
@@ -93,20 +120,15 @@ def rows_of(
                 flops=cost.flops,
                 read=cost.read,
                 written=cost.written,
-                sent=node_wire_bytes(node, mesh) if collective else 0,
-                seconds=_seconds(node, cost, cluster, mesh),
+                sent=prices.sent(node) if collective else 0,
+                seconds=_seconds(node, cost, prices),
                 memory={kind: line[i] for kind, line in memory.compositions.items() if line[i]},
                 waits=index[node] - index[node.args[0]] if node.target is WAIT else 0,
                 known=cost.known,
             )
 
 
-def _seconds(node: fx.Node, cost: NodeCost, cluster: Cluster, mesh: Mesh) -> float:
+def _seconds(node: fx.Node, cost: NodeCost, prices: Prices) -> float:
     if cost.kind == "free":
         return 0.0
-    if cost.kind == "collective":
-        axis = group_of(node)
-        given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
-        link = cluster.link_of(mesh, axis)
-        return collective_seconds(operation_of(node), given, gotten, dict(mesh)[axis], link, cluster.efficiency)
-    return compute.seconds(cluster.device, cost.kind, cost.dtype, cost.part * cost.flops, cost.moved)
+    return prices.communication(node) if cost.kind == "collective" else prices.computation(cost)

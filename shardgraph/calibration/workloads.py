@@ -172,9 +172,8 @@ def _gather(new: Maker) -> Iterator[Work]:
 
 
 def _selecting(operation: Callable[..., Any], *args: Any) -> Work:
-    """As :func:`_moving`, for what reads no more of its table than it writes: as programs are priced."""
-    written = _bytes(operation(*args))
-    return Work(min(_bytes(args), 2 * written) + written, lambda: operation(*args))
+    """As :func:`_moving`, for what reads as much of its table as it writes: as programs are priced."""
+    return Work(2 * _bytes(operation(*args)) + _bytes(args[1:]), lambda: operation(*args))
 
 
 def _optimizer(new: Maker) -> Iterator[Work]:

@@ -1,0 +1,35 @@
+"""The few functions that a formula needs besides ``+ - * /``, for numbers and for expressions.
+
+A cost formula is written once: on numbers it gives a number, on sympy's expressions an expression.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import sympy
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """``ratio(a, b)`` is exact, ``ceiling`` rounds up to a whole number."""
+
+    maximum: Callable[[Any, Any], Any]
+    minimum: Callable[[Any, Any], Any]
+    log2: Callable[[Any], Any]
+    ceiling: Callable[[Any], Any]
+    ratio: Callable[[Any, Any], Any]
+
+
+NUMBERS = Arithmetic(max, min, math.log2, math.ceil, Fraction)
+EXPRESSIONS = Arithmetic(
+    lambda a, b: sympy.Max(a, b, evaluate=False),  # to find out which is larger takes long, and mostly depends
+    lambda a, b: sympy.Min(a, b, evaluate=False),
+    lambda x: sympy.log(x) / sympy.log(2),
+    sympy.ceiling,
+    lambda a, b: sympy.sympify(a) / sympy.sympify(b),
+)

@@ -1,0 +1,234 @@
+"""A program's values with sizes for shapes: polynomials in batch, sequence and mesh sizes instead of numbers.
+
+The same program captured at a few batch sizes and sequence lengths shows how every dimension grows: as
+``a + b * batch + c * sequence + d * batch * sequence`` with whole coefficients. How the parts of parameters shrink with
+the mesh is known from the rewrites that made them. What is counted in values (FLOPs, bytes, what is live) follows, by
+the same passes that count it in numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from sympy.polys.rings import PolyElement, ring
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from shardgraph import ir
+from shardgraph.errors import ShardGraphError
+from shardgraph.ir import Parameter, Role, copy_graph, outputs, placeholders
+from shardgraph.mesh import Mesh
+from shardgraph.passes.base import Context
+
+Point = tuple[int, int]
+"""Batch and sequence of one capture; a model without a sequence has 0."""
+
+
+class NotSizedError(ShardGraphError):
+    """A program whose sizes are no polynomials in batch and sequence."""
+
+
+class Sizes:
+    """The polynomials over batch, sequence, mesh axes and the rows of shards, and the symbols that they stand for."""
+
+    def __init__(self, mesh: Mesh, cut: Sequence[tuple[int, str]]) -> None:
+        """``cut`` are the rows of parameters with the axis that cuts them."""
+        self.batch, self.sequence = sympy.symbols("batch sequence", positive=True, integer=True)
+        self.axes = {axis: sympy.Symbol(axis, positive=True, integer=True) for axis, _ in mesh}
+        self._cut = list(dict.fromkeys(cut))
+        longest = [sympy.ceiling(sympy.Integer(rows) / self.axes[axis]) for rows, axis in self._cut]
+        self._meaning = [self.batch, self.sequence, *self.axes.values(), *longest]
+        names = [f"x{i}" for i in range(len(self._meaning))]
+        self.ring, *self._generators = ring(names, sympy.ZZ)
+        self._expressions: dict[PolyElement, sympy.Expr] = {}
+
+    def constant(self, value: int) -> PolyElement:
+        """A size that nothing changes."""
+        return self.ring(value)
+
+    def axis(self, name: str) -> PolyElement:
+        """The size of a mesh axis."""
+        return self._generators[2 + list(self.axes).index(name)]
+
+    def longest(self, rows: int, axis: str) -> PolyElement:
+        """The rows of the longest shard of ``rows`` cut along an axis."""
+        return self._generators[2 + len(self.axes) + self._cut.index((rows, axis))]
+
+    def expression(self, size: Any) -> sympy.Expr:
+        """A polynomial in the symbols; a number stays one."""
+        if not isinstance(size, PolyElement):
+            return sympy.sympify(size)
+        if size not in self._expressions:
+            self._expressions[size] = size.as_expr(*self._meaning)
+        return self._expressions[size]
+
+    def through(self, values: Sequence[int], points: Sequence[Point]) -> PolyElement:
+        """The polynomial that has ``values`` at ``points``: four, or two where there is no sequence, and a check.
+
+        Raises:
+            NotSizedError: there is none.
+        """
+        if len(set(values)) == 1:
+            return self.ring(values[0])
+        (b0, s0), (b1, _) = points[:2]
+        by_batch = (values[1] - values[0]) // (b1 - b0)
+        both = by_sequence = 0
+        if s0:
+            s1 = points[2][1]
+            both = (values[3] - values[2] - values[1] + values[0]) // ((b1 - b0) * (s1 - s0))
+            by_batch -= both * s0
+            by_sequence = (values[2] - values[0]) // (s1 - s0) - both * b0
+        rest = values[0] - by_batch * b0 - by_sequence * s0 - both * b0 * s0
+        for (b, s), value in zip(points, values, strict=True):
+            if rest + by_batch * b + by_sequence * s + both * b * s != value:
+                raise NotSizedError(
+                    f"a size of the program is {', '.join(map(str, values))} at (batch, sequence) of "
+                    f"{', '.join(map(str, points))}: no sum of multiples of batch, sequence and their product"
+                )
+        batch, sequence = self._generators[:2]
+        return rest + by_batch * batch + by_sequence * sequence + both * batch * sequence
+
+
+class SizedTensor(torch.Tensor):
+    """Stands for a value of a program; its ``shape`` and ``nbytes`` are polynomials."""
+
+    sizes: tuple[Any, ...]
+    held: _SizedStorage
+    place: torch.device
+
+    @staticmethod
+    def of(value: torch.Tensor, sizes: tuple[Any, ...], held: _SizedStorage) -> SizedTensor:
+        """Like ``value``, with these sizes and this storage."""
+        made = torch.empty(0, dtype=value.dtype, device="meta").as_subclass(SizedTensor)
+        made.sizes, made.held, made.place = sizes, held, value.device
+        return made
+
+    # The passes that count read these; torch's own signatures promise numbers.
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        return self.sizes
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        return self.place
+
+    @property
+    def nbytes(self) -> Any:  # type: ignore[override]
+        return self.numel() * self.element_size()
+
+    def numel(self) -> Any:
+        return math.prod(self.sizes)
+
+    def untyped_storage(self) -> Any:
+        return self.held
+
+
+@dataclass(frozen=True, eq=False)
+class _SizedStorage:
+    """One for all values that lie in it."""
+
+    real: torch.UntypedStorage
+    """Kept, so that no later storage takes its address."""
+
+    size: Any
+
+    def nbytes(self) -> Any:
+        return self.size
+
+
+def size_program(
+    samples: Sequence[Mapping[str, fx.GraphModule]], points: Sequence[Point], sizes: Sizes, context: Context
+) -> dict[str, fx.GraphModule]:
+    """Copies of the first sample's graphs whose values are :class:`SizedTensor`.
+
+    ``samples`` are the graphs of one program by name, captured at each of ``points``.
+
+    Raises:
+        NotSizedError: the samples are not the same operations, or a size is no polynomial.
+    """
+    saved: dict[Role, _Part] = {}
+    storages: dict[int, _SizedStorage] = {}
+    found = {}
+    for name, first in samples[0].items():
+        copy = copy_graph(first)
+        columns = [list(each[name].graph.nodes) for each in samples]
+        if any([n.target for n in column] != [n.target for n in columns[0]] for column in columns):
+            raise NotSizedError("the model runs other operations at another batch size or sequence length")
+        parts = _parts(first, context, sizes, saved)
+        for node, same in zip(copy.graph.nodes, zip(*columns, strict=True), strict=True):
+            if "val" in node.meta:
+                node.meta["val"] = _sized([n.meta["val"] for n in same], points, sizes, parts.get(same[0]), storages)
+        saved |= {role: parts[value] for role, value in outputs(first) if role is not None and value in parts}
+        found[name] = copy
+    return found
+
+
+def _sized(
+    values: Sequence[Any],
+    points: Sequence[Point],
+    sizes: Sizes,
+    part: _Part | None,
+    storages: dict[int, _SizedStorage],
+) -> Any:
+    """What stands for a value; ``storages`` are what earlier ones lie in."""
+    flat, spec = pytree.tree_flatten(values[0])
+    columns = zip(*(pytree.tree_leaves(value) for value in values), strict=True)
+    made = []
+    for leaf, column in zip(flat, columns, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            made.append(leaf)
+            continue
+        dims = tuple(sizes.through(each, points) for each in zip(*(t.shape for t in column), strict=True))
+        stored = dims if part is None else (part.rows, *dims[1:])
+        real = leaf.untyped_storage()
+        if real._cdata not in storages:
+            held = [t.untyped_storage().nbytes() for t in column]
+            dense = all(t.numel() * t.element_size() == size for t, size in zip(column, held, strict=True))
+            size = math.prod(stored, start=leaf.element_size()) if dense else sizes.through(held, points)
+            storages[real._cdata] = _SizedStorage(real, size)
+        shape = stored if part is not None and part.shard else dims
+        made.append(SizedTensor.of(leaf, shape, storages[real._cdata]))
+    return pytree.tree_unflatten(made, spec)
+
+
+# -- parts of parameters ---------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A value whose rows depend on the mesh: a shard, or a whole parameter with room for equally long shards."""
+
+    rows: PolyElement
+    shard: bool
+
+
+def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Role, _Part]) -> dict[fx.Node, _Part]:
+    shards, wholes = {}, {}
+    for fqn, entry in context.parameters.items():
+        if entry.shard_axis is not None:
+            axis = context.plan.axes[entry.shard_axis]
+            longest = sizes.longest(context.shapes[fqn][0], axis)
+            shards[fqn], wholes[fqn] = _Part(longest, True), _Part(longest * sizes.axis(axis), False)
+    found: dict[fx.Node, _Part] = {}
+    for role, node in placeholders(gm).items():
+        if isinstance(role, Parameter) and role.fqn in shards:
+            found[node] = shards[role.fqn]
+        elif role in saved:
+            found[node] = saved[role]
+    for node in gm.graph.nodes:
+        name = node.meta.get("reduces") or (node.meta.get("subject") if node.meta.get("kind") == "gathered" else None)
+        if name not in shards or node in found:
+            continue
+        source = found.get(node.args[0])
+        if node.target in (ir.REDUCE_SCATTER, ir.local_chunk, ir.trim_shard):
+            found[node] = shards[name]
+        elif node.target is ir.ALL_GATHER or (node.target is ir.pad_shard and source is None):
+            found[node] = wholes[name]
+        elif source is not None and source.shard:
+            found[node] = source  # a wait, a sum over replicas, a division: like what it is given
+    return found

@@ -1,0 +1,69 @@
+"""What operations of sizes that are polynomials cost, as expressions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import sympy
+from torch import fx
+
+from shardgraph.cost_models import compute
+from shardgraph.cost_models.arithmetic import EXPRESSIONS
+from shardgraph.cost_models.collectives import collective_seconds, wire_bytes
+from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, group_of
+from shardgraph.mesh import position_of
+from shardgraph.passes.analysis.costs import NodeCost
+from shardgraph.passes.analysis.rows import Prices
+from shardgraph.passes.analysis.sized import Sizes
+from shardgraph.passes.analysis.wire import operation_of
+
+
+class _Link(NamedTuple):
+    bandwidth: Any
+    latency: float
+
+
+@dataclass(frozen=True)
+class SizedPrices(Prices):
+    """As :class:`shardgraph.passes.analysis.rows.Prices`, in the symbols of ``sizes``."""
+
+    sizes: Sizes
+
+    def sent(self, node: fx.Node) -> Any:
+        given, gotten, ranks = self._sizes(node)
+        return wire_bytes(operation_of(node), given, gotten, ranks, EXPRESSIONS)
+
+    def communication(self, node: fx.Node) -> Any:
+        given, gotten, ranks = self._sizes(node)
+        cluster = self.cluster
+
+        def seconds(link: Any) -> Any:
+            efficiency = cluster.efficiency
+            return collective_seconds(operation_of(node), given, gotten, ranks, link, efficiency, EXPRESSIONS)
+
+        if cluster.inter is None:
+            return seconds(cluster.intra)
+        # As Cluster.link_of: in a node, or as many rings through the network as the group has members in a node.
+        inner = self.mesh[position_of(self.mesh, group_of(node)) + 1 :]
+        stride = sympy.Mul(*(self.sizes.axes[name] for name, _ in inner))
+        members = sympy.Max(1, sympy.Min(ranks, sympy.floor(cluster.devices_per_node / stride)))
+        spanning = _Link(sympy.Min(cluster.intra.bandwidth, cluster.inter.bandwidth * members), cluster.inter.latency)
+        inside = sympy.Le(stride * ranks, cluster.devices_per_node)
+        return sympy.Piecewise((seconds(cluster.intra), inside), (seconds(spanning), True))
+
+    def computation(self, cost: NodeCost) -> Any:
+        flops, moved = self.sizes.expression(cost.flops), self.sizes.expression(cost.moved)
+        if cost.causal:
+            flops = flops * compute.causal_part(self.sizes.expression(cost.causal), EXPRESSIONS)
+        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, moved, EXPRESSIONS)
+
+    def _sizes(self, node: fx.Node) -> tuple[Any, Any, Any]:
+        """Bytes given and gotten, and ranks. Only of parts is it said what a mesh that does not divide them adds."""
+        given, gotten = (self.sizes.expression(n.meta["val"].nbytes) for n in (node.args[0], node))
+        ranks = self.sizes.axes[group_of(node)]
+        if node.target is ALL_GATHER:
+            gotten = given * ranks
+        elif node.target is REDUCE_SCATTER:
+            given = gotten * ranks
+        return given, gotten, ranks
