@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardgraph.cost_models import cluster_files
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.model_state import model_state
 from shardgraph.cost_models.transformer import Layout, Transformer, step_time
@@ -112,8 +111,8 @@ def _run(row: Mapping[str, str]) -> Run:
         reduced=2 if "PURE" in row["sharding"] else 4,
     )
     name = DEVICES[row["gpu"]] + ("-40GB" if row["gpu_mem_gb"] == "40" else "")
-    one = cluster_files.cluster(name)
-    cluster = cluster_files.cluster(name, nodes=-(-count["n_gpus"] // one.devices_per_node))
+    one = Cluster.of(name)
+    cluster = Cluster.of(name, nodes=-(-count["n_gpus"] // one.devices_per_node))
     tokens = count["gbs_seqs"] * count["seq_len"]
     reported = row["step_time_kind"] == "reported" or not row["tokens_per_s_per_gpu"]
     seconds = float(row["step_time_s"]) if reported else tokens / float(row["tokens_per_s_per_gpu"]) / count["n_gpus"]

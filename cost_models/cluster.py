@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shardgraph.errors import ClusterError, nearest
 from shardgraph.mesh import Mesh, position_of
@@ -147,6 +148,33 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"cluster {self.name!r} has overlap {self.overlap}: a number from 0 to 1 is needed")
+
+    @staticmethod
+    def of(name: str, nodes: int = 1, devices_per_node: int | None = None) -> Cluster:
+        """Nodes of a known device; see :func:`shardgraph.cost_models.cluster_files.known_cluster`."""
+        from shardgraph.cost_models.cluster_files import known_cluster  # which makes clusters
+
+        return known_cluster(name, nodes, devices_per_node)
+
+    @staticmethod
+    def detect() -> Cluster:
+        """This machine; see :func:`shardgraph.cost_models.detection.detect_cluster`."""
+        from shardgraph.cost_models.detection import detect_cluster
+
+        return detect_cluster()
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Read a cluster file; see :func:`shardgraph.cost_models.cluster_files.load_cluster`."""
+        from shardgraph.cost_models.cluster_files import load_cluster
+
+        return load_cluster(path)
+
+    def save(self, path: str | Path) -> None:
+        """Write a cluster file that :meth:`load` reads back exactly."""
+        from shardgraph.cost_models.cluster_files import save_cluster
+
+        save_cluster(self, path)
 
     @property
     def world_size(self) -> int:

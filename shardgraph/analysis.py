@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.cluster_files import parse_bytes
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, StepTime, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError
@@ -25,7 +24,7 @@ from shardgraph.passes.analysis.local import on_rank, shard_shape
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.plan import Plan
 from shardgraph.program import Program
-from shardgraph.sizes import format_bytes, format_seconds
+from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from shardgraph.source import Source

@@ -13,7 +13,6 @@ from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.compiler import resolve_plan
-from shardgraph.cost_models import cluster_files
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
@@ -114,11 +113,11 @@ def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
-        return cluster_files.detect_cluster()
+        return Cluster.detect()
     if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
-        return cluster_files.load_cluster(cluster)
-    one = cluster_files.cluster(cluster)
-    return cluster_files.cluster(cluster, nodes=-(-ranks // one.devices_per_node))
+        return Cluster.load(cluster)
+    one = Cluster.of(cluster)
+    return Cluster.of(cluster, nodes=-(-ranks // one.devices_per_node))
 
 
 def resolve_axes(plan: str | Path | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:

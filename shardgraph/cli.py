@@ -22,11 +22,10 @@ def calibrate(parser: argparse.ArgumentParser) -> Run:
 
     def run(options: argparse.Namespace) -> None:
         from shardgraph.calibration import fit, fit_table, measure
-        from shardgraph.cost_models.cluster_files import save_cluster
 
         measured = measure(options.nproc, seconds=options.seconds)
         cluster = fit(measured)
-        save_cluster(cluster, options.out)
+        cluster.save(options.out)
         print(fit_table(measured, cluster))
         print(f"\nWrote {options.out}. Give it wherever a cluster is asked for: cluster={options.out!r}")
 

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+from shardgraph.errors import ShardGraphError
+
+SIZE = "a positive number of bytes, or a text such as '80GiB' or '80 GB'"
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + end: base**power
+    for end, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+
 
 def format_bytes(nbytes: float) -> str:
     """``"1.5 GiB"``."""
@@ -18,3 +31,22 @@ def format_seconds(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """``80 * 2**30`` for ``"80GiB"``, ``80 * 10**9`` for ``"80 GB"``; a number is bytes already.
+
+    Raises:
+        ShardGraphError: it is no size, or not above 0.
+    """
+    written = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?i?b)?", str(size).strip().lower())
+    try:
+        if written is None or isinstance(size, bool):
+            raise ValueError
+        number, unit = written[1], written[2] or ""
+        nbytes = (int(number) if number.isdigit() else float(number)) * _UNITS[unit]
+        if not 1 <= nbytes < math.inf:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise ShardGraphError(f"{size!r} is no size: it may be {SIZE}") from None
+    return int(nbytes)

@@ -154,10 +154,10 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
 @pytest.mark.parametrize("model", [llama(6), gpt2(6)], ids=["llama", "gpt2"])
 def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, plan, monkeypatch):
-    front = importlib.import_module("shardgraph.analyze")
+    source = importlib.import_module("shardgraph.source")
 
     def analysis(fold):
-        monkeypatch.setattr(front, "find_stack", lambda model: find_stack(model, least=5) if fold else None)
+        monkeypatch.setattr(source, "find_stack", lambda model: find_stack(model, least=5) if fold else None)
         cluster = toy_cluster(memory=16 * GIB)
         return shardgraph.analyze(model, plan=plan, example_kwargs=text(), mesh={"dp": 4}, cluster=cluster)
 

@@ -12,7 +12,6 @@ from shardgraph.calibration.fitting import fit_link, fit_rate
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cli import main
 from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Link, Rate
-from shardgraph.cost_models.cluster_files import load_cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.errors import ClusterError
 
@@ -106,7 +105,7 @@ def test_the_command_writes_a_file_that_loads(
     monkeypatch.setattr("shardgraph.calibration.measure", lambda *_, **__: measured)  # once is enough
     path = tmp_path / "cluster.yaml"
     assert main(["calibrate", "--nproc", "2", "--out", str(path), "--seconds", "1"]) == 0
-    loaded = load_cluster(path)
+    loaded = Cluster.load(path)
     assert loaded.device.rates["pointwise"].per_second == pytest.approx(cluster.device.rates["pointwise"].per_second)
     assert loaded.world_size == 2
     assert "pointwise" in capsys.readouterr().out

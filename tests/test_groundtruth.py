@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import shardgraph
 from benchmarks import groundtruth
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.cluster_files import cluster
 from shardgraph.cost_models.model_state import model_state
 from shardgraph.cost_models.transformer import Layout, Transformer, step_time
 from shardgraph.errors import ClusterError, ShardGraphError
@@ -120,7 +119,7 @@ class Decoder(nn.Module):
 
 def test_the_closed_form_prices_a_decoder_as_its_graph_is_priced() -> None:
     """On the same device: matrices and attention are the same work, and what is between them about the same."""
-    on, layers, width, length = cluster("H100"), 4, 2048, 2048
+    on, layers, width, length = Cluster.of("H100"), 4, 2048, 2048
     with torch.device("meta"):
         decoder, x = Decoder(layers, width, 16, 8192).bfloat16(), torch.empty(2, length, width, dtype=torch.bfloat16)
     graph = shardgraph.analyze(decoder, (x,), "fsdp", cluster=on, backend="inductor").time
@@ -144,7 +143,7 @@ def test_an_interleaved_pipeline_has_a_smaller_bubble_by_its_stages() -> None:
             model,
             2048,
             Layout(data=1, pipeline=4, microbatches=16, interleave=stages, sharding="ddp"),
-            cluster("A100"),
+            Cluster.of("A100"),
             "bfloat16",
         )
         for stages in (1, 3)
@@ -155,7 +154,7 @@ def test_an_interleaved_pipeline_has_a_smaller_bubble_by_its_stages() -> None:
 
 def test_a_layout_for_more_ranks_than_there_are_is_refused() -> None:
     with pytest.raises(ClusterError, match="needs 16 devices"):
-        step_time(Transformer(2, 64, 4, 4, 256, 100), 64, Layout(data=16), cluster("A100"), "bfloat16")
+        step_time(Transformer(2, 64, 4, 4, 256, 100), 64, Layout(data=16), Cluster.of("A100"), "bfloat16")
 
 
 def test_a_layout_with_an_unknown_word_is_refused() -> None:

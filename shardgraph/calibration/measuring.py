@@ -17,7 +17,7 @@ from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Tr
 from shardgraph.calibration.workloads import WORKLOADS, Maker, rows_for
 from shardgraph.compiler import resolve_mesh
 from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS
-from shardgraph.cost_models.cluster_files import host_memory
+from shardgraph.cost_models.detection import host_memory
 from shardgraph.errors import ClusterError
 from shardgraph.launch import launch
 from shardgraph.progress import Progress
