@@ -110,6 +110,10 @@ class Analysis:
             NotSizedError: the model does other things at other sizes.
             ShardGraphError: this analysis is of a program; only one that starts from a model can change its sizes.
         """
+        return self._symbolic
+
+    @cached_property
+    def _symbolic(self) -> Symbolic:
         from shardgraph.symbolic import symbolic  # which is built on analyses
 
         return symbolic(self._source)

@@ -236,7 +236,10 @@ def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[
         node.meta["source"] = _source_line(node)
     gm.graph.lint()
     gm.recompile()
-    return JointGraph(gm, exported.out_spec, fake_mode, _aliases(gm, exported._aot_state, role))
+    # The tracer works in a mode of its own, and values of two modes do not mix.
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
+    mode = next((mode for mode in modes if mode is not None), fake_mode)
+    return JointGraph(gm, exported.out_spec, mode, _aliases(gm, exported._aot_state, role))
 
 
 _UNSUPPORTED = {

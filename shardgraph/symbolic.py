@@ -29,9 +29,9 @@ from shardgraph.source import Source
 class Symbolic:
     """The costs of one rank's step as sympy expressions in :attr:`batch`, :attr:`sequence` and :attr:`mesh`.
 
-    Exact for every batch size and sequence length at which the model runs the same operations, but for the allocator's
-    rounding of each tensor; and for mesh sizes that divide the rows of the same parameters as the present ones do
-    (elsewhere copies for padding, one parameter's at a time, come or go).
+    Exact for every batch size and sequence length at which the model runs the same operations (a batch of 1 often
+    runs others), but for the allocator's rounding of each tensor; and for mesh sizes that divide the rows of the same
+    parameters as the present ones do (elsewhere copies for padding, one parameter's at a time, come or go).
 
     ``peak_memory``
         Bytes.
@@ -150,7 +150,7 @@ def symbolic(source: Source) -> Symbolic:
         batch=sizes.batch,
         sequence=sizes.sequence if points[0][1] else None,
         mesh=sizes.axes,
-        present=dict(zip((sizes.batch, sizes.sequence), points[0], strict=True))
+        present={sizes.batch: source.batch, sizes.sequence: source.sequence}
         | {sizes.axes[axis]: size for axis, size in mesh},
         peak_memory=_peak([row.live for row in table], sizes),
         flops=sizes.expression(sum((row.flops for row in table), sizes.constant(0))),
@@ -162,9 +162,12 @@ def symbolic(source: Source) -> Symbolic:
 
 
 def _points(source: Source) -> list[Point]:
-    """The batch sizes and sequence lengths to capture at: the first are the present ones, the last checks the rest."""
-    batch, sequence = source.batch, source.sequence
-    if not batch:
+    """The batch sizes and sequence lengths to capture at; the last checks the rest.
+
+    None is 1, at which broadcasting and views make it another program.
+    """
+    batch, sequence = max(source.batch, 2), source.sequence
+    if not source.batch:
         raise ShardGraphError("none of the inputs is a tensor with a batch dimension: there is nothing to vary")
     more, last = batch + 1, batch + 2
     if not sequence:

@@ -77,6 +77,10 @@ def test_seconds_of_computation_are_exact_on_the_present_mesh(llama_costs):
     assert llama_costs.at(**sizes)["compute"] == pytest.approx(of_llama(**sizes).time.compute)
 
 
+def test_a_batch_of_one_may_be_asked_for_more():
+    assert of_words(batch=1).max_batch("100KiB") == of_words(batch=3).max_batch("100KiB")
+
+
 def test_the_step_takes_between_the_fastest_and_the_slowest(llama_costs):
     seconds = of_llama().time.total
     assert llama_costs.at()["fastest"] <= seconds <= llama_costs.at()["slowest"]
