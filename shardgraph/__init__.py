@@ -31,6 +31,7 @@ from shardgraph.module import ShardedModule
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.presets import preset
 from shardgraph.verify import verify
+from shardgraph.visualize import visualize
 
 __version__ = "0.1.0"
 
@@ -61,4 +62,5 @@ __all__ = [
     "launch",
     "preset",
     "verify",
+    "visualize",
 ]

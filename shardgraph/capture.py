@@ -76,8 +76,24 @@ def capture(
         traced = model if loss_fn is None else WithLoss(model, loss_fn)
         traced.training = model.training
         exported = _export(traced, fake_args, fake_kwargs, model)
+    _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
     return _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+
+
+def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
+    """Have every node say which modules of the user's model it is from, by their names there.
+
+    The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
+    """
+    for node in gm.graph.nodes:
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if stack := node.meta.get(key):
+                names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
+                node.meta[key] = {
+                    call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
+                    for call, (_, kind) in stack.items()
+                }
 
 
 # -- standing in for the model's tensors -----------------------------------------------------------
@@ -260,8 +276,7 @@ def _source_line(node: fx.Node) -> str:
     if frames:
         return f"{frames[-1][0]}:{frames[-1][1]}"
     for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-        name = path.removeprefix("L['self']").lstrip(".") or "root"
-        return f"module {name}, {getattr(kind, '__name__', kind)}"
+        return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
     return ""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph import _torch, checkpoint, picture
+from shardgraph import _torch, checkpoint
 from shardgraph._torch import pytree
 from shardgraph.agreement import Agreement
 from shardgraph.compiler import STAGES, build_program
@@ -187,12 +187,6 @@ class ShardedModule(nn.Module):
         """The backward graph of the latest program, or None for one without gradients."""
         executable = self._compiled()
         return None if executable.program.backward is None else executable.backward("reduce").module
-
-    def draw(self, path: str | Path) -> Path:
-        """Write a picture of the partition plan of the latest program, a self-contained SVG file; returns its path."""
-        program = self.program
-        shapes = {fqn: tuple(shape) for fqn, shape in program.shapes.items()}
-        return picture.draw(program.forward, program.backward, self.plan.mesh, program.parameters, shapes, path)
 
     @property
     def program(self) -> Program:

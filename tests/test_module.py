@@ -242,11 +242,6 @@ def test_the_program_predicts_its_memory():
     assert profile.peak_bytes >= 4 * (16 + 4 + 8 + 8)
 
 
-def test_a_picture_is_drawn(tmp_path):
-    sharded = shardgraph.compile(nn.Linear(4, 4), "single", example_inputs=(X,))
-    assert sharded.draw(tmp_path / "plan.svg").read_text().startswith("<svg")
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -14,5 +14,4 @@ def module_of(node: fx.Node) -> str:
         fqn = str(node.meta["subject"]).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
         return fqn.rpartition(".")[0]
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    path = list(stack.values())[-1][0] if stack else ""
-    return path.removeprefix("L['self']").lstrip(".")
+    return list(stack.values())[-1][0] if stack else ""

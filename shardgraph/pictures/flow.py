@@ -1,0 +1,144 @@
+"""How data flows between the modules of a captured forward.
+
+Every value of the graph comes from a *site*: a module that applied its parameters, or operations without parameters
+that joined the values of several sites, such as a residual addition or attention over queries, keys and values. What is
+computed from the values of one site alone comes from that site. So activation functions, dropout and reshapes are
+not seen, and an edge says which module's result which other module takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from shardgraph.ir import Input, IntermediateBase, Output, Parameter, outputs
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.wire import operation_of
+from shardgraph.pictures.tree import Module, Site
+
+Edges = dict[tuple[Site, Site], None]
+"""Pairs of sites, the second of which takes a result of the first; in order of first use."""
+
+
+def trace_flow(forward: fx.GraphModule, root: Module) -> Edges:
+    """The flow of data through ``forward``; the sites are added to the modules of the tree ``root``.
+
+    Values that depend on no input, such as positions and masks, and on buffers come from nowhere.
+    """
+    tracer = _Tracer(root)
+    for node in forward.graph.nodes:
+        tracer.follow(node)
+    for role, value in outputs(forward):
+        if isinstance(role, (Output, IntermediateBase)) and isinstance(value, fx.Node):
+            tracer.connect([tracer.origin[value]], tracer.outputs)
+    return tracer.useful_edges()
+
+
+class _Tracer:
+    def __init__(self, root: Module) -> None:
+        self.root = root
+        self.inputs, self.outputs = Site(root, "inputs", "inputs"), Site(root, "outputs", "outputs")
+        self.origin: dict[fx.Node, Site | None] = {}
+        self.edges: Edges = {}
+        # Parameters that a value is made of and nothing else: gathered, cast, transposed.
+        self._made_of: dict[fx.Node, tuple[str, ...]] = {}
+        self._order: dict[Site, int] = {self.inputs: 0}  # by when they were first seen
+        self._users: dict[tuple[Module, str], Site] = {}
+
+    def follow(self, node: fx.Node) -> None:
+        """Find the site that the value of ``node`` comes from."""
+        role = node.meta.get("role")
+        self.origin[node] = self.inputs if isinstance(role, Input) else None
+        self._made_of[node] = (role.fqn,) if isinstance(role, Parameter) else ()
+        if node.op != "call_function":
+            return
+        sources = list(dict.fromkeys(site for each in node.all_input_nodes if (site := self.origin[each])))
+        sources.sort(key=self._order.__getitem__)
+        made_of = tuple(dict.fromkeys(fqn for each in node.all_input_nodes for fqn in self._made_of[each]))
+        if "subject" in node.meta:  # a pass's own: it moves a value and computes nothing
+            self._made_of[node], self.origin[node] = made_of, sources[-1] if sources else None
+            return
+        if made_of:
+            site = self._user_of(made_of[0], module_of(node), sources)
+        elif len(sources) < 2:
+            self.origin[node] = sources[0] if sources else None
+            return
+        else:
+            site = self._join(node, self._nearest(module_of(node)), sources[-1])
+        self.connect(sources, site)
+        self.origin[node] = site
+
+    def connect(self, sources: Iterable[Site | None], target: Site) -> None:
+        """Note that ``target`` takes results of ``sources``."""
+        self.edges |= {(source, target): None for source in sources if source is not None and source is not target}
+
+    def useful_edges(self) -> Edges:
+        """The edges, without those to joins whose result only backward uses; those joins leave their modules."""
+        takers: dict[Site, set[Site]] = {}
+        for source, target in self.edges:
+            takers.setdefault(source, set()).add(target)
+        useless: set[Site] = set()
+        for site in reversed(self._order):  # what takes a result comes after what gives it
+            if site.kind == "join" and takers.get(site, set()) <= useless:
+                useless.add(site)
+                site.module.sites.remove(site)
+        return {(source, target): None for source, target in self.edges if target not in useless}
+
+    def _user_of(self, fqn: str, module: str, sources: list[Site]) -> Site:
+        """The site of an operation of ``module`` that uses the parameter ``fqn``.
+
+        It is its owner's at the owner's first use, wherever that is written: attention applies the projection of a
+        module inside of it.
+        """
+        path, _, name = fqn.rpartition(".")
+        owner = self.root.find(path)
+        if sources and _beside(sources[-1], owner, module):
+            return sources[-1]  # a weight and its bias
+        kind, text = ("parameter", name) if owner.children else ("module", "")
+        own = self._users.get((owner, text))
+        if owner.path == module or own in sources or (own is None and _related(owner.path, module)):
+            return own or self._add(Site(owner, kind, text))
+        borrower = self.root.find(module)
+        return self._users.get((borrower, fqn)) or self._add(Site(borrower, "borrowed", fqn))
+
+    def _join(self, node: fx.Node, module: Module, newest: Site) -> Site:
+        """The site of an operation on values of several sites.
+
+        It is the newest of them if that is in the same module: so attention is one site, and none depends on itself.
+        """
+        name = operation_of(node).strip("_")
+        if newest.module is not module or newest.kind == "inputs":
+            return self._add(Site(module, "join", name))
+        if newest.kind == "join" and name not in newest.text.split(", "):
+            newest.text += f", {name}"
+        return newest
+
+    def _add(self, site: Site) -> Site:
+        self._order[site] = len(self._order)
+        site.module.sites.append(site)
+        if site.kind != "join":
+            self._users[site.module, site.text] = site
+        return site
+
+    def _nearest(self, path: str) -> Module:
+        """The module, or the nearest around it that has parameters."""
+        module = self.root
+        for name in path.split(".") if path else ():
+            if name not in module.children:
+                break
+            module = module.children[name]
+        return module
+
+
+def _beside(site: Site, owner: Module, module: str) -> bool:
+    """Whether ``site`` is where ``module`` uses another parameter of ``owner``."""
+    if site.kind == "borrowed":
+        return site.module.path == module and site.text.rpartition(".")[0] == owner.path
+    return site.kind == "parameter" and site.module is owner
+
+
+def _related(path: str, other: str) -> bool:
+    """Whether one module contains the other."""
+    inner, outer = max(path, other, key=len), min(path, other, key=len)
+    return not outer or inner == outer or inner.startswith(f"{outer}.")

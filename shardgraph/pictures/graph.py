@@ -1,0 +1,162 @@
+"""The plan as a graph that Graphviz lays out: modules as nested clusters, parameters as nodes, data flow as edges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import escape
+
+import graphviz
+
+from shardgraph.pictures.flow import Edges
+from shardgraph.pictures.svg import Drawing
+from shardgraph.pictures.tree import Module, Site, Tree, describe
+from shardgraph.sizes import format_bytes
+
+_FONT = "Helvetica,Arial,sans-serif"
+_COLUMNS = 3  # parameters of a module beside each other
+
+
+def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
+    """A plan in the language of Graphviz.
+
+    Numbered neighbours that are alike in every respect are one cluster, without what one of them takes from another. A
+    node has the name of its parameter, which viewers show under the pointer.
+    """
+    dot = graphviz.Digraph("plan")
+    dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="11")
+    dot.attr("graph", label=_heading(tree), labelloc="t", labeljust="l")
+    dot.attr("node", shape="box", fontname=_FONT, fontsize="10", margin="0.1,0.05", height="0.3", color="#777777")
+    dot.attr("edge", color="#444444", arrowsize="0.6")
+    _add_module(dot, [tree.root], tree.colours)
+    folded = dict(_fold(tree.root, tree.root, ()))
+    edges = dict.fromkeys(
+        (_drawn(source, folded), _drawn(target, folded))
+        for source, target in flow
+        if not _between_layers(folded[source.module][1], folded[target.module][1])
+    )
+    for site in dict.fromkeys(site for ends in edges for site in ends if site.kind in ("inputs", "outputs")):
+        dot.node(_name(site), site.text, shape="plaintext", fontsize="12")
+    for source, target in edges:
+        _add_edge(dot, source, target)
+    return dot
+
+
+def render_svg(dot: graphviz.Digraph) -> Drawing:
+    """The graph laid out.
+
+    Raises:
+        graphviz.ExecutableNotFound: Graphviz's program ``dot`` is not on the ``PATH``.
+    """
+    svg = dot.pipe(format="svg", encoding="utf-8")
+    size = re.search(r'<svg width="(\d+)pt" height="(\d+)pt"', svg)
+    assert size is not None
+    return Drawing(int(size[1]), int(size[2]), svg[svg.index("<g ") : svg.rindex("</svg>")].rstrip())
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def _heading(tree: Tree) -> str:
+    lines = [f'<font point-size="16"><b>{escape(tree.title)}</b></font>', escape(tree.summary)]
+    lines += [f'<font color="{colour}" point-size="15">&#9632;</font> {escape(line)}' for colour, line in tree.legend]
+    rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
+    return f'<<table border="0" cellspacing="1" cellpadding="1">{rows}</table>>'
+
+
+def _add_module(dot: graphviz.Digraph, alike: list[Module], colours: dict[str, str]) -> None:
+    """One cluster, which stands for all modules that are ``alike``."""
+    module = alike[0]
+    with dot.subgraph(name=_cluster(module)) as cluster:
+        cluster.attr(label=_label(alike), style="rounded,filled", fillcolor="#00000008", color="#888888", margin="10")
+        _add_parameters(cluster, module, colours)
+        for site in module.sites:
+            if site.kind == "join":
+                cluster.node(_name(site), _escape(site.text), shape="ellipse", style="filled", fillcolor="white")
+            elif site.kind == "borrowed":
+                cluster.node(_name(site), _escape(f"{site.text}\n(tied)"), style="dashed")
+        for group in module.shown():
+            _add_module(cluster, group, colours)
+
+
+def _add_parameters(cluster: graphviz.Digraph, module: Module, colours: dict[str, str]) -> None:
+    """A node for each, side by side in their order, in as many lines as it takes."""
+    names = [_node(module, parameter.name) for parameter in module.own]
+    for start in range(0, len(names), _COLUMNS):
+        with cluster.subgraph() as line:
+            line.attr(rank="same")
+            for name, parameter in zip(names[start:][:_COLUMNS], module.own[start:], strict=False):
+                label = "\n".join((parameter.name, parameter.shapes, format_bytes(parameter.nbytes)))
+                line.node(name, _escape(label), style="filled", fillcolor=colours[parameter.placement])
+    for i, name in enumerate(names[1:], start=1):
+        cluster.edge(names[i - 1 if i % _COLUMNS else i - _COLUMNS], name, style="invis")
+
+
+def _label(alike: list[Module]) -> str:
+    name, held = describe(alike)
+    lines = [f"<b>{escape(name)}</b>  {held}"]
+    for each in alike[0].traffic:
+        sent = f"{each.calls}, {format_bytes(each.nbytes)}"
+        lines.append(f'<font point-size="9" color="#555555">{escape(sent)}</font>')
+    return "<" + "".join(f'{line}&#160;&#160;<br align="left"/>' for line in lines) + ">"
+
+
+def _cluster(module: Module) -> str:
+    return _identifier(f"cluster {module.path}")
+
+
+# -- data flow -------------------------------------------------------------------------------------
+
+_Chain = tuple[tuple[Module, int], ...]
+"""The folds that a module is in, outermost first: the first of the modules that are drawn as one, and its number."""
+
+
+def _fold(module: Module, drawn: Module, chain: _Chain) -> Iterator[tuple[Module, tuple[Module, _Chain]]]:
+    """Every module from ``module`` on, with the module that is drawn for it and its chain."""
+    yield module, (drawn, chain)
+    for group in drawn.groups():
+        for i, member in enumerate(group):
+            inside = module.children[member.path.rpartition(".")[2]]
+            yield from _fold(inside, group[0], (*chain, (group[0], i)) if len(group) > 1 else chain)
+
+
+def _drawn(site: Site, folded: dict[Module, tuple[Module, _Chain]]) -> Site:
+    module = folded[site.module][0]
+    return module.sites[site.module.sites.index(site)] if site in site.module.sites else site
+
+
+def _between_layers(source: _Chain, target: _Chain) -> bool:
+    return any(a is b and i != j for (a, i), (b, j) in zip(source, target, strict=False))
+
+
+def _add_edge(dot: graphviz.Digraph, source: Site, target: Site) -> None:
+    looks: dict[str, str] = {}
+    if source.module is not target.module:  # an edge ends at the border of a cluster that it comes from outside of
+        looks |= {"ltail": _cluster(source.module)} if source.kind == "module" else {}
+        looks |= {"lhead": _cluster(target.module)} if target.kind == "module" else {}
+    dot.edge(_name(source), _name(target), **looks)
+
+
+def _name(site: Site) -> str:
+    """The node that edges of a site are tied to."""
+    if site.kind in ("inputs", "outputs"):
+        return f"{site.text} of the model"
+    if site.kind == "parameter":
+        return _node(site.module, site.text)
+    if site.kind == "module":
+        return _node(site.module, site.module.own[0].name)
+    return _node(site.module, f"{site.kind} {site.module.sites.index(site)}")
+
+
+def _node(module: Module, name: str) -> str:
+    return _identifier(f"{module.path}.{name}".strip("."))
+
+
+def _escape(text: str) -> str:
+    """A label as it is: Graphviz reads entities of HTML in plain labels too."""
+    return graphviz.escape(text.replace("&", "&amp;"))
+
+
+def _identifier(name: str) -> str:
+    """The name without the characters that have a meaning of their own in Graphviz's language."""
+    return re.sub(r'[:<>"\\]', "_", name)

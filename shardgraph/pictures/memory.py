@@ -1,0 +1,123 @@
+"""The memory of one rank over a step, by what it is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from shardgraph.analysis import Analysis
+from shardgraph.passes.analysis.rows import Row
+from shardgraph.pictures.svg import Drawing, rect, text
+from shardgraph.sizes import format_bytes
+
+WIDTH, HEIGHT = 980, 380
+_LEFT, _RIGHT, _TOP, _BASE = 80, 730, 70, 340  # the sides of the plot
+_LEAST = 40  # the width of a half that has few operations, as the optimizer's has
+_COLOURS = {  # from the bottom up: first what stays, last what comes and goes
+    "parameters": "#4e79a7",
+    "optimizer state": "#a0cbe8",
+    "buffers": "#79706e",
+    "inputs": "#bab0ac",
+    "gradients": "#f28e2b",
+    "saved": "#59a14f",
+    "activations": "#8cd17d",
+    "gathered parameters": "#edc948",
+    "communication buffers": "#b07aa1",
+    "temporaries": "#e15759",
+}
+_OTHER = "#d37295"
+
+
+def draw_memory(analysis: Analysis) -> Drawing:
+    """The bytes that are live as each operation of the step ends, stacked by kind.
+
+    The peak is marked with its bytes and its operation; so is the memory of the device, if less than twice the peak.
+    """
+    peak, limit = analysis.peak, analysis.cluster.device.memory
+    top = 1.05 * (limit if peak.live < limit < 2 * peak.live else peak.live)
+    where = f" in {peak.module}" if peak.module else ""
+    bars, kinds = _bars(analysis.rows), _kinds(analysis.rows)
+
+    def y(nbytes: float) -> int:
+        return round(_BASE - nbytes / top * (_BASE - _TOP))
+
+    body = [
+        text(0, 20, f"Memory of a rank over a step: plan {analysis.plan.name}, {analysis.optimizer}", "title"),
+        text(0, 44, f"Peak {format_bytes(peak.live)} at {peak.label} ({peak.half}{where})"),
+    ]
+    for nbytes in _ticks(top):
+        body += [_line(_LEFT, y(nbytes), _RIGHT, y(nbytes), 'stroke="#ddd"')]
+        body += [text(_LEFT - 8, y(nbytes) + 4, format_bytes(nbytes), "small end")]
+    stacks = [list(accumulate(bar.row.memory.get(kind, 0) for kind in kinds)) for bar in bars]
+    for i, kind in reversed(list(enumerate(kinds))):  # each area begins at zero and hides the foot of the one before
+        outline = _outline(bars, [y(stack[i]) for stack in stacks])
+        body.append(f'<path d="{outline}" fill="{_COLOURS.get(kind, _OTHER)}"><title>{kind}</title></path>')
+    for half, group in groupby(bars, lambda bar: bar.row.half):
+        inside = list(group)
+        body.append(text((inside[0].left + inside[-1].right) // 2, _BASE + 20, half, "small middle"))
+        body.append(_line(inside[-1].right, _TOP, inside[-1].right, _BASE + 6, 'stroke="#888" stroke-dasharray="3 3"'))
+    at = next(bar.left for bar in bars if bar.row is peak)
+    body.append(f'<path d="M{at} {y(peak.live) - 2}l-5 -9h10z" fill="#222"/>')
+    body.append(text(at + 9, y(peak.live) - 2, format_bytes(peak.live), "strong"))
+    if limit < 2 * peak.live:
+        body.append(_line(_LEFT, y(limit), _RIGHT, y(limit), 'stroke="#c00" stroke-width="2"'))
+        body.append(text(_LEFT + 6, y(limit) - 5, f"{analysis.cluster.device.name} has {format_bytes(limit)}", "small"))
+    body.append(text(_RIGHT + 20, _TOP + 12, "at the peak", "strong"))
+    for i, kind in enumerate(reversed(kinds), start=1):
+        body.append(rect(_RIGHT + 20, _TOP + 20 * i, 16, 14, _COLOURS.get(kind, _OTHER)))
+        body.append(text(_RIGHT + 42, _TOP + 20 * i + 12, kind))
+        body.append(text(WIDTH, _TOP + 20 * i + 12, format_bytes(peak.memory.get(kind, 0)), "end"))
+    return Drawing(WIDTH, HEIGHT, "\n".join(body))
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """The operation that is shown between two horizontal positions."""
+
+    left: int
+    right: int
+    row: Row
+
+
+def _bars(rows: Sequence[Row]) -> list[_Bar]:
+    """Bars of whole pixels from left to right; of the operations that share a pixel, the one with the most live."""
+    halves = [list(group) for _, group in groupby(rows, lambda row: row.half)]
+    spare = _RIGHT - _LEFT - _LEAST * len(halves)
+    bars, left = [], _LEFT
+    for half in halves:
+        width = _LEAST + spare * len(half) // len(rows)
+        pixels = [(left + i * width // len(half), row) for i, row in enumerate(half)]
+        tallest = [max(group, key=lambda each: each[1].live) for _, group in groupby(pixels, lambda each: each[0])]
+        left += width
+        ends = [x for x, _ in tallest[1:]] + [left]
+        bars += [_Bar(x, end, row) for (x, row), end in zip(tallest, ends, strict=True)]
+    return bars
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    """The kinds that occur, from the bottom of the stack to its top."""
+    found = dict.fromkeys(kind for row in rows for kind in row.memory)
+    return [kind for kind in _COLOURS if kind in found] + [kind for kind in found if kind not in _COLOURS]
+
+
+def _outline(bars: Sequence[_Bar], heights: Sequence[int]) -> str:
+    """A closed path over the tops of the bars."""
+    steps, before = [f"M{bars[0].left} {_BASE}"], _BASE
+    for bar, height in zip(bars, heights, strict=True):
+        if height != before:
+            steps.append(f"H{bar.left}V{height}")
+        before = height
+    return "".join([*steps, f"H{bars[-1].right}V{_BASE}z"])
+
+
+def _ticks(top: float) -> Iterator[int]:
+    """Round numbers of bytes from 0 to ``top``, six at most."""
+    step = 1
+    while top / step > 6:
+        step *= 2
+    return iter(range(0, int(top) + 1, step))
+
+
+def _line(x1: int, y1: int, x2: int, y2: int, looks: str) -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" {looks}/>'

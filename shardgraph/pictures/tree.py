@@ -1,0 +1,241 @@
+"""What a picture of a plan shows: the modules, what a rank holds of each and what it sends for it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from shardgraph.ir import Parameter, collectives, group_of, placeholders
+from shardgraph.mesh import Mesh
+from shardgraph.passes.analysis.local import shard_shape
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
+from shardgraph.program import Program
+from shardgraph.sizes import format_bytes
+
+_COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6b8", "#cdb4f0", "#f7b37e")
+_OTHER = "#d0d0d0"  # all placements beyond the colours that are easily told apart
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter by its name within its module; ``local`` is the shape of rank 0's part, the largest."""
+
+    name: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    placement: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one rank."""
+        return math.prod(self.local) * self.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the unsharded parameter."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def shapes(self) -> str:
+        """``"(8, 4) -> (2, 4)"``, or one shape where the rank holds all of it."""
+        whole, local = (f"({', '.join(map(str, shape))})" for shape in (self.shape, self.local))
+        return whole if self.shape == self.local else f"{whole} -> {local}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind that a module's parameters and buffers take in a step, and the bytes a rank sends."""
+
+    direction: str
+    operation: str
+    axis: str
+    count: int = 0
+    nbytes: int = 0
+
+    @property
+    def calls(self) -> str:
+        """``"forward: 2 x all_gather over dp"``."""
+        operation = self.operation.removesuffix("_into_tensor").removesuffix("_tensor")
+        return f"{self.direction}: {self.count} x {operation} over {self.axis}"
+
+
+@dataclass(eq=False)
+class Site:
+    """A place in a module that data flows from and to, see :mod:`shardgraph.pictures.flow`.
+
+    ``kind``
+        ``"module"``, all of a module that has parameters and no modules inside; ``"parameter"``, where one parameter of
+        another module is used; ``"borrowed"``, where a parameter is used that belongs elsewhere, as tied ones do;
+        ``"join"``, operations without parameters on the results of several sites; ``"inputs"`` and ``"outputs"`` of
+        the model.
+    ``text``
+        The parameter's name (``"borrowed"``: its fully qualified one) or the operations; empty for all of a module.
+    """
+
+    module: Module
+    kind: str
+    text: str
+
+
+@dataclass(eq=False)
+class Module:
+    """A module with its own parameters, the traffic for them, and the modules inside of it."""
+
+    path: str
+    own: list[HeldParameter] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    children: dict[str, Module] = field(default_factory=dict)
+
+    def find(self, path: str) -> Module:
+        """The module of that name below this one, made where there is none."""
+        module = self
+        for name in path.split(".") if path else ():
+            below = f"{module.path}.{name}" if module.path else name
+            module = module.children.setdefault(name, Module(below))
+        return module
+
+    def walk(self) -> Iterator[Module]:
+        """This module and all below it."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    def parameters(self) -> Iterator[HeldParameter]:
+        """The parameters of this module and of all below it."""
+        return (parameter for module in self.walk() for parameter in module.own)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters on one rank."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def add_traffic(self, direction: str, operation: str, axis: str, nbytes: int) -> None:
+        """Count one more collective."""
+        kinds = [(each.direction, each.operation, each.axis) for each in self.traffic]
+        if (direction, operation, axis) not in kinds:
+            self.traffic.append(Traffic(direction, operation, axis, 1, nbytes))
+            return
+        at = kinds.index((direction, operation, axis))
+        before = self.traffic[at]
+        self.traffic[at] = Traffic(direction, operation, axis, before.count + 1, before.nbytes + nbytes)
+
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for modules that are drawn as one."""
+        inside = tuple((name, child.likeness()) for name, child in self.children.items())
+        return (*self.own, *self.traffic, *((site.kind, site.text) for site in self.sites), inside)
+
+    def groups(self) -> Iterator[list[Module]]:
+        """The children; neighbours with numbers for names that are alike are one group."""
+
+        def key(item: tuple[str, Module]) -> object:
+            name, child = item
+            return child.likeness() if name.isdigit() else name
+
+        return ([child for _, child in group] for _, group in groupby(self.children.items(), key))
+
+    def shown(self) -> Iterator[list[Module]]:
+        """The groups of what is drawn inside; a list of alike layers that holds nothing else is drawn as its layers."""
+        for group in self.groups():
+            inside = list(group[0].groups())
+            bare = not (group[0].own or group[0].traffic or group[0].sites)
+            yield inside[0] if bare and len(group) == len(inside) == 1 < len(inside[0]) else group
+
+    def _move(self, path: str) -> None:
+        self.path = path
+        for name, child in self.children.items():
+            child._move(f"{path}.{name}")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The modules of a program on a mesh."""
+
+    mesh: Mesh
+    root: Module
+
+    @property
+    def title(self) -> str:
+        """What it is a picture of, as a heading."""
+        return "Partition plan on " + (" x ".join(f"{axis}={size}" for axis, size in self.mesh) or "one process")
+
+    @property
+    def summary(self) -> str:
+        """The bytes held and sent in all, as a line."""
+        sent: dict[str, int] = {}
+        for traffic in (each for module in self.root.walk() for each in module.traffic):
+            sent[traffic.axis] = sent.get(traffic.axis, 0) + traffic.nbytes
+        whole = sum(parameter.whole_bytes for parameter in self.root.parameters())
+        held = f"{format_bytes(self.root.nbytes)} per rank, {format_bytes(whole)} in all"
+        ways = ", ".join(f"{format_bytes(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
+        return f"Parameters: {held}. Sent per rank and step: {ways}"
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """A colour for every placement that occurs, in order of first use."""
+        placements = dict.fromkeys(parameter.placement for parameter in self.root.parameters())
+        return {placement: _COLOURS[i] if i < len(_COLOURS) else _OTHER for i, placement in enumerate(placements)}
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The colour of every placement, and a line on what has it."""
+        lines = []
+        for placement, colour in self.colours.items():
+            placed = [parameter for parameter in self.root.parameters() if parameter.placement == placement]
+            held = format_bytes(sum(parameter.nbytes for parameter in placed))
+            lines.append((colour, f"{placement}: {len(placed)} parameters, {held} per rank"))
+        return lines
+
+    def lengthen(self, path: str, captured: int, layers: int) -> None:
+        """Repeat the middle one of the ``captured`` layers of the stack ``path``, so that there are ``layers``.
+
+        Layers without parameters are not drawn, and those that share theirs are drawn once, however many there are.
+        """
+        stack = self.root.find(path)
+        present = list(stack.children.values())
+        if len(present) != captured:
+            return
+        middle = captured // 2
+        more = [copy.deepcopy(present[middle]) for _ in range(layers - captured)]
+        stack.children = {str(i): layer for i, layer in enumerate((*present[:middle], *more, *present[middle:]))}
+        stack._move(path)
+
+
+def build_tree(program: Program) -> Tree:
+    """The modules of ``program`` that have parameters or collectives.
+
+    A collective counts for the module of the parameter or buffer that it is for, else for that of its node.
+    """
+    mesh, root = program.plan.mesh, Module("")
+    roles = placeholders(program.forward).items()
+    itemsizes = {role.fqn: node.meta["val"].element_size() for role, node in roles if isinstance(role, Parameter)}
+    for fqn, shape in program.shapes.items():
+        path, _, name = fqn.rpartition(".")
+        local, placement = shard_shape(program.context, fqn, 0), _placement(program.parameters[fqn].placements, mesh)
+        itemsize = itemsizes.get(fqn, torch.get_default_dtype().itemsize)  # the program leaves out what it does not use
+        root.find(path).own.append(HeldParameter(name, tuple(shape), local, placement, itemsize))
+    for direction, gm in (("forward", program.forward), ("backward", program.backward)):
+        for node in collectives(gm) if gm is not None else ():
+            nbytes = node_wire_bytes(node, mesh)
+            root.find(module_of(node)).add_traffic(direction, operation_of(node), group_of(node), nbytes)
+    return Tree(mesh, root)
+
+
+def describe(alike: list[Module]) -> tuple[str, str]:
+    """The name of modules that are drawn as one, and what a rank holds of them."""
+    module, held = alike[0], f"{format_bytes(alike[0].nbytes)} per rank"
+    if len(alike) == 1:
+        return module.path.rpartition(".")[2] or "model", held if module.nbytes else ""
+    first, last = (".".join(end.path.split(".")[-2:]) for end in (module, alike[-1]))
+    return f"{first} .. {last} x{len(alike)}", f"{len(alike)} x {held}"
+
+
+def _placement(placements: Iterable[str], mesh: Mesh) -> str:
+    return ", ".join(f"{placed} over {axis}" for placed, (axis, _) in zip(placements, mesh, strict=True)) or "whole"

@@ -1,0 +1,298 @@
+"""What pictures of a program show: modules, placements, traffic, the flow of data, and memory over time."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardgraph import ParameterPlan, Plan, analyze, preset
+from shardgraph.compiler import build_program
+from shardgraph.pictures.boxes import draw_boxes
+from shardgraph.pictures.flow import Edges, Site, trace_flow
+from shardgraph.pictures.graph import plan_graph, render_svg
+from shardgraph.pictures.memory import draw_memory
+from shardgraph.pictures.svg import Drawing, document
+from shardgraph.pictures.tree import HeldParameter, Module, Tree, build_tree
+from shardgraph.plan import REPLICATE, SHARD
+from tests.machines import toy_cluster
+from tests.zoo import make
+
+MESH = (("replica", 2), ("shard", 4))
+SHARDED = ParameterPlan((REPLICATE, SHARD))
+WHOLE = ParameterPlan((REPLICATE, REPLICATE), "all_reduce", reshard_after_forward=False)
+
+
+class Block(nn.Module):
+    """A linear layer and a norm behind a residual."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, hidden, bias=False), nn.LayerNorm(hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    """An embedding and blocks, the ``odd``-th of another size."""
+
+    def __init__(self, layers: int = 4, odd: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1001, 8, dtype=torch.bfloat16)
+        self.layers = nn.ModuleList(Block(32 if i == odd else 16) for i in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).float()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def outline(model: nn.Module, *inputs: torch.Tensor, plan: Plan | None = None) -> tuple[Tree, Edges]:
+    program = build_program(model, plan or preset("fsdp", {"dp": 2}), inputs)
+    tree = build_tree(program)
+    return tree, trace_flow(program.forward, tree.root)
+
+
+def net(odd: int | None = None, rules: tuple[tuple[str, ParameterPlan], ...] = ()) -> tuple[Tree, Edges]:
+    plan = Plan("mine", MESH, (("*", SHARDED), ("*norm*", WHOLE), *rules))
+    return outline(Net(odd=odd), torch.zeros(2, 3, dtype=torch.long), plan=plan)
+
+
+def texts(drawing: Drawing) -> list[str]:
+    elements = ET.fromstring(document("test", [drawing])).iter("{http://www.w3.org/2000/svg}text")
+    return [element.text or "" for element in elements]
+
+
+def flows(model: nn.Module, *inputs: torch.Tensor) -> set[tuple[str, str]]:
+    def name(site: Site) -> str:
+        return ".".join(filter(None, (site.module.path, site.text)))
+
+    return {(name(source), name(target)) for source, target in outline(model, *inputs)[1]}
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[str]:
+    return texts(draw_boxes(net()[0]))
+
+
+# -- modules, placements, traffic ------------------------------------------------------------------
+
+
+def test_alike_layers_are_drawn_once(drawn):
+    assert drawn.count("layers.0 .. layers.3 x4") == 1
+    assert drawn.count("norm") == 1
+
+
+def test_a_layer_with_another_shape_is_drawn_apart():
+    assert {"0", "1", "layers.2 .. layers.3 x2"} <= set(texts(draw_boxes(net(odd=1)[0])))
+
+
+def test_a_layer_with_another_placement_is_drawn_apart():
+    found = texts(draw_boxes(net(rules=(("layers.0.up.weight", WHOLE),))[0]))
+    assert {"0", "layers.1 .. layers.3 x3"} <= set(found)
+
+
+def test_every_placement_is_in_the_legend_with_its_bytes(drawn):
+    sharded = 251 * 8 * 2 + 4 * (4 * 8 + 2 * 16 + 2) * 4
+    assert f"replicate over replica, shard(0) over shard: 13 parameters, {sharded / 1024:.1f} KiB per rank" in drawn
+    assert "replicate over replica, replicate over shard: 8 parameters, 512 B per rank" in drawn
+
+
+def test_a_parameter_shows_its_whole_and_its_local_shape(drawn):
+    assert "(1001, 8) -> (251, 8)" in drawn
+    assert "(16)" in drawn
+
+
+def test_a_module_lists_its_collectives_with_their_bytes(drawn):
+    assert "forward: 1 x all_gather over shard" in drawn
+    assert f"{3 * 251 * 8 * 2 / 1024:.1f} KiB sent" in drawn
+
+
+def test_a_parameter_is_a_node_in_the_colour_of_its_placement():
+    tree, flow = net()
+    source = plan_graph(tree, flow).source
+    for name, (colour, _) in zip(("layers.0.up.weight", "layers.0.norm.weight"), tree.legend, strict=True):
+        (node,) = re.findall(rf'^\s*"{name}" \[(.*?)\]', source, re.DOTALL | re.MULTILINE)
+        assert f'fillcolor="{colour}"' in node
+
+
+AWKWARD = pytest.mark.parametrize("name", ["a<b", 'say "x"', "a:b", "a\\", "<b>", "&amp;"])
+
+
+def awkward(name: str) -> tuple[Tree, Edges]:
+    tree = Tree((), Module(""))
+    module = tree.root.find(name)
+    module.own.append(HeldParameter(f"w{name}", (2,), (2,), "whole", 4))
+    module.sites.append(Site(module, "module", ""))
+    return tree, {(Site(tree.root, "inputs", "inputs"), module.sites[0]): None}
+
+
+@AWKWARD
+def test_names_are_escaped_in_boxes(name):
+    assert {name, f"w{name}"} <= set(texts(draw_boxes(awkward(name)[0])))
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
+@AWKWARD
+def test_names_are_escaped_in_the_graph(name):
+    assert {name, f"w{name}"} <= set(texts(render_svg(plan_graph(*awkward(name)))))
+
+
+def test_a_lengthened_stack_is_drawn_as_the_whole_one():
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    (few, few_flow), (all_, all_flow) = outline(Net(5), ids), outline(Net(9), ids)
+    few.lengthen("layers", 5, 9)
+    assert plan_graph(few, few_flow).source == plan_graph(all_, all_flow).source
+    assert few.summary == all_.summary
+
+
+def test_layers_that_share_their_parameters_are_not_lengthened():
+    tree = Tree((), Module(""))
+    tree.root.find("layers.0").own.append(HeldParameter("weight", (2,), (2,), "whole", 4))
+    tree.lengthen("layers", 5, 9)
+    assert [module.path for module in tree.root.walk()] == ["", "layers", "layers.0"]
+
+
+# -- the flow of data ------------------------------------------------------------------------------
+
+
+def test_a_module_takes_what_the_one_before_gives_through_what_has_no_parameters():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 4))
+    assert flows(model, torch.randn(2, 4)) == {("inputs", "0"), ("0", "3"), ("3", "outputs")}
+
+
+def test_a_residual_joins_two_flows():
+    assert flows(Block(), torch.randn(2, 8)) == {
+        ("inputs", "up"),
+        ("up", "norm"),
+        ("norm", "down"),
+        ("inputs", "add"),
+        ("down", "add"),
+        ("add", "outputs"),
+    }
+
+
+def test_attention_is_one_join():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            return self.out((q @ k.transpose(1, 2)).softmax(-1) @ v)
+
+    assert flows(Attention(), torch.randn(2, 3, 4)) == {
+        *(("inputs", name) for name in "qkv"),
+        *((name, "bmm") for name in "qkv"),
+        ("bmm", "out"),
+        ("out", "outputs"),
+    }
+
+
+def test_a_tied_parameter_is_used_where_it_is_borrowed():
+    found = flows(make("tied-transformer", 2)[0], torch.zeros(2, 6, dtype=torch.long))
+    assert {("inputs", "embedding"), ("head.embedding.weight", "outputs")} <= found
+    assert not any(target == "embedding" for source, target in found if source != "inputs")
+
+
+def test_a_parameter_beside_modules_is_a_site_of_its_own():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale
+
+    found = flows(Scaled(), torch.randn(2, 4))
+    assert found == {("inputs", "linear"), ("linear", "scale"), ("scale", "outputs")}
+
+
+def test_positions_come_from_nowhere():
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.position = nn.Embedding(7, 4), nn.Embedding(7, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.token(ids) + self.position(torch.arange(ids.shape[1]))
+
+    found = flows(Placed(), torch.zeros(2, 3, dtype=torch.long))
+    assert [source for source, target in found if target == "position"] == []
+    assert ("position", "add") in found
+
+
+def test_modules_have_their_names_under_a_loss_too():
+    model = nn.Sequential()
+    model.add_module("model", nn.Linear(4, 4))
+    call = {"target": torch.zeros(2, 4)}
+    program = build_program(model, preset("fsdp", {"dp": 2}), (torch.zeros(2, 4),), call, loss_fn=F.mse_loss)
+    tree = build_tree(program)
+    ends = {(source.module.path, target.module.path) for source, target in trace_flow(program.forward, tree.root)}
+    assert ("", "model") in ends and list(tree.root.children) == ["model"]
+
+
+def test_modules_have_their_names_whatever_forward_calls_its_module():
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(this, x: torch.Tensor) -> torch.Tensor:
+            return this.linear(x)
+
+    assert flows(Named(), torch.randn(2, 4)) == {("inputs", "linear"), ("linear", "outputs")}
+
+
+def test_an_edge_of_the_graph_ends_at_the_cluster_of_a_module():
+    tree, flow = outline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)), torch.randn(2, 4))
+    assert '"0.weight" -> "1.weight" [lhead="cluster 1" ltail="cluster 0"]' in plan_graph(tree, flow).source
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    model, (args, kwargs) = make("conv-batch-norm", 2)
+    return analyze(model, args, preset("fsdp", {"dp": 2}), example_kwargs=kwargs, cluster=toy_cluster())
+
+
+def test_the_peak_is_marked_with_its_bytes_and_its_operation(analysis):
+    found = texts(draw_memory(analysis))
+    peak = f"{analysis.peak_memory / 1024:.1f} KiB"
+    assert peak in found
+    assert any(line.startswith(f"Peak {peak} at {analysis.peak.label} ({analysis.peak.half}") for line in found)
+
+
+def test_every_kind_of_memory_is_stacked_and_named(analysis):
+    kinds = {kind for row in analysis.rows for kind in row.memory}
+    drawing = draw_memory(analysis)
+    assert kinds <= set(texts(drawing))
+    assert all(f"<title>{kind}</title>" in drawing.body for kind in kinds)
+
+
+def test_the_halves_of_the_step_are_named(analysis):
+    assert {"forward", "backward", "optimizer"} <= set(texts(draw_memory(analysis)))
+
+
+@pytest.mark.parametrize("times, shown", [(0.7, True), (1.5, True), (3.0, False)])
+def test_the_devices_memory_is_drawn_where_the_peak_is_near_it(analysis, times, shown):
+    cluster = toy_cluster(memory=round(times * analysis.peak_memory))
+    found = texts(draw_memory(replace(analysis, cluster=cluster)))
+    assert any(line.startswith("toy has") for line in found) == shown
+
+
+def test_a_step_of_many_operations_is_no_larger_a_picture(analysis):
+    many = replace(analysis, rows=tuple(row for row in analysis.rows for _ in range(200)))
+    assert len(draw_memory(many).body) < 60_000
+    assert f"{analysis.peak_memory / 1024:.1f} KiB" in texts(draw_memory(many))
