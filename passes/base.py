@@ -12,7 +12,7 @@ of passes. The contract, checked between passes by :func:`run_passes`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -28,15 +28,17 @@ from shardgraph.plan import ParameterPlan, Plan
 class Context:
     """What passes may know besides the graph.
 
-    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their unsharded shapes,
-    ``fake_mode`` the mode in which new ``meta["val"]`` tensors are made.
+    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
+    whole, or the part that operators use once a pass has split them. ``fake_mode`` is the mode in which new
+    ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of.
     """
 
     plan: Plan
-    parameters: Mapping[str, ParameterPlan]
-    shapes: Mapping[str, torch.Size]
+    parameters: dict[str, ParameterPlan]
+    shapes: dict[str, torch.Size]
     fake_mode: Any
     facts: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -135,10 +135,20 @@ class Analysis:
         budget = self.cluster.device.memory if memory is None else parse_bytes(memory)
         found = self.symbolic().largest(size, budget)
         sizes = {"batch": self._source.batch, "sequence": self._source.sequence}
-        # The allocator rounds every tensor up, which no expression does: a little less may be what fits.
-        while found > 1 and analyze_source(self._source.resized(**(sizes | {size: found}))).peak_memory > budget:
-            found -= 1
-        return found
+
+        def fits(value: int) -> bool:
+            return analyze_source(self._source.resized(**(sizes | {size: value}))).peak_memory <= budget
+
+        # The allocator rounds every tensor up, and a capacity may be a rounded part of a sequence: no expression
+        # knows. What it gives is near, so less is tried in steps that grow.
+        step = 1
+        while found > 1 and not fits(found):
+            found, step = max(1, found - step), 2 * step
+        low, high = found, found + step // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     @property
     def _source(self) -> Source:

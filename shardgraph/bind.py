@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import ir
 
+aten = torch.ops.aten
+
 
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
@@ -21,6 +23,18 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
                 node.args = (*node.args[:-1], mesh.get_group(node.args[-1]).group_name)
             elif node.target in (ir.trim_shard, ir.local_chunk):
                 _cut(node, mesh)
+            elif node.target is ir.local_part:
+                tensor, dim, blocks, axis = node.args
+                node.target = ir.take_part
+                node.args = (tensor, dim, blocks, mesh[axis].size(), mesh.get_local_rank(axis))
+            elif node.target is ir.first_only:
+                tensor, axis = node.args
+                node.target = aten.zeros_like.default if mesh.get_local_rank(axis) else aten.clone.default
+                node.args = (tensor,)
+            elif node.target is ir.first_row:
+                rows, axis = node.args
+                node.replace_all_uses_with(rows * mesh.get_local_rank(axis))
+                bound.graph.erase_node(node)
     bound.recompile()
     return bound
 

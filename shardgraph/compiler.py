@@ -25,9 +25,10 @@ from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
+from shardgraph.passes.rewrite.shard_operators import ShardOperators
 from shardgraph.passes.rewrite.shard_parameters import ShardParameters
 from shardgraph.passes.rewrite.split import split
-from shardgraph.plan import Plan
+from shardgraph.plan import Plan, in_patterns
 from shardgraph.presets import preset
 from shardgraph.program import Program
 
@@ -77,10 +78,11 @@ def lower(
         DeadlockError: the program's collectives could block for ever.
     """
     parameters = plan.resolve(shapes)
-    context = Context(plan, parameters, shapes, joint.fake_mode)
+    context = Context(plan, parameters, dict(shapes), joint.fake_mode)
     show("rewrite")
     gm = copy_graph(joint.module)
-    run_passes(gm, JOINT_PASSES, context)
+    operators = [ShardOperators(axis, style == "sequence") for axis, style in plan.operators]
+    run_passes(gm, (*operators, *JOINT_PASSES), context)
 
     show("split")
     forward, backward = split(gm, context)
@@ -95,7 +97,17 @@ def lower(
         if half is not None:
             check_waits(half)
             check_program(half, plan.mesh)
-    return Program(joint, forward, backward, plan, parameters, shapes, context)
+    return Program(joint, forward, backward, plan, context.parameters, shapes, context)
+
+
+def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
+    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators."""
+    if not plan.undecided(shapes):
+        return plan
+    context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode)
+    gm = copy_graph(joint.module)
+    run_passes(gm, [ShardOperators(axis, style == "sequence") for axis, style in plan.operators], context)
+    return replace(plan, parameters=in_patterns(context.parameters))
 
 
 # -- which plan, on which mesh ---------------------------------------------------------------------

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph.agreement import Agreement
 from shardgraph.analyze import resolve_cluster
 from shardgraph.capture import capture
-from shardgraph.compiler import resolve_mesh, resolve_plan
+from shardgraph.compiler import place_operators, resolve_mesh, resolve_plan
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.materialize import is_meta, materialize
+from shardgraph.mesh import Mesh
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
 from shardgraph.plan import ParameterPlan, Plan
@@ -47,10 +48,12 @@ def compile(
     Args:
         model: any ``nn.Module``, on any device or on ``meta``. Every rank must build the same one: the same seed, or a
             checkpoint.
-        plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``), ``"auto"``,
-            a :class:`Plan`, or the path of a plan file (``.yaml``).
+        plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``; ``"tp"`` and
+            ``"tp+sp"``, also after one of these, as in ``"fsdp+tp"``), ``"auto"``, a :class:`Plan`, or the path of a
+            plan file (``.yaml``).
         example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or
-            with ``example_kwargs``, compilation happens now. Otherwise at the first call.
+            with ``example_kwargs``, compilation happens now. Otherwise at the first call. A plan that divides operators
+            and leaves it to be found where parameters lie (``"tp"``) needs them.
         example_kwargs: keyword inputs likewise.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
@@ -76,6 +79,9 @@ def compile(
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
+    if dist.is_initialized() and device_mesh is not None:
+        inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs)
+        plan = _placed(model, plan, axes, inputs, loss_fn, agreement)
     chosen, entries = _agree_on_plan(agreement, plan, axes, model)
     device = _device(device_mesh, model)
 
@@ -96,6 +102,51 @@ def compile(
     return sharded
 
 
+def _placed(
+    model: nn.Module,
+    plan: str | Path | Plan,
+    axes: Mesh,
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any] | None] | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    agreement: Agreement,
+) -> str | Path | Plan:
+    """The plan with a placement for every parameter that it leaves to be found, as rank 0 finds it."""
+    try:
+        chosen, shapes = resolve_plan(plan, axes), named_shapes(model)
+        if not chosen.undecided(shapes):
+            return plan
+    except ShardGraphError:
+        return plan  # all ranks are told of it together when they agree on the plan
+    if inputs is None:
+        raise PlanError(
+            f"plan {chosen.name!r} finds where parameters lie by what is computed with them: give example_inputs or "
+            "example_kwargs, or a plan that says where they lie (sharded.plan.save(path) of an earlier run writes one)"
+        )
+    args, kwargs = inputs
+    agreement.agree("the plan", chosen.to_yaml())
+
+    def find() -> Plan:
+        loss = loss_fn if "target" in (kwargs or {}) else None
+        joint = capture(model, args, dict(kwargs or {}), device=torch.device("cpu"), loss_fn=loss)
+        return place_operators(joint, chosen, shapes)
+
+    return _from_first_rank(find)
+
+
+def _from_first_rank(find: Callable[[], Plan]) -> Plan:
+    """What ``find`` gives on rank 0, or its error, on every rank."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [find()]
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
 def _choose(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -105,16 +156,8 @@ def _choose(
     cluster: Cluster | str | Path | None,
 ) -> Plan:
     """The plan that rank 0 finds fastest, on every rank: machines differ in what memory they have free."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [_fastest(model, args, kwargs, mesh, loss_fn if "target" in kwargs else None, cluster)]
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    loss = loss_fn if "target" in kwargs else None
+    return _from_first_rank(lambda: _fastest(model, args, kwargs, mesh, loss, cluster))
 
 
 def _fastest(

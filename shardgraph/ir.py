@@ -6,7 +6,7 @@ so no code depends on positions. The same representation serves the joint graph 
 split, the forward and the backward graph.
 
 Until :mod:`shardgraph.bind` runs, a graph is the same text on every rank: groups are named by mesh axis and
-what depends on the rank is written with the three symbolic operations below. That is what makes
+what depends on the rank is written with the symbolic operations below. That is what makes
 "all ranks issue the same collectives" a comparison of two strings.
 """
 
@@ -184,6 +184,31 @@ def trim_shard(padded: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
 def local_chunk(full: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
     """This rank's rows of a tensor of ``rows`` rows, by DTensor's chunking. Symbolic, as above."""
     raise RuntimeError(f"local_chunk({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def local_part(full: torch.Tensor, dim: int, blocks: int, axis: str) -> torch.Tensor:
+    """This rank's part of a tensor that every rank of mesh ``axis`` has; see :func:`take_part`. Symbolic, as above."""
+    raise RuntimeError(f"local_part({dim}, {blocks}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def take_part(full: torch.Tensor, dim: int, blocks: int, parts: int, index: int) -> torch.Tensor:
+    """A copy of part ``index`` of ``parts`` of every one of ``blocks`` equal blocks of ``dim``.
+
+    No view: one that is kept would keep all of ``full``, and some kernels want their operands contiguous.
+    """
+    size = full.shape[dim] // (blocks * parts)
+    apart = full.unflatten(dim, (blocks, parts, size)).select(dim + 1, index)
+    return apart.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+
+
+def first_only(full: torch.Tensor, axis: str) -> torch.Tensor:
+    """``full`` on the first rank of mesh ``axis``, zeros on the others: what the ranks hold sums to it. Symbolic."""
+    raise RuntimeError(f"first_only({axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def first_row(rows: int, axis: str) -> int:
+    """The number of this rank's first row where every rank of mesh ``axis`` has ``rows``. Symbolic, as above."""
+    raise RuntimeError(f"first_row({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
 
 
 def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardgraph.ir import chunk_bounds
-from shardgraph.plan import SHARD, ParameterPlan
+from shardgraph.ir import chunk_bounds, take_part
+from shardgraph.mesh import Mesh
+from shardgraph.plan import ParameterPlan
 
 
 def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -17,20 +19,36 @@ def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def cut_shard(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None, device: torch.device) -> torch.Tensor:
-    """This rank's own contiguous copy, on ``device``, of its rows of ``full``; all of them without a mesh.
+    """This rank's own contiguous copy, on ``device``, of its part of ``full``; all of it without a mesh.
 
     A ``meta`` tensor gives uninitialised memory of the same shape.
     """
-    if mesh is not None and entry.shard_axis is not None:
-        start, stop = chunk_bounds(full.shape[0], mesh.size(entry.shard_axis), mesh.get_local_rank(entry.shard_axis))
-        full = full[start:stop]
+    if mesh is not None:
+        here = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+        full = part_of(full, entry, tuple((str(axis), mesh.size(axis)) for axis in range(mesh.ndim)), here)
     local = torch.empty(full.shape, dtype=full.dtype, device=device)
     return local if full.is_meta else local.copy_(full)
 
 
+def part_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh, here: tuple[int, ...]) -> torch.Tensor:
+    """What the rank at coordinates ``here`` holds of ``full``: its part along axes of operators, of that its rows."""
+    for position, (dim, blocks) in entry.splits.items():
+        full = take_part(full, dim, blocks, mesh[position][1], here[position])
+    if entry.shard_axis is not None:
+        start, stop = chunk_bounds(full.shape[0], mesh[entry.shard_axis][1], here[entry.shard_axis])
+        full = full[start:stop]
+    return full
+
+
 def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
     """The DTensor of global ``shape`` of which this rank holds ``local``."""
-    placements = [Shard(0) if placement == SHARD else Replicate() for placement in entry.placements]
+    placements: list[Placement] = [Replicate() for _ in entry.placements]
+    rows = 1  # parts that the rows are in already when axes of data cut them
+    for position, (dim, blocks) in entry.splits.items():
+        placements[position] = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+        rows *= mesh.size(position) if dim == 0 and position > (entry.shard_axis or 0) else 1
+    if entry.shard_axis is not None:
+        placements[entry.shard_axis] = Shard(0) if rows == 1 else _StridedShard(0, split_factor=rows)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 

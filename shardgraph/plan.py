@@ -12,14 +12,22 @@ round-trips exactly through YAML. Whatever ``plan="auto"`` can choose can also b
       lm_head.weight: {placements: [replicate], gradient: all_reduce, reshard_after_forward: false}
 
 ``parameters`` maps patterns of parameter names (shell wildcards) to what happens to them; the last
-pattern that matches wins.
+pattern that matches wins. ``operators`` names the mesh axes whose ranks divide the computation of one batch among them,
+instead of each having a batch of its own::
+
+    mesh: {dp: 2, tp: 4}
+    operators: {tp: sequence}
+    parameters:
+      '*': {placements: [shard(0), auto], gradient: reduce_scatter, reshard_after_forward: true}
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +36,26 @@ import torch
 import yaml
 
 from shardgraph.errors import PlanError, nearest
-from shardgraph.mesh import Mesh
+from shardgraph.mesh import Mesh, coordinates
 from shardgraph.sizes import format_bytes, format_seconds
 
 SCHEMA = 1
 REPLICATE = "replicate"
 SHARD = "shard(0)"
+AUTO = "auto"
 _GRADIENTS = ("all_reduce", "reduce_scatter")
+_STYLES = ("whole", "sequence")
+
+
+def split_text(dim: int, blocks: int = 1) -> str:
+    """``"split(1)"``, or ``"split(1, blocks=3)"``: how a plan writes a parameter that operators use in parts."""
+    return f"split({dim})" if blocks == 1 else f"split({dim}, blocks={blocks})"
+
+
+def parse_split(placement: str) -> tuple[int, int] | None:
+    """The dimension and blocks of :func:`split_text`; None for another placement."""
+    found = re.fullmatch(r"split\((\d+)(?:, *blocks=([1-9]\d*))?\)", placement)
+    return (int(found[1]), int(found[2] or 1)) if found else None
 
 
 @dataclass(frozen=True)
@@ -42,7 +63,10 @@ class ParameterPlan:
     """What happens to one parameter.
 
     ``placements``
-        One of ``"replicate"``, ``"shard(0)"`` per mesh axis; at most one axis shards.
+        One per mesh axis. Along an axis of data: ``"replicate"``, or ``"shard(0)"`` (stored in parts and gathered
+        before use), for at most one axis. Along an axis of operators: ``"split(d)"`` (used in parts of dimension
+        ``d``, never gathered), ``"split(d, blocks=k)"`` (parts of each of ``k`` equal blocks, as a fused projection
+        of queries, keys and values needs), ``"replicate"``, or ``"auto"``.
     ``gradient``
         ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
         ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
@@ -59,6 +83,19 @@ class ParameterPlan:
     def shard_axis(self) -> int | None:
         """The mesh axis (by position) that shards the parameter, or None."""
         return next((i for i, p in enumerate(self.placements) if p == SHARD), None)
+
+    @property
+    def splits(self) -> dict[int, tuple[int, int]]:
+        """Dimension and blocks by the position of each mesh axis that splits the parameter."""
+        found = {i: parse_split(placement) for i, placement in enumerate(self.placements)}
+        return {i: split for i, split in found.items() if split is not None}
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The shape that the axes of data see of a parameter of global ``shape``: its part along those of operators."""
+        local = list(shape)
+        for position, (dim, _) in self.splits.items():
+            local[dim] //= mesh[position][1]
+        return tuple(local)
 
 
 @dataclass(frozen=True)
@@ -83,6 +120,9 @@ class Plan:
         ``(axis name, size)`` pairs, outermost first; empty for one process without a group.
     ``parameters``
         ``(pattern, ParameterPlan)`` pairs; the last matching pattern wins.
+    ``operators``
+        ``(axis name, style)`` pairs: the axes whose ranks have the same batch and divide the computation. What lies
+        between divided products is held by every rank (style ``"whole"``) or cut along the sequence (``"sequence"``).
     ``prefetch``
         How many parameter gathers may be under way ahead of the computation that needs them, and how
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
@@ -96,6 +136,7 @@ class Plan:
     mesh: Mesh
     parameters: tuple[tuple[str, ParameterPlan], ...]
     prefetch: int = 4
+    operators: tuple[tuple[str, str], ...] = ()
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -112,6 +153,28 @@ class Plan:
     def axes(self) -> tuple[str, ...]:
         """The names of the mesh axes, outermost first."""
         return tuple(name for name, _ in self.mesh)
+
+    @property
+    def data_mesh(self) -> Mesh:
+        """The axes along which every rank has a batch of its own."""
+        divided = dict(self.operators)
+        return tuple((name, size) for name, size in self.mesh if name not in divided)
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have a batch of their own."""
+        return math.prod(size for _, size in self.data_mesh)
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the batches ``rank`` has."""
+        divided, found = dict(self.operators), 0
+        for (name, size), here in zip(self.mesh, coordinates(self.mesh, rank), strict=True):
+            found = found if name in divided else found * size + here
+        return found
+
+    def undecided(self, shapes: Mapping[str, torch.Size]) -> list[str]:
+        """The parameters whose placement along an axis of operators is yet to be found."""
+        return [fqn for fqn, entry in self.resolve(shapes).items() if AUTO in entry.placements]
 
     def resolve(self, shapes: Mapping[str, torch.Size]) -> dict[str, ParameterPlan]:
         """The plan of every parameter by name.
@@ -134,7 +197,7 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} says nothing of {_some(unmatched)}: add a pattern that matches, such as '*'"
             )
-        return {fqn: _fit(resolved[fqn], shape) for fqn, shape in shapes.items()}
+        return {fqn: _fit(fqn, resolved[fqn], shape, self.mesh) for fqn, shape in shapes.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the YAML form to ``path``."""
@@ -161,6 +224,7 @@ class Plan:
             "note": self.note,
             "mesh": dict(self.mesh),
             "prefetch": self.prefetch,
+            "operators": dict(self.operators),
             "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in self.considered],
             "parameters": {
                 pattern: {
@@ -171,7 +235,7 @@ class Plan:
                 for pattern, entry in self.parameters
             },
         }
-        data = {key: value for key, value in data.items() if key != "considered" or value}
+        data = {key: value for key, value in data.items() if key not in ("considered", "operators") or value}
         return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     @classmethod
@@ -212,15 +276,61 @@ class Plan:
         return "\n".join(lines)
 
 
+def in_patterns(entries: Mapping[str, ParameterPlan]) -> tuple[tuple[str, ParameterPlan], ...]:
+    """The plan of every parameter in few patterns: the commonest for all, then those that differ, layers together."""
+    if not entries:
+        return ()
+    common, _ = Counter(entries.values()).most_common(1)[0]
+    together: dict[str, set[ParameterPlan]] = {}
+    for fqn, entry in entries.items():
+        together.setdefault(_any_layer(fqn), set()).add(entry)
+    found = {"*": common}
+    for fqn, entry in entries.items():
+        pattern = _any_layer(fqn) if len(together[_any_layer(fqn)]) == 1 else fqn
+        if entry != common:
+            found[pattern] = entry
+    plan = tuple(found.items())
+    wrong = {fqn: entry for fqn, entry in entries.items() if _last(plan, fqn) != entry}
+    return (*plan, *wrong.items())
+
+
+def _any_layer(fqn: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", fqn)
+
+
+def _last(plan: tuple[tuple[str, ParameterPlan], ...], fqn: str) -> ParameterPlan:
+    return [entry for pattern, entry in plan if fnmatch.fnmatchcase(fqn, pattern)][-1]
+
+
 def _some(names: Iterable[str], limit: int = 4) -> str:
     names = list(names)
     return ", ".join(map(repr, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _fit(entry: ParameterPlan, shape: torch.Size) -> ParameterPlan:
-    if entry.shard_axis is None or (len(shape) and math.prod(shape)):
-        return entry
-    return replace(entry, placements=(REPLICATE,) * len(entry.placements), gradient="all_reduce")
+def _fit(fqn: str, entry: ParameterPlan, shape: torch.Size, mesh: Mesh) -> ParameterPlan:
+    for position, (dim, blocks) in entry.splits.items():
+        axis, parts = mesh[position]
+        if dim >= len(shape) or not shape[dim] or shape[dim] % (blocks * parts):
+            raise PlanError(
+                f"{fqn!r} of shape {list(shape)} cannot be {entry.placements[position]!r} over {axis!r}, which has "
+                f"{parts} ranks: the dimension must be a multiple of {blocks * parts}. Use another size of the axis, "
+                "another dimension, or 'replicate'"
+            )
+    if entry.shard_axis is not None and not (len(shape) and math.prod(shape)):
+        return _unsharded(entry)
+    return without_shards_of_blocks(entry)
+
+
+def without_shards_of_blocks(entry: ParameterPlan) -> ParameterPlan:
+    """``entry``, not stored in shards if its rows are split in several blocks: DTensor has no name for a shard of what
+    is left of each."""
+    in_blocks = any(dim == 0 and blocks > 1 for dim, blocks in entry.splits.values())
+    return _unsharded(entry) if in_blocks and entry.shard_axis is not None else entry
+
+
+def _unsharded(entry: ParameterPlan) -> ParameterPlan:
+    placements = tuple(REPLICATE if placement == SHARD else placement for placement in entry.placements)
+    return replace(entry, placements=placements, gradient="all_reduce")
 
 
 # -- validation ------------------------------------------------------------------------------------
@@ -239,13 +349,21 @@ def _check_plan(plan: Plan) -> None:
     for axis, size in plan.mesh:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             refuse(f"mesh.{axis}", size, "a whole number from 1")
+    for axis, style in plan.operators:
+        if axis not in plan.axes:
+            refuse("operators", axis, f"an axis of the mesh {dict(plan.mesh)}")
+        if style not in _STYLES:
+            refuse(f"operators.{axis}", style, " or ".join(map(repr, _STYLES)))
+    divided = [axis in dict(plan.operators) for axis in plan.axes]
     for pattern, entry in plan.parameters:
         here = f"parameters.{pattern}"
-        for placement in entry.placements:
-            if placement not in (REPLICATE, SHARD):
-                refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for each mesh axis")
         if len(entry.placements) != len(plan.mesh):
             refuse(f"{here}.placements", list(entry.placements), f"one for each of the {len(plan.mesh)} mesh axes")
+        for (axis, _), placement, operators in zip(plan.mesh, entry.placements, divided, strict=True):
+            if operators and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
+                refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(d)' for the axis {axis!r}")
+            if not operators and placement not in (REPLICATE, SHARD):
+                refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for the axis {axis!r}")
         if sum(p == SHARD for p in entry.placements) > 1:
             refuse(f"{here}.placements", list(entry.placements), "sharded over one mesh axis at most")
         if entry.gradient not in _GRADIENTS:
@@ -286,6 +404,8 @@ def _from_data(data: Any, source: str) -> Plan:
         fields = take(value, f"considered.{i}", Candidate, _CANDIDATE_FIELDS)
         considered.append(Candidate(**{**fields, "mesh": _mesh(fields["mesh"])}))
     changed = {"mesh": _mesh(top["mesh"]), "parameters": tuple(entries), "considered": tuple(considered)}
+    if "operators" in top:
+        changed["operators"] = tuple((str(axis), style) for axis, style in top["operators"].items())
     return Plan(**{**top, **changed})
 
 
@@ -299,11 +419,12 @@ _PLAN_FIELDS = {
     "note": (str, "a text"),
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
+    "operators": (dict, "a mapping of mesh axes to 'whole' or 'sequence'"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }
 _PARAMETER_FIELDS = {
-    "placements": (list, f"a list of {REPLICATE!r} or {SHARD!r}, one for each mesh axis"),
+    "placements": (list, f"a list of {REPLICATE!r}, {SHARD!r}, 'split(d)' or {AUTO!r}, one for each mesh axis"),
     "gradient": (str, " or ".join(map(repr, _GRADIENTS))),
     "reshard_after_forward": (bool, "true or false"),
 }

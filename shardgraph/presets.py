@@ -1,4 +1,4 @@
-"""The plans that have a name: DDP, the three ZeRO stages and hybrid sharding.
+"""The plans that have a name: DDP, the three ZeRO stages, hybrid sharding, and operator sharding with each of them.
 
 One preset is one function from a mesh to a :class:`Plan`, registered in ``PRESETS``. The stages are those
 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D form is hybrid sharding
@@ -8,10 +8,11 @@ of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
-from shardgraph.plan import REPLICATE, SHARD, ParameterPlan, Plan
+from shardgraph.plan import AUTO, REPLICATE, SHARD, ParameterPlan, Plan
 
 
 def _single(mesh: Mesh) -> Plan:
@@ -58,13 +59,51 @@ PRESETS: dict[str, Callable[[Mesh], Plan]] = {
 def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
 
+    ``"tp"`` divides operators along the axis ``tp``, or the only one; ``"tp+sp"`` also cuts what lies between them
+    along the sequence. Either goes with a plan for the other axes: ``"fsdp+tp"``, ``"hsdp+tp+sp"``. Alone it is
+    ``ddp`` there.
+
     Raises:
         PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
+    data, plus, operators = name.partition("tp")
+    if plus and operators in _STYLES and (not data or data.endswith("+")):
+        return _with_operators(name, data.removesuffix("+"), _STYLES[operators], axes)
     if name not in PRESETS:
         raise PlanError(
-            f"there is no plan called {name!r}{nearest(name, PRESETS)}; the plans are {', '.join(PRESETS)}, "
+            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_OPERATORS])}; the plans are "
+            f"{', '.join(PRESETS)}, 'tp' and 'tp+sp' (also after one of these, as in 'fsdp+tp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     return PRESETS[name](axes)
+
+
+_STYLES = {"": "whole", "+sp": "sequence"}
+_OPERATORS = ("tp", "tp+sp")
+
+
+def _with_operators(name: str, data: str, style: str, mesh: Mesh) -> Plan:
+    """The plan ``data`` on the other axes, with operators divided along the axis ``tp``."""
+    names = [axis for axis, _ in mesh]
+    if not mesh:  # one process
+        return replace(preset(data or "single", mesh), name=name)
+    if "tp" not in names and len(mesh) != 1:
+        raise PlanError(
+            f"plan {name!r} divides operators along the axis 'tp', and the mesh is {dict(mesh)}: call one of its axes "
+            "'tp', such as mesh={'dp': 2, 'tp': 4}"
+        )
+    axis = "tp" if "tp" in names else names[0]
+    rest = tuple((other, size) for other, size in mesh if other != axis)
+    if data and not rest:
+        raise PlanError(
+            f"plan {name!r} needs an axis for {data!r} beside {axis!r}, and the mesh is {dict(mesh)}; give "
+            "mesh={'dp': N, 'tp': M}, or use 'tp'"
+        )
+    plan = preset(data or ("ddp" if rest else "single"), rest)
+    position = names.index(axis)
+    entries = tuple(
+        (pattern, replace(entry, placements=(*entry.placements[:position], AUTO, *entry.placements[position:])))
+        for pattern, entry in plan.parameters
+    )
+    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=((axis, style),))

@@ -64,6 +64,11 @@ class Program:
         """Outputs that are views of something else."""
         return self.joint.aliases
 
+    @property
+    def notes(self) -> list[str]:
+        """Decisions of the passes that are worth knowing, such as what every rank computes whole."""
+        return self.context.notes
+
     @cached_property
     def random(self) -> bool:
         """Whether forward draws random numbers."""
@@ -157,9 +162,9 @@ class Executable:
 
     def run_forward(self, inputs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         """Run the forward graph on local tensors and write what it mutates; returns its raw results."""
-        mesh = self.state.mesh
-        if self.program.random and mesh is not None and self.program.plan.world_size > 1:
-            with rank_generator(mesh_rank(mesh), self.program.plan.world_size, self.state.device):
+        mesh, plan = self.state.mesh, self.program.plan
+        if self.program.random and mesh is not None and plan.data_size > 1:
+            with rank_generator(plan.data_rank(mesh_rank(mesh)), plan.data_size, self.state.device):
                 results = self.forward(inputs)
         else:
             results = self.forward(inputs)
@@ -265,7 +270,7 @@ class _Run(torch.autograd.Function):
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         del tensors, restored, grads
 
-        local = not ctx.sync() and state.mesh is not None and program.plan.world_size > 1
+        local = not ctx.sync() and state.mesh is not None and program.plan.data_size > 1
         variant = executable.backward("local" if local else "accumulate" if state.unreduced else "reduce", absent)
         inputs = []
         for role, node in ir.placeholders(variant.module).items():

@@ -94,6 +94,15 @@ def _run_node(
         return env[node.args[0]]
     if node.target in (ir.trim_shard, ir.local_chunk):
         return [_cut(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
+    if node.target is ir.local_part:
+        return [_part(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
+    if node.target is ir.first_only:
+        tensor, axis = node.args
+        first = [coordinates(mesh, rank)[position_of(mesh, axis)] == 0 for rank in ranks]
+        return [env[tensor][rank] if first[rank] else torch.zeros_like(env[tensor][rank]) for rank in ranks]
+    if node.target is ir.first_row:
+        rows, axis = node.args
+        return [rows * coordinates(mesh, rank)[position_of(mesh, axis)] for rank in ranks]
     results = []
     for rank in ranks:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
@@ -124,6 +133,12 @@ def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Te
     return tensor[: stop - start] if node.target is ir.trim_shard else tensor[start:stop]
 
 
+def _part(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+    _, dim, blocks, axis = node.args
+    position = position_of(mesh, axis)
+    return ir.take_part(tensor, dim, blocks, mesh[position][1], coordinates(mesh, rank)[position])
+
+
 def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
     results: list[torch.Tensor] = [torch.empty(0)] * len(values)
     for members in dict.fromkeys(group_along(mesh, ir.group_of(node), rank) for rank in range(len(values))):
@@ -144,6 +159,8 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
     if node.target is ir.ALL_TO_ALL:
         pieces = [list(value.split(list(splits))) for value, splits in zip(values, [node.args[2]] * count, strict=True)]
         return [torch.cat([pieces[source][rank] for source in range(count)]) for rank in range(count)]
+    if node.args[1] == "max":
+        return [torch.stack(values).amax(0) for _ in values]
     total = torch.stack(values).sum(0)
     if node.args[1] == "avg":
         total = total / count

@@ -30,10 +30,10 @@ from shardgraph.ir import (
     Parameter,
     Saved,
     Tangent,
-    chunk_bounds,
     placeholders,
 )
-from shardgraph.mesh import coordinates, group_along
+from shardgraph.mesh import coordinates
+from shardgraph.parameters import part_of
 from shardgraph.plan import Plan
 from shardgraph.program import Program
 from shardgraph.rng import rank_generator
@@ -138,7 +138,7 @@ def verify(
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
     chosen = _plan(plan, world_size, mesh)
-    parts, batch = _cut_batch(call, chosen.world_size)
+    parts, batch = _cut_batch(call, chosen.data_size)
     program = build_program(original, chosen, *parts[0])
     run = _Comparison(original, program, parts, loss_fn or default_loss, seed, exact=fp64)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -189,6 +189,8 @@ class _Comparison:
         self.original, self.program, self.parts = original, program, parts
         self.loss_fn, self.seed, self.exact = loss_fn, seed, exact
         self.mesh, self.world = program.plan.mesh, program.plan.world_size
+        self.batches = program.plan.data_size
+        self.batch_of = [program.plan.data_rank(rank) for rank in range(self.world)]
         self.shards = [self._cut(rank) for rank in range(self.world)]
         self.buffers = {name: buffer.clone() for name, buffer in _tensors(original).items()}
         self.noise: dict[str, torch.Tensor] = {}
@@ -199,19 +201,19 @@ class _Comparison:
     def _cut(self, rank: int) -> dict[str, torch.Tensor]:
         shards = {}
         for fqn, parameter in self.original.named_parameters():
-            entry, value = self.program.parameters[fqn], parameter.detach()
-            if entry.shard_axis is not None:
-                index = coordinates(self.mesh, rank)[entry.shard_axis]
-                start, stop = chunk_bounds(len(value), self.mesh[entry.shard_axis][1], index)
-                value = value[start:stop]
+            entry = self.program.parameters[fqn]
+            value = part_of(parameter.detach(), entry, self.mesh, coordinates(self.mesh, rank))
             shards[fqn] = value.contiguous().clone().requires_grad_(parameter.requires_grad)
         return shards
 
     def _join(self, fqn: str, pieces: list[torch.Tensor]) -> torch.Tensor:
-        entry = self.program.parameters[fqn]
-        if entry.shard_axis is None:
-            return pieces[0]
-        return torch.cat([pieces[rank] for rank in group_along(self.mesh, self.mesh[entry.shard_axis][0], rank=0)])
+        """The whole tensor of which every rank has its part."""
+        entry, shape = self.program.parameters[fqn], self.program.shapes[fqn]
+        where = torch.arange(shape.numel()).view(shape)
+        whole = pieces[0].new_zeros(shape.numel())
+        for rank, piece in enumerate(pieces):
+            whole[part_of(where, entry, self.mesh, coordinates(self.mesh, rank)).flatten()] = piece.flatten()
+        return whole.view(shape)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class _Comparison:
         start = {name: buffer.clone() for name, buffer in self.buffers.items()}
         expected = self._reference(step)
         outputs, saved, mutated = self._forward(step, start)
-        for rank, (output, loss) in enumerate(expected):
+        for rank, (output, loss) in ((rank, expected[batch]) for rank, batch in enumerate(self.batch_of)):
             mine = pytree.tree_leaves(outputs[rank][0])
             for i, (a, b) in enumerate(zip(mine, pytree.tree_leaves(output), strict=True)):
                 if isinstance(b, torch.Tensor):
@@ -268,11 +270,11 @@ class _Comparison:
         for rank, (args, kwargs) in enumerate(self.parts):
             _write(self.original, self.buffers)
             torch.manual_seed(self.seed + step)
-            with rank_generator(rank, self.world, _CPU):
+            with rank_generator(rank, self.batches, _CPU):
                 output = self.original(*args, **kwargs)
             loss = self.loss_fn(output)
             if loss.requires_grad:
-                (loss / self.world).backward()
+                (loss / self.batches).backward()
             results.append((pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()))
             after.append({name: buffer.clone() for name, buffer in _tensors(self.original).items()})
         for name, first in after[0].items():
@@ -294,7 +296,7 @@ class _Comparison:
         return [
             {Parameter(n): p.detach() for n, p in parameters[rank].items()}
             | {Buffer(n): b for n, b in buffers.items()}
-            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[rank]))}
+            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[self.batch_of[rank]]))}
             for rank in range(self.world)
         ]
 
@@ -303,7 +305,7 @@ class _Comparison:
         states = []
         for rank in range(self.world):
             torch.manual_seed(self.seed + step)
-            with rank_generator(rank, self.world, _CPU):
+            with rank_generator(self.batch_of[rank], self.batches, _CPU):
                 states.append(torch.get_rng_state())
         return states
 
@@ -318,7 +320,7 @@ class _Comparison:
                 differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
                 leaves[role] = value.detach().clone().requires_grad_() if differentiable else value
         values = {role.index: leaf for role, leaf in leaves.items() if isinstance(role, Output)}
-        inputs = pytree.tree_leaves(self.parts[rank])
+        inputs = pytree.tree_leaves(self.parts[self.batch_of[rank]])
         for index, alias in self.program.aliases.items():
             base = inputs[alias.base.index] if isinstance(alias.base, Input) else leaves[alias.base]
             values[index] = base if alias.size is None else base.as_strided(alias.size, alias.stride, alias.offset)

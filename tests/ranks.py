@@ -31,10 +31,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part(call: Any) -> Any:
-    """This rank's part of a batch."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(world)[rank], call)
+def part(call: Any, plan: Plan | None = None) -> Any:
+    """This rank's part of a batch; under a plan that divides operators, several ranks have the same."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    if plan is not None:
+        rank, count = plan.data_rank(rank), plan.data_size
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(count)[rank], call)
 
 
 def deterministic(model: nn.Module) -> nn.Module:
@@ -56,7 +58,7 @@ def prepared(name: str, batch: int) -> tuple[nn.Module, Any]:
 
 def train(sharded: nn.Module, original: nn.Module, call: Any, steps: int = 5, clip: float | None = None) -> float:
     """Train both for some steps of AdamW; returns the largest difference of any loss, gradient or weight."""
-    args, kwargs = part(call)
+    args, kwargs = part(call, sharded.plan)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, original)]
     worst = 0.0
     for _ in range(steps):
@@ -91,7 +93,11 @@ def difference(sharded: nn.Module, original: nn.Module, *, gradients: bool) -> f
 def parity(name: str, plan: str, mesh: dict[str, int] | None, clip: float | None = None) -> float:
     model, call = prepared(name, 2 * dist.get_world_size())
     original = copy.deepcopy(model)
-    return train(shardgraph.compile(model, plan, mesh=mesh), original, call, clip=clip)
+    example: dict[str, Any] = {}
+    if "tp" in plan:  # where parameters lie follows from what is computed with them
+        args, kwargs = part(call, preset(plan, mesh or {"tp": dist.get_world_size()}))
+        example = {"example_inputs": args, "example_kwargs": kwargs}
+    return train(shardgraph.compile(model, plan, mesh=mesh, **example), original, call, clip=clip)
 
 
 def parity_of_several(names: list[str], plan: str, mesh: dict[str, int] | None = None) -> dict[str, float]:
@@ -371,3 +377,7 @@ def automatic_plan() -> tuple[str, str]:
     sharded = shardgraph.compile(model, "auto", example_inputs=args, example_kwargs=kwargs)
     scalar(sharded(*args, **kwargs)).backward()
     return sharded.plan.name, sharded.plan.explain()
+
+
+def compile_without_inputs(plan: str) -> None:
+    shardgraph.compile(make("odd-mlp", 2)[0], plan)

@@ -25,9 +25,9 @@ def llama(layers: int, **sizes) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).train()
 
 
-def gpt2(layers: int) -> GPT2LMHeadModel:
+def gpt2(layers: int, vocab_size: int = 61) -> GPT2LMHeadModel:
     config = GPT2Config(
-        n_embd=32, n_layer=layers, n_head=4, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0
+        n_embd=32, n_layer=layers, n_head=4, vocab_size=vocab_size, n_positions=16, bos_token_id=0, eos_token_id=0
     )
     with torch.device("meta"):
         return GPT2LMHeadModel(config).train()

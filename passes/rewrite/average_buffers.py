@@ -37,12 +37,12 @@ class AverageBuffers:
 
 
 def _average(gm: fx.GraphModule, context: Context, fqn: str, value: fx.Node) -> fx.Node:
-    if context.plan.world_size == 1 or not value.meta["val"].is_floating_point():
+    if context.plan.data_size == 1 or not value.meta["val"].is_floating_point():
         return value
     emit = Emitter(gm, context, value, f"buffer {fqn}", value.meta.get("source", ""))
     node = value
-    for axis, _ in context.plan.mesh:
+    for axis, _ in context.plan.data_mesh:
         node = emit.all_reduce(node, axis)
-    node = emit.scale(node, context.plan.world_size)
+    node = emit.scale(node, context.plan.data_size)
     node.meta["averages"] = value.name
     return node

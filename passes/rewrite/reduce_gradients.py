@@ -41,7 +41,7 @@ class ReduceGradients:
 
 def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
     """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
-    entry, world = context.parameters[fqn], context.plan.world_size
+    entry, world = context.parameters[fqn], context.plan.data_size
     if world == 1:
         return gradient
     emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""), reduces=fqn)
@@ -60,8 +60,8 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
         if full != rows:
             node = emit.pad_rows(node, full)
         node = emit.reduce_scatter(node, axis)
-    for position, (axis, _) in enumerate(mesh):
-        if not (scattered and position == shard_axis):
+    for axis, _ in context.plan.data_mesh:
+        if not (scattered and axis == mesh[shard_axis][0]):
             node = emit.all_reduce(node, axis)
     if not early:
         node = emit.scale(node, world)

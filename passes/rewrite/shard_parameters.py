@@ -23,7 +23,7 @@ class ShardParameters:
     Each sharded parameter's placeholder becomes this rank's shard (its value has rank 0's shape, the
     longest). Before its first use stand: a zero-padding of the shard where rows do not divide, an
     all-gather, its wait, and the cut back to the parameter's rows. These nodes have ``meta["kind"] ==
-    "gathered"``; where the plan says ``reshard_after_forward`` they also have ``meta["recompute"]``, which tells the
+    "gathered"``; where the plan says ``reshard_after_forward`` they also have ``meta["again"]``, which tells the
     split to gather again in backward rather than to keep. A parameter nobody uses is not gathered.
 
     Must not change: anything downstream, which sees a tensor equal to the whole parameter.
@@ -55,13 +55,13 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
         return
 
     first = min(users, key=order.__getitem__)
-    tag = {"kind": "gathered", "recompute": entry.reshard_after_forward}
+    tag = {"kind": "gathered", "again": entry.reshard_after_forward}
     emit = Emitter(gm, context, first.prev, fqn, first.meta.get("source", ""))
     even = longest * size == rows
     shard = node if even else emit.pad_rows(node, longest, **tag)
     full = emit.all_gather(shard, axis, **tag)
     if not even:
         full = emit.rows(full, rows, **tag)
-    full.meta["equals"] = node.name
+    full.meta.update(equals=node.name, placed=node.meta.get("placed", {}))
     for user in users:
         user.replace_input_with(node, full)

@@ -1,7 +1,7 @@
 """The split of a joint graph into a forward and a backward graph.
 
 Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
-forward's values is either saved, or, for nodes with ``meta["recompute"]`` and the views and casts of them,
+forward's values is either saved, or, for nodes with ``meta["again"]`` and the views and casts of them,
 computed again: a parameter that is resharded after forward is gathered a second time this way. The graph is
 split once; nothing partitions it again.
 """
@@ -133,7 +133,7 @@ def _again(node: fx.Node) -> bool:
     """Whether backward computes the node a second time: it is marked, or a view or cast of one that is."""
     if node.op != "call_function":
         return False
-    if node.meta.get("recompute"):
+    if node.meta.get("again"):
         return True
     cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
     return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])

@@ -1,0 +1,114 @@
+"""Operator sharding: the computation itself is divided among the ranks of a mesh axis, as Megatron-LM does by hand.
+
+Placements are found for the whole joint graph (:mod:`shardgraph.passes.sharding`), not by the names of layers.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from shardgraph.ir import Parameter
+from shardgraph.passes.base import Context
+from shardgraph.passes.sharding.legal import has_rule
+from shardgraph.passes.sharding.lower import lower
+from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, is_cut
+from shardgraph.passes.sharding.problem import choose_options
+from shardgraph.plan import AUTO, split_text, without_shards_of_blocks
+from shardgraph.plan import REPLICATE as REPLICATE_TEXT
+from shardgraph.sizes import format_bytes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ShardOperators:
+    """Takes a joint graph; gives one in which every rank of ``axis`` computes its part.
+
+    Every rank of the axis has the same inputs and gets the same results. With ``sequence``, what lies between the
+    divided products is cut along the sequence (Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198); without,
+    every rank has it whole.
+
+    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients.
+    """
+
+    axis: str
+    sequence: bool = False
+
+    name: ClassVar[str] = "shard-operators"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"sharded-operators"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
+        _bias_apart(gm, context)
+        _note_unknown(gm, context)
+        chosen = choose_options(gm, parts, self.sequence, _decided(context, position))
+        for node, option in chosen.items():
+            if isinstance(role := node.meta.get("role"), Parameter):
+                _record(context, role.fqn, position, option.results[0])
+        for fqn, entry in context.parameters.items():  # and those that the graph does not use
+            if entry.placements[position] == AUTO:
+                _record(context, fqn, position, REPLICATE)
+        lower(gm, chosen, self.axis, parts, context.fake_mode)
+
+
+def _decided(context: Context, position: int) -> dict[str, Placement]:
+    """What the plan says of parameters along the axis."""
+    found: dict[str, Placement] = {}
+    for fqn, entry in context.parameters.items():
+        if position in entry.splits:
+            found[fqn] = blocks(*entry.splits[position])
+        elif entry.placements[position] == REPLICATE_TEXT:
+            found[fqn] = REPLICATE
+    return found
+
+
+def _record(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
+    """Write into the context where a parameter lies along the axis, and the shape of what is left of it."""
+    text = REPLICATE_TEXT
+    if is_cut(placement):
+        assert placement is not None
+        dim, count = cut_of(placement)
+        text = split_text(dim, count)
+        shape = context.shapes[fqn]
+        size = context.plan.mesh[position][1]
+        context.shapes[fqn] = torch.Size((*shape[:dim], shape[dim] // size, *shape[dim + 1 :]))
+    entry = context.parameters[fqn]
+    placements = (*entry.placements[:position], text, *entry.placements[position + 1 :])
+    context.parameters[fqn] = without_shards_of_blocks(replace(entry, placements=placements))
+
+
+def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
+    """Say which operations every rank will do whole because nobody has said how they may be divided."""
+    unknown: dict[str, list[int]] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        unruled = node.op == "call_function" and node.target is not operator.getitem and not has_rule(node)
+        if unruled and isinstance(value, torch.Tensor) and value.numel() > 1:
+            unknown.setdefault(str(node.target), []).append(value.nbytes)
+    for name, sizes in unknown.items():
+        context.notes.append(
+            f"{name} x{len(sizes)} ({format_bytes(sum(sizes))} of results): no rule says how it may be divided, so "
+            "every rank does all of it"
+        )
+
+
+def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
+    """``addmm`` as a product and a sum: the parts of a product are summed before a bias is added once."""
+    for node in list(gm.graph.nodes):
+        if node.target is aten.addmm.default and not node.kwargs:
+            bias, left, right = node.args
+            with gm.graph.inserting_before(node), context.fake_mode:
+                product = gm.graph.call_function(aten.mm.default, (left, right))
+                product.meta = dict(node.meta)
+                total = gm.graph.call_function(aten.add.Tensor, (product, bias))
+                total.meta = dict(node.meta)
+            node.replace_all_uses_with(total)
+            gm.graph.erase_node(node)

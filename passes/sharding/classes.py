@@ -1,0 +1,57 @@
+"""Which operations of a graph are the same one in another layer, so that they are decided once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Parameter
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.sharding.options import operands
+
+_LEAST = 3  # layers that are worth the trouble
+
+
+def classes_of(gm: fx.GraphModule) -> dict[fx.Node, Hashable]:
+    """A key for every node; nodes with equal keys do the same in layers that run the same operations.
+
+    Layers are modules that differ in one number of their names, such as ``model.layers.7``, that hold at least
+    two matrices, and whose operations are the same ones in the same order.
+    """
+    layers: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for node in gm.graph.nodes:
+        parts = _path(node).split(".")
+        for at, part in enumerate(parts):
+            if part.isdigit():
+                layers[".".join(parts[:at])][part].append(node)
+    found: dict[fx.Node, Hashable] = {}
+    for stack in sorted(layers, key=len):  # outer stacks first: a layer's own stacks are part of it
+        alike: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
+        for nodes in layers[stack].values():
+            alike[tuple(_kind(node) for node in nodes)].append(nodes)
+        for number, members in enumerate(alike.values()):
+            if len(members) >= _LEAST and _matrices(members[0]) > 1:
+                for nodes in members:
+                    for position, node in enumerate(nodes):
+                        found.setdefault(node, (stack, number, position))
+    return {node: found.get(node, node.name) for node in gm.graph.nodes}
+
+
+def _path(node: fx.Node) -> str:
+    role = node.meta.get("role")
+    return role.fqn if isinstance(role, Parameter) else module_of(node)
+
+
+def _kind(node: fx.Node) -> Hashable:
+    shapes = tuple((tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in operands(node))
+    value = node.meta.get("val")
+    own = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+    constants = str(fx.map_arg((node.args, node.kwargs), lambda n: None))
+    return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants
+
+
+def _matrices(nodes: list[fx.Node]) -> int:
+    return sum(isinstance(node.meta.get("role"), Parameter) and node.meta["val"].dim() > 1 for node in nodes)

@@ -1,0 +1,166 @@
+"""The options of every operation of a graph: legal, evenly divided, and in as many blocks as its neighbours need."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from shardgraph.passes.sharding import dtensor_rules
+from shardgraph.passes.sharding.layout_rules import LAYOUTS
+from shardgraph.passes.sharding.options import Operation, Option, operands, replicated, results
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut
+from shardgraph.passes.sharding.rules import REPLACES, RULES, own_options
+
+Value = tuple[fx.Node, int]
+"""A tensor of a graph: the node that makes it and its position among what that returns."""
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that an operand is."""
+    if node.target is operator.getitem:
+        maker, index = node.args
+        assert isinstance(maker, fx.Node) and isinstance(index, int)
+        return maker, index
+    return node, 0
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Whether anything says how the operation may be cut."""
+    return node.target in LAYOUTS or node.target in RULES or dtensor_rules.has_strategy(node.target)
+
+
+class Legal:
+    """Options of the operations of ``gm`` over ``parts`` ranks.
+
+    Cuts start in one block. Views, splits and the like turn them into cuts in several, which spread to what takes and
+    gives the same values until nothing new is found.
+    """
+
+    def __init__(self, gm: fx.GraphModule, parts: int) -> None:
+        self.parts = parts
+        self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.cuts: dict[Value, set[Placement]] = defaultdict(set)
+        self._templates: dict[fx.Node, list[Option]] = {}
+        for node in gm.graph.nodes:
+            for index, value in enumerate(results(node)):
+                if isinstance(value, torch.Tensor):
+                    plain = (blocks(dim, 1) for dim in range(value.dim()))
+                    self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
+        self._spread()
+
+    def options(self, node: fx.Node) -> list[Option]:
+        """What is legal for a node; the first is that every rank does all of it."""
+        return list(dict.fromkeys([replicated(node), *self._cut_options(node)]))
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def _spread(self) -> None:
+        grown = set(self.nodes)
+        users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for node in self.nodes:
+            for operand in operands(node):
+                users[value_of(operand)[0]].add(node)
+        while grown:
+            again: set[fx.Node] = set()
+            for node in self.nodes:
+                if node in grown:
+                    for source in self._learn(node):
+                        again |= users[source] | ({source} if source.op == "call_function" else set())
+            grown = again
+
+    def _learn(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Add the cuts of a node's options to its values; the nodes whose values have new ones."""
+        sources = [value_of(operand) for operand in operands(node)]
+        for option in self._cut_options(node):
+            values = [*zip(sources, option.operands, strict=True)]
+            values += [((node, i), placement) for i, placement in enumerate(option.results) if placement is not None]
+            for value, placement in values:
+                if is_cut(placement) and placement not in self.cuts[value]:
+                    self.cuts[value].add(placement)
+                    yield value[0]
+
+    def _cut_options(self, node: fx.Node) -> Iterator[Option]:
+        for option in self._layout(node) if node.target in LAYOUTS else self._table(node):
+            if self._even(node, option):
+                yield option
+
+    def _even(self, node: fx.Node, option: Option) -> bool:
+        values = [operand.meta["val"] for operand in operands(node)]
+        pairs = [*zip(values, option.operands, strict=True)]
+        pairs += [(v, p) for v, p in zip(results(node), option.results, strict=True) if isinstance(v, torch.Tensor)]
+        return all(divides(placement, value.shape, self.parts) for value, placement in pairs)
+
+    def _layout(self, node: fx.Node) -> Iterator[Option]:
+        layout, operation = LAYOUTS[node.target], Operation(node, self.parts)
+        produced = len(results(node))
+
+        def all_operands(placement: Placement) -> tuple[Placement, ...]:
+            # What has no elements (an empty cache that keys are joined to) is the same wherever it lies.
+            return tuple(placement if operand.meta["val"].numel() else REPLICATE for operand in operands(node))
+
+        if results(node)[0].is_floating_point():
+            yield Option(all_operands(PARTIAL), (PARTIAL,) * produced)
+        # Sets have no order, and ranks must agree on the order of the options.
+        for cut in _sorted(set().union(*(self.cuts[value_of(operand)] for operand in operands(node)))):
+            if (out := layout.down(operation, cut)) is not None:
+                yield Option(all_operands(cut), (out,) * produced)
+        for cut in _sorted(set().union(*(self.cuts[node, i] for i in range(produced)))):
+            if (needed := layout.up(operation, cut)) is not None:
+                yield Option(all_operands(needed), (cut,) * produced)
+
+    def _table(self, node: fx.Node) -> Iterator[Option]:
+        if node not in self._templates:
+            operation = Operation(node, self.parts)
+            found = list(own_options(operation))
+            if node.target not in REPLACES and dtensor_rules.has_strategy(node.target):
+                found += dtensor_rules.strategies(operation)
+            self._templates[node] = found
+        sources = [value_of(operand) for operand in operands(node)]
+        for option in self._templates[node]:
+            yield option
+            if option.lowering and any(is_cut(p) for p in option.operands + option.results):
+                continue  # written for one block
+            values = [*zip(sources, option.operands, strict=True)]
+            values += [((node, i), placement) for i, placement in enumerate(option.results)]
+            for count in sorted(self._block_counts(values)):
+                yield Option(_in_blocks(option.operands, count), _in_blocks(option.results, count))
+
+    def _block_counts(self, values: Iterable[tuple[Value, Placement | None]]) -> set[int]:
+        found = set()
+        for value, placement in values:
+            if is_cut(placement):
+                dim, _ = cut_of(placement)
+                found |= {count for at, count in map(cut_of, self.cuts[value]) if at == dim and count > 1}
+        return found
+
+
+def _in_blocks(placements: tuple[Placement | None, ...], count: int) -> tuple[Placement | None, ...]:
+    return tuple(blocks(cut_of(p)[0], count) if is_cut(p) else p for p in placements)
+
+
+def _sorted(cuts: Iterable[Placement]) -> list[Placement]:
+    return sorted(cuts, key=cut_of)
+
+
+def reached(legal: Legal, starts: Mapping[Value, Iterable[Placement]]) -> dict[Value, set[Placement]]:
+    """The cuts that follow from cutting ``starts`` so, down the graph: how a batch dimension is told from the others.
+
+    A cut of a result follows where a legal option has it together with a cut of an operand that follows.
+    """
+    found: dict[Value, set[Placement]] = {value: set(cuts) for value, cuts in starts.items()}
+    for node in legal.nodes:
+        sources = [value_of(operand) for operand in operands(node)]
+        if not any(found.get(source) for source in sources):
+            continue
+        for option in legal.options(node):
+            pairs = zip(sources, option.operands, strict=True)
+            if any(is_cut(p) and p in found.get(source, ()) for source, p in pairs):
+                for index, placement in enumerate(option.results):
+                    if is_cut(placement):
+                        found.setdefault((node, index), set()).add(placement)
+    return found

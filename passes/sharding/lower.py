@@ -1,0 +1,183 @@
+"""The graph over local parts that a choice of options means."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from shardgraph import _torch
+from shardgraph.errors import GraphInvariantError
+from shardgraph.ir import Gradient, Parameter, outputs, set_outputs
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.lowerings import LOWERINGS
+from shardgraph.passes.sharding.options import Option, operands, results
+from shardgraph.passes.sharding.placements import REPLICATE, cut_of, is_cut, local_shape, written
+from shardgraph.passes.sharding.writer import Writer
+
+aten = torch.ops.aten
+
+_KEPT = ("source", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag", "placed")
+
+
+def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any) -> None:
+    """Rewrite ``gm`` in place: every operation on this rank's parts along ``axis``, and changes of placement between.
+
+    ``chosen`` has an option for every node but the output and those that take one of several results.
+
+    Raises:
+        GraphInvariantError: an operation on local parts has not the shape that its option says.
+    """
+    _Lowering(gm, chosen, axis, parts, fake_mode).run()
+
+
+class _Lowering:
+    def __init__(
+        self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any
+    ) -> None:
+        self.gm, self.chosen, self.axis = gm, chosen, axis
+        self.write = Writer(fx.Graph(), fake_mode, axis, parts)
+        self.made: dict[Value, dict[Placement, fx.Node]] = {}
+        self.parameters: dict[Parameter, Placement] = {}
+
+    def run(self) -> None:
+        roles = self.gm.graph.output_node().meta
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                placement = self.chosen[node].results[0]
+                assert placement is not None
+                self._keep(node, 0, placement, self.write.placeholder(node, placement))
+                if isinstance(role := node.meta.get("role"), Parameter):
+                    self.parameters[role] = placement
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._operation(node)
+        values = tuple(self._result(role, value) for role, value in outputs(self.gm))
+        self.write.graph.output(values)
+        self.write.graph.output_node().meta = dict(roles)
+        for node in reversed(self.write.graph.nodes):
+            if node.op == "call_function" and not node.users:
+                self.write.graph.erase_node(node)
+        self.gm.graph = self.write.graph
+        set_outputs(self.gm, outputs(self.gm))
+
+    # -- one operation -----------------------------------------------------------------------------
+
+    def _operation(self, node: fx.Node) -> None:
+        option = self.chosen[node]
+        labels = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        self.write.meta = labels | {"subject": f"{node.name} of {module_of(node) or 'the model'}"}
+        given = [
+            self._placed(value_of(operand), wanted)
+            for operand, wanted in zip(operands(node), option.operands, strict=True)
+        ]
+        self.write.meta = labels
+        if option.lowering:
+            made = LOWERINGS[option.lowering](self.write, node, option, given)
+            for part in made:
+                part.meta["made_by"] = "shard-operators"
+        else:
+            made = self._same(node, option, given)
+        self._check(node, option, made)
+        for index, (placement, part) in enumerate(zip(option.results, made, strict=True)):
+            if placement is not None:
+                self._keep(node, index, placement, part)
+
+    def _same(self, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+        """The operation itself, on local parts and for their sizes."""
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            wholes = [operand.meta["val"] for operand in operands(node)]
+            given = [self.write.laid_out(part, whole) for part, whole in zip(given, wholes, strict=True)]
+        places = iter(given)
+        args, kwargs = pytree.tree_map_only(
+            fx.Node,
+            lambda n: next(places) if isinstance(n.meta.get("val"), torch.Tensor) else n,
+            (self._sizes(node, option), node.kwargs),
+        )
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            args = (self.write.contiguous(args[0]) if _cannot_view(args[0], args[1]) else args[0], args[1])
+        copy = self.write.again(node, args, kwargs)
+        if isinstance(node.meta["val"], torch.Tensor):
+            return [copy]
+        self.write.meta = {**self.write.meta, "made_by": "shard-operators"}
+        return [
+            None if placement is None else self.write.call(operator.getitem, copy, index)
+            for index, placement in enumerate(option.results)
+        ]
+
+    def _sizes(self, node: fx.Node, option: Option) -> tuple[Any, ...]:
+        """The arguments with the sizes of local results in place of whole ones."""
+        args = list(node.args)
+        cut = option.results[0]
+        if not is_cut(cut):
+            return tuple(args)
+        assert cut is not None
+        if node.target in _torch.size_arguments():
+            args[_torch.size_arguments()[node.target]] = list(
+                local_shape(cut, results(node)[0].shape, self.write.parts)
+            )
+        if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            dim, _ = cut_of(cut)
+            whole = results(node)[0].dim()
+            if dim == (args[2] if len(args) > 2 else 0) % whole:
+                sizes = args[1]
+                parts = self.write.parts
+                args[1] = sizes // parts if isinstance(sizes, int) else [size // parts for size in sizes]
+        return tuple(args)
+
+    def _check(self, node: fx.Node, option: Option, made: list[Any]) -> None:
+        for value, placement, part in zip(results(node), option.results, made, strict=True):
+            if placement is None:
+                continue
+            expected = local_shape(placement, value.shape, self.write.parts)
+            if tuple(part.meta["val"].shape) != expected or part.meta["val"].dtype != value.dtype:
+                raise GraphInvariantError(
+                    f"{node.format_node()} as {written(placement)} gives {part.meta['val']}, and {expected} is due"
+                )
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _keep(self, node: fx.Node, index: int, placement: Placement, part: fx.Node) -> None:
+        if placement != REPLICATE:
+            part.meta["placed"] = {**part.meta.get("placed", {}), self.axis: placement}
+        self.made[node, index] = {placement: part}
+
+    def _placed(self, value: Value, wanted: Placement) -> fx.Node:
+        """The value as ``wanted``, made once."""
+        here = self.made[value]
+        if wanted not in here:
+            before, part = next(iter(here.items()))
+            first = len(self.write.graph.nodes)
+            whole = results(value[0])[value[1]]
+            here[wanted] = self.write.place(part, before, wanted, whole.shape)
+            for node in list(self.write.graph.nodes)[first:]:
+                node.meta["made_by"] = "shard-operators"
+                if is_cut(before) and wanted == REPLICATE:
+                    node.meta["again"] = True  # gathered again in backward rather than kept
+            if wanted == REPLICATE and value[0].op == "call_function" and value[1] == 0:
+                here[wanted].meta["equals"] = value[0].name
+        return here[wanted]
+
+    def _result(self, role: Any, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        self.write.meta = {"subject": str(role)}
+        wanted: Placement = REPLICATE
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter):
+            self.write.meta = {"subject": f"gradient of {role.of.fqn}"}
+            wanted = self.parameters[role.of]
+        return self._placed(value_of(value), wanted)
+
+
+def _cannot_view(tensor: fx.Node, shape: list[int]) -> bool:
+    """Whether the elements do not lie so that they can be seen in another shape."""
+    try:
+        torch.empty_strided(tensor.meta["val"].shape, tensor.meta["val"].stride(), device="meta").view(shape)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,156 @@
+"""What stands in for operations that cannot simply run on local parts; rules name them.
+
+A lowering takes the writer, the node and its operands as placed, and gives the results as the option places them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.passes.sharding.options import Option, operands, results
+from shardgraph.passes.sharding.placements import local_shape
+from shardgraph.passes.sharding.writer import Writer
+
+aten = torch.ops.aten
+
+Lowering = Callable[[Writer, fx.Node, Option, list[fx.Node]], list[fx.Node]]
+
+LOWERINGS: dict[str, Lowering] = {}
+
+
+def lowering(function: Lowering) -> Lowering:
+    """Register a lowering under its name."""
+    LOWERINGS[function.__name__] = function
+    return function
+
+
+@lowering
+def sized(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """An operation that makes a tensor of a size: its part."""
+    assert option.results[0] is not None
+    shape = list(local_shape(option.results[0], results(node)[0].shape, write.parts))
+    rest = list(node.args[len(given) + 1 :])
+    return [write.call(node.target, *given, shape, *rest, **node.kwargs)]
+
+
+def _mine(write: Writer, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+    """Which of ``index`` are among this rank's rows, and where they are there; 0 for the others."""
+    below = write.call(aten.sub.Tensor, index, write.first_row(rows))
+    inside = write.call(
+        aten.logical_and.default, write.call(aten.ge.Scalar, below, 0), write.call(aten.lt.Scalar, below, rows)
+    )
+    return inside, write.call(aten.mul.Tensor, below, inside)
+
+
+@lowering
+def embedding(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """Rows that this rank has, zeros for the others."""
+    table, index = given
+    inside, row = _mine(write, index, table.meta["val"].shape[0])
+    found = write.call(aten.embedding.default, table, row)
+    return [write.call(aten.mul.Tensor, found, write.call(aten.unsqueeze.default, inside, -1))]
+
+
+@lowering
+def embedding_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """Gradients of this rank's rows; those of others go to a row that is cut off."""
+    gradient, index = given
+    total, padding, by_count = node.args[2:5]
+    rows = total // write.parts
+    if padding >= 0:  # no gradient, on whichever rank it is
+        kept = write.call(aten.unsqueeze.default, write.call(aten.ne.Scalar, index, padding), -1)
+        gradient = write.call(aten.mul.Tensor, gradient, kept)
+    inside, row = _mine(write, index, rows)
+    outside = write.call(aten.mul.Scalar, write.call(aten.logical_not.default, inside), rows)
+    row = write.call(aten.add.Tensor, row, outside)
+    found = write.call(aten.embedding_dense_backward.default, gradient, row, rows + 1, -1, by_count)
+    return [write.call(aten.slice.Tensor, found, 0, 0, rows)]
+
+
+@lowering
+def log_softmax(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """``x - max - log(sum(exp(x - max)))``, maximum and sum over all ranks."""
+    (logits,) = given
+    dim = node.args[1]
+    if node.args[2]:  # half precision in, single precision out
+        logits = write.call(aten._to_copy.default, logits, dtype=torch.float32)
+    largest = write.all_reduce(write.call(aten.amax.default, logits, [dim], True), "max")
+    shifted = write.call(aten.sub.Tensor, logits, largest)
+    total = write.all_reduce(write.call(aten.sum.dim_IntList, write.call(aten.exp.default, shifted), [dim], True))
+    return [write.call(aten.sub.Tensor, shifted, write.call(aten.log.default, total))]
+
+
+@lowering
+def log_softmax_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """``gradient - exp(output) * sum(gradient)``, the sum over all ranks."""
+    gradient, output = given
+    total = write.all_reduce(write.call(aten.sum.dim_IntList, gradient, [node.args[2]], True))
+    spread = write.call(aten.mul.Tensor, write.call(aten.exp.default, output), total)
+    found = write.call(aten.sub.Tensor, gradient, spread)
+    if node.args[3] != found.meta["val"].dtype:
+        found = write.call(aten._to_copy.default, found, dtype=node.args[3])
+    return [found]
+
+
+@lowering
+def nll_loss(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """Minus the sum of what this rank has of the targets, over their number for a mean."""
+    scores, target = given
+    reduction, ignored = node.args[3], node.args[4]
+    kept = write.call(aten.ne.Scalar, target, ignored)
+    inside, column = _mine(write, target, scores.meta["val"].shape[1])
+    inside = write.call(aten.logical_and.default, inside, kept)
+    picked = write.call(aten.gather.default, scores, 1, write.call(aten.unsqueeze.default, column, 1))
+    picked = write.call(aten.mul.Tensor, write.call(aten.squeeze.dim, picked, 1), inside)
+    dtype = scores.meta["val"].dtype
+    weight = write.call(aten.sum.default, write.call(aten._to_copy.default, kept, dtype=dtype))
+    loss = write.call(aten.neg.default, write.call(aten.sum.default, picked))
+    if reduction == 1:
+        loss = write.call(aten.div.Tensor, loss, weight)
+    return [loss, weight]
+
+
+@lowering
+def nll_loss_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """Minus the gradient at the targets that this rank has, over their number for a mean."""
+    gradient, scores, target, weight = given
+    reduction, ignored = node.args[4], node.args[5]
+    kept = write.call(aten.ne.Scalar, target, ignored)
+    inside, column = _mine(write, target, scores.meta["val"].shape[1])
+    inside = write.call(aten.logical_and.default, inside, kept)
+    scale = write.call(aten.neg.default, gradient)
+    if reduction == 1:
+        scale = write.call(aten.div.Tensor, scale, weight)
+    at = write.call(aten.unsqueeze.default, write.call(aten.mul.Tensor, inside, scale), 1)
+    zeros = write.call(aten.zeros_like.default, scores)
+    return [write.call(aten.scatter.src, zeros, 1, write.call(aten.unsqueeze.default, column, 1), at)]
+
+
+@lowering
+def dropout(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """The part of a mask that is drawn for the whole tensor: every rank of the axis draws the same.
+
+    Numbers are drawn in the order of memory, so the tensor they are drawn for lies as the whole one does.
+    """
+    (tensor,) = given
+    probability, training = node.args[1], node.args[2]
+    assert option.results[0] is not None
+    value, whole = tensor.meta["val"], operands(node)[0].meta["val"]
+    order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
+    sizes = [whole.shape[dim] for dim in order]
+    ones = write.call(aten.full.default, sizes, 1, dtype=value.dtype, device=value.device)
+    ones = write.call(aten.permute.default, ones, [order.index(dim) for dim in range(whole.dim())])
+    drawn = write.call(aten.native_dropout.default, ones, probability, training)
+    mask = write.part(_item(write, drawn, 1), option.results[0])
+    scale: Any = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
+    kept = write.call(aten.mul.Tensor, tensor, mask)
+    return [write.call(aten.mul.Scalar, kept, scale if training else 1.0), mask]
+
+
+def _item(write: Writer, node: fx.Node, index: int) -> fx.Node:
+    return write.call(operator.getitem, node, index)

@@ -1,0 +1,78 @@
+"""What is legal for an operation: the placements that its operands and results may have together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from shardgraph.passes.sharding.placements import REPLICATE
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run an operation on local parts.
+
+    ``operands`` has a placement for each tensor among the flattened arguments, ``results`` one for each tensor that
+    the operation returns (None for a result that is none). ``lowering`` names what stands in for the operation where
+    it cannot simply run on local parts; see :mod:`shardgraph.passes.sharding.lowerings`. ``sent`` are elements that
+    the lowering itself reduces over the ranks.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement | None, ...]
+    lowering: str = ""
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a rule sees of a node: its arguments, with the shapes of its tensors, and how many ranks there are."""
+
+    node: fx.Node
+    parts: int
+
+    @property
+    def target(self) -> Any:
+        """The operator."""
+        return self.node.target
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Positional arguments; tensors as nodes."""
+        return self.node.args
+
+    def shape(self, position: int) -> torch.Size:
+        """The shape of the tensor that is positional argument ``position``."""
+        return self.node.args[position].meta["val"].shape
+
+    @property
+    def result(self) -> torch.Size:
+        """The shape of the first result."""
+        return results(self.node)[0].shape
+
+
+Rule = Callable[[Operation], Iterable[Option]]
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors among a node's arguments, in order, once for each place."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
+
+
+def results(node: fx.Node) -> list[Any]:
+    """The values that a node returns, of which some may be None."""
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def replicated(node: fx.Node) -> Option:
+    """Every rank does all of it: what is always legal."""
+    found = tuple(REPLICATE if isinstance(value, torch.Tensor) else None for value in results(node))
+    return Option((REPLICATE,) * len(operands(node)), found)

@@ -1,0 +1,81 @@
+"""Arithmetic of placements: how a tensor lies on the ranks of one mesh axis.
+
+The types are DTensor's: ``Replicate()``, ``Partial()`` (the sum of what the ranks hold), ``Shard(dim)``, and
+``_StridedShard(dim, split_factor=k)``, here :func:`blocks`: a dimension of ``k`` equal blocks, each of which is cut
+among the ranks. Blocks are what a cut dimension becomes when a view merges it with those to its left, and what a fused
+query-key-value projection must be cut in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+def blocks(dim: int, count: int) -> Placement:
+    """Every one of ``count`` equal blocks of ``dim`` is cut among the ranks."""
+    return Shard(dim) if count == 1 else _StridedShard(dim, split_factor=count)
+
+
+def is_cut(placement: Placement | None) -> bool:
+    """Whether every rank holds another part."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def cut_of(placement: Placement) -> tuple[int, int]:
+    """The dimension that is cut, and in how many blocks."""
+    if isinstance(placement, _StridedShard):
+        return placement.dim, int(placement.split_factor)
+    assert isinstance(placement, Shard), placement
+    return placement.dim, 1
+
+
+def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
+    """Whether a tensor of ``shape`` is cut into equal parts, none of them empty."""
+    if not is_cut(placement):
+        return True
+    dim, count = cut_of(placement)
+    return dim < len(shape) and shape[dim] > 0 and shape[dim] % (count * parts) == 0
+
+
+def local_shape(placement: Placement, shape: Sequence[int], parts: int) -> tuple[int, ...]:
+    """The shape of one rank's part."""
+    if not is_cut(placement):
+        return tuple(shape)
+    dim, _ = cut_of(placement)
+    return (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
+
+
+def through_view(placement: Placement, before: Sequence[int], after: Sequence[int], parts: int) -> Placement | None:
+    """How a tensor lies once its elements, in order, are seen in another shape; None where that is no placement.
+
+    In the order of elements a cut is periodic: of every ``period`` elements each rank has an equal run. The same
+    period is a cut of a dimension of the new shape if the runs are whole rows of it.
+    """
+    if not is_cut(placement):
+        return placement
+    dim, count = cut_of(placement)
+    period = before[dim] // count * math.prod(before[dim + 1 :])
+    below = 1
+    for at in reversed(range(len(after))):
+        whole = after[at] * below
+        if after[at] > 1 and period % (parts * below) == 0 and whole % period == 0:
+            return blocks(at, whole // period)
+        below = whole
+    return None
+
+
+def written(placement: Placement | None) -> str:
+    """``replicate``, ``partial``, ``shard(1)`` or ``shard(1, blocks=3)``."""
+    if placement is None:
+        return "-"
+    if not is_cut(placement):
+        return "partial" if isinstance(placement, Partial) else "replicate"
+    dim, count = cut_of(placement)
+    return f"shard({dim})" if count == 1 else f"shard({dim}, blocks={count})"

@@ -1,0 +1,124 @@
+"""The choice of placements for a joint graph, put as a problem: what is legal, what it costs, what must agree."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
+from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.sharding.choose import Problem, solve
+from shardgraph.passes.sharding.classes import classes_of
+from shardgraph.passes.sharding.legal import Legal, Value, reached, value_of
+from shardgraph.passes.sharding.options import Option, operands, results
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
+from shardgraph.passes.sharding.pricing import Prices
+
+aten = torch.ops.aten
+
+
+def choose_options(
+    gm: fx.GraphModule, parts: int, sequence: bool, fixed: Mapping[str, Placement]
+) -> dict[fx.Node, Option]:
+    """The option of every node of a joint graph that together cost least; ``fixed`` are placements of parameters."""
+    legal = Legal(gm, parts)
+    barred = reached(legal, _dimensions(gm, sequence))
+    weights = _weights(gm)
+    classes = classes_of(gm)
+    prices = Prices.of(node_costs(gm, fused=False), parts, sequence)
+    problem = Problem()
+    options: dict[fx.Node, list[Option]] = {}
+    makers: dict[Any, Value] = {}
+    for node in gm.graph.nodes:
+        key = classes[node]
+        if node.op in ("placeholder", "get_attr"):
+            options[node] = _held(node, parts, fixed, legal)
+            price = [prices.parameter(node, o.results[0]) if "role" in node.meta else 0.0 for o in options[node]]
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            options[node] = [o for o in legal.options(node) if not _bars(node, o, barred)]
+            price = [prices.operation(node, o) for o in options[node]]
+        else:
+            continue
+        problem.members[key] += 1
+        if key not in problem.options:
+            problem.options[key], problem.costs[key] = options[node], price
+            for index in range(len(results(node))):
+                makers[key, index] = (node, index)
+        for position, operand in enumerate(operands(node) if node.op == "call_function" else []):
+            source, index = value_of(operand)
+            problem.uses[classes[source], index, key, position] += 1
+    _add_results(gm, problem, classes)
+
+    def moves(key: Any, index: int, before: Placement, after: Placement) -> float:
+        node, at = makers[key, index]
+        if before != after and node in weights and before != REPLICATE:
+            return math.inf  # weights stay where they are: what is gathered is what they are multiplied with
+        if before == PARTIAL and is_cut(after) and not sequence and node not in weights:
+            return math.inf
+        return prices.move(before, after, results(node)[at].nbytes)
+
+    found = solve(problem, moves)
+    return {node: found[classes[node]] for node in options}
+
+
+def _add_results(gm: fx.GraphModule, problem: Problem, classes: Mapping[fx.Node, Hashable]) -> None:
+    """What the graph gives: gradients as their parameters lie, all else whole."""
+    owners = placeholders(gm)
+    problem.options["result"], problem.costs["result"] = [Option((REPLICATE,), ())], [0.0]
+    problem.members["result"] = 1
+    for role, value in outputs(gm):
+        if isinstance(value, fx.Node):
+            source, index = value_of(value)
+            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
+                problem.ties[classes[source], index, classes[owners[role.of]]] += 1
+            else:
+                problem.uses[classes[source], index, "result", 0] += 1
+
+
+def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
+    role = node.meta.get("role")
+    if not isinstance(role, Parameter):
+        return [Option((), (REPLICATE,))]
+    if role.fqn in fixed:
+        return [Option((), (fixed[role.fqn],))]
+    cuts = sorted(legal.cuts[node, 0], key=cut_of)
+    return [Option((), (REPLICATE,)), *(Option((), (cut,)) for cut in cuts)]
+
+
+def _bars(node: fx.Node, option: Option, barred: Mapping[Value, set[Placement]]) -> bool:
+    pairs = [*zip(map(value_of, operands(node)), option.operands, strict=True)]
+    pairs += [((node, i), p) for i, p in enumerate(option.results)]
+    return any(placement in barred.get(value, ()) for value, placement in pairs)
+
+
+def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:
+    """The cuts of inputs that no operation may follow: along the batch, and along the sequence without leave."""
+    found: dict[Value, list[Placement]] = {}
+    for role, node in placeholders(gm).items():
+        value = node.meta.get("val")
+        if isinstance(role, Input) and isinstance(value, torch.Tensor) and value.dim():
+            found[node, 0] = [blocks(0, 1)]
+            tokens = value.dim() == 2 and not value.is_floating_point()
+            if not sequence and (tokens or value.dim() == 3):
+                found[node, 0].append(blocks(1, 1))
+    return found
+
+
+def _weights(gm: fx.GraphModule) -> set[fx.Node]:
+    """Parameters of at least two dimensions, and their views and casts."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        role = node.meta.get("role")
+        if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
+            found.add(node)
+        elif node.op == "call_function":
+            moves = node.target is aten._to_copy.default or getattr(node.target, "is_view", False)
+            if moves and all(operand in found for operand in node.all_input_nodes):
+                found.add(node)
+    return found

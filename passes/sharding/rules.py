@@ -1,0 +1,174 @@
+"""Rules of our own beside DTensor's: operations that it does not know, or whose interesting sharding it lacks.
+
+One rule is one function from an operation to its options, registered by operator. It lists cuts in one block; that a
+cut may be in blocks follows (:mod:`shardgraph.passes.sharding.legal`), since no operation here depends on the order
+of the elements along a dimension that it lets be cut. A rule adds to what DTensor knows of the operator, or stands in
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from shardgraph.passes.sharding.options import Operation, Option, Rule, operands, results
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
+
+aten = torch.ops.aten
+
+RULES: dict[Any, Rule] = {}
+REPLACES: set[Any] = set()
+"""Operators whose rule stands in for DTensor's strategies rather than beside them."""
+
+
+def rule(*targets: Any, replaces: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operators."""
+
+    def register(function: Rule) -> Rule:
+        for target in targets:
+            RULES[target] = function
+            if replaces:
+                REPLACES.add(target)
+        return function
+
+    return register
+
+
+# -- constants ---------------------------------------------------------------------------------------------
+
+
+@rule(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, replaces=True)
+def constant(operation: Operation) -> Iterator[Option]:
+    """Equal elements: any part of them can be made where it is needed."""
+    for dim in range(len(operation.result)):
+        yield Option((), (Shard(dim),), "sized")
+
+
+@rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, replaces=True)
+def constant_like(operation: Operation) -> Iterator[Option]:
+    """Equal elements in another tensor's shape."""
+    for dim in range(len(operation.result)):
+        yield Option((Shard(dim),), (Shard(dim),))
+
+
+@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, replaces=True)
+def constant_new(operation: Operation) -> Iterator[Option]:
+    """Equal elements in a shape of their own."""
+    for dim in range(len(operation.result)):
+        yield Option((REPLICATE,), (Shard(dim),), "sized")
+
+
+# -- vocabulary --------------------------------------------------------------------------------------------
+
+
+@rule(aten.embedding.default)
+def embedding(operation: Operation) -> Iterator[Option]:
+    """Rows of a table: each rank looks up those that it has, and the sum is the result (Megatron-LM, section 3)."""
+    yield Option((Shard(0), REPLICATE), (PARTIAL,), "embedding")
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_backward(operation: Operation) -> Iterator[Option]:
+    """Each rank adds up the gradients of the rows that it has."""
+    yield Option((REPLICATE, REPLICATE), (Shard(0),), "embedding_backward")
+
+
+@rule(aten._log_softmax.default)
+def log_softmax(operation: Operation) -> Iterator[Option]:
+    """Over a dimension that is cut: its maximum and the sum of exponentials are reduced over the ranks."""
+    dim = operation.args[1] % len(operation.result)
+    rows = operation.result.numel() // operation.result[dim]
+    yield Option((Shard(dim),), (Shard(dim),), "log_softmax", sent=2 * rows)
+
+
+@rule(aten._log_softmax_backward_data.default)
+def log_softmax_backward(operation: Operation) -> Iterator[Option]:
+    """Over a dimension that is cut: the sum of the gradients is reduced over the ranks."""
+    dim = operation.args[2] % len(operation.result)
+    rows = operation.result.numel() // operation.result[dim]
+    yield Option((Shard(dim), Shard(dim)), (Shard(dim),), "log_softmax_backward", sent=rows)
+
+
+@rule(aten.nll_loss_forward.default)
+def nll_loss(operation: Operation) -> Iterator[Option]:
+    """Classes are cut: each rank adds up the targets that it has. The weight of the targets is known to all."""
+    if len(operation.shape(0)) == 2 and operation.args[2] is None and operation.args[3] != 0:
+        yield Option((Shard(1), REPLICATE), (PARTIAL, REPLICATE), "nll_loss")
+
+
+@rule(aten.nll_loss_backward.default)
+def nll_loss_backward(operation: Operation) -> Iterator[Option]:
+    """Classes are cut: each rank writes the gradients of the targets that it has."""
+    if len(operation.shape(1)) == 2 and operation.args[3] is None and operation.args[4] != 0:
+        yield Option((REPLICATE, Shard(1), REPLICATE, REPLICATE), (Shard(1),), "nll_loss_backward")
+
+
+# -- random ------------------------------------------------------------------------------------------------
+
+
+@rule(aten.native_dropout.default, replaces=True)
+def dropout(operation: Operation) -> Iterator[Option]:
+    """A rank draws for the whole tensor and keeps its part, so that what is dropped is what the whole model drops."""
+    for dim in range(len(operation.result)):
+        yield Option((Shard(dim),), (Shard(dim), Shard(dim)), "dropout")
+
+
+@rule(aten.native_dropout_backward.default, replaces=True)
+def dropout_backward(operation: Operation) -> Iterator[Option]:
+    """Element by element."""
+    for dim in range(len(operation.result)):
+        yield Option((Shard(dim), Shard(dim)), (Shard(dim),))
+    yield Option((PARTIAL, REPLICATE), (PARTIAL,))
+
+
+# -- attention ---------------------------------------------------------------------------------------------
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
+}
+"""The position of the dropout's probability."""
+
+
+@rule(*_ATTENTION, replaces=True)
+def attention(operation: Operation) -> Iterator[Option]:
+    """Batch and heads are independent of each other; without dropout, which draws for all of them at once."""
+    position = _ATTENTION[operation.target]
+    if len(operation.args) > position and operation.args[position]:
+        return
+    query = operands(operation.node)[0].meta["val"].shape
+    for dim in (0, 1):
+        tensors = [operand.meta["val"] for operand in operands(operation.node)]
+        outs = [value for value in results(operation.node) if isinstance(value, torch.Tensor)]
+        cuts = [_attention_cut(tensor.shape, query, dim) for tensor in (*tensors, *outs)]
+        yield Option(tuple(cuts[: len(tensors)]), tuple(cuts[len(tensors) :]))
+
+
+def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Any:
+    """A cut of batch (0) or heads (1) as one of attention's tensors has it; a mask may have one for all."""
+    if len(shape) == 4:
+        return Shard(dim) if shape[dim] == query[dim] or shape[dim] > 1 else REPLICATE
+    # The logarithms of the sums: batch, then queries and heads in the order that the kernel likes.
+    if dim == 0:
+        return Shard(0)
+    return Shard(1) if shape[1] == query[1] else Shard(2)
+
+
+# -- in place of a value -----------------------------------------------------------------------------------
+
+
+@rule(aten.copy.default, aten.fill.Tensor)
+def overwritten(operation: Operation) -> Iterator[Option]:
+    """Elements of one tensor replace those of another of its shape."""
+    shapes = [operand.meta["val"].shape for operand in operands(operation.node)]
+    for dim in range(len(operation.result)):
+        yield Option(tuple(Shard(dim) if shape == operation.result else REPLICATE for shape in shapes), (Shard(dim),))
+
+
+def own_options(operation: Operation) -> Iterable[Option]:
+    """What our rules say of an operation; nothing where there is none."""
+    found = RULES.get(operation.target)
+    return [] if found is None else found(operation)

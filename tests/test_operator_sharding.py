@@ -1,0 +1,267 @@
+"""Operators divided among ranks: equal to the original, with the collectives that Megatron-LM places by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import shardgraph
+from shardgraph import Plan, PlanError, ShardGraphError
+from shardgraph.compiler import build_program, place_operators, resolve_plan
+from shardgraph.ir import collectives, take_part
+from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, local_shape, through_view
+from shardgraph.plan import split_text
+from shardgraph.program import Program
+from tests import ranks
+from tests.test_analysis import gpt2, llama, text
+from tests.zoo import ZOO, make
+
+MESHES = {
+    "tp": {"tp": 2},
+    "ddp+tp": {"dp": 2, "tp": 2},
+    "fsdp+tp": {"dp": 2, "tp": 2},
+    "fsdp+tp+sp": {"dp": 2, "tp": 2},
+    "hsdp+tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    "zero2+tp+sp": {"dp": 2, "tp": 4},
+}
+
+
+# -- numerics ----------------------------------------------------------------------------------------------
+
+
+def check(model: str, plan: str, mesh: dict[str, int]) -> None:
+    module, (args, kwargs) = make(model, 4)
+    report = shardgraph.verify(module, args, plan, mesh=mesh, example_kwargs=kwargs, steps=3, fp64=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("plan", MESHES)
+@pytest.mark.parametrize("model", ["odd-mlp", "conv-batch-norm", "tied-transformer"])
+def test_training_equals_the_unsharded_model(model, plan):
+    check(model, plan, MESHES[plan])
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama", "fsdp+tp+sp"), ("gpt2", "zero2+tp+sp"), ("bert", "hsdp+tp"), ("vit", "fsdp+tp")]
+)
+def test_training_models_of_transformers_equals_the_unsharded_model(model, plan):
+    check(model, plan, MESHES[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", MESHES)
+@pytest.mark.parametrize("model", [name for name in ZOO if name not in ("odd-mlp", "conv-batch-norm")])
+def test_every_model_under_every_plan_equals_the_unsharded_model(model, plan):
+    check(model, plan, MESHES[plan])
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+def test_heads_that_do_not_divide_are_right(tp):
+    check("tied-transformer", "tp+sp", {"tp": tp})  # two heads; four of three layers' dimensions do not divide by 3
+
+
+def test_fewer_heads_of_keys_than_ranks_are_right():
+    check("llama", "tp", {"tp": 4})  # four query heads share two of keys and values
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("model", "plan", "mesh"),
+    [("tied-transformer", "tp", {"tp": 2}), ("gpt2", "fsdp+tp+sp", {"dp": 2, "tp": 2})],
+)
+def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mesh):
+    world = torch.Size(mesh.values()).numel()
+    for worst in shardgraph.launch(ranks.parity, world, args=(model, plan, mesh, 0.5)):
+        assert worst < 1e-5
+
+
+# -- collectives -------------------------------------------------------------------------------------------
+
+BATCH, LENGTH, WIDTH = 2, 16, 64
+
+
+def program(plan: str, layers: int, ranks: int = 2) -> Program:
+    model = llama(layers, hidden_size=WIDTH, vocab_size=64)
+    return build_program(model, resolve_plan(plan, (("tp", ranks),)), (), text(BATCH, LENGTH))
+
+
+def sent_by_a_layer(plan: str) -> dict[str, Counter]:
+    """Large collectives of a half, by kind and elements: those of four layers without those of three."""
+    found: dict[str, Counter] = {}
+    for name in ("forward", "backward"):
+        three, four = (
+            Counter(
+                (node.target.__name__.split(".")[0], max(node.meta["val"].numel(), node.args[0].meta["val"].numel()))
+                for node in collectives(getattr(program(plan, layers), name))
+            )
+            for layers in (3, 4)
+        )
+        found[name] = Counter({kind: count for kind, count in (four - three).items() if kind[1] > WIDTH})
+    return found
+
+
+def test_a_layer_of_llama_reduces_twice_in_forward_and_twice_in_backward_as_megatron_does():
+    whole = ("all_reduce", BATCH * LENGTH * WIDTH)
+    assert sent_by_a_layer("tp") == {"forward": {whole: 2}, "backward": {whole: 2}}
+
+
+def test_with_sequences_cut_each_reduction_is_a_gather_and_a_scatter_and_inputs_are_gathered_again():
+    gather, scatter = ((kind, BATCH * LENGTH * WIDTH) for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"))
+    assert sent_by_a_layer("tp+sp") == {"forward": {gather: 2, scatter: 2}, "backward": {gather: 4, scatter: 2}}
+
+
+def test_column_and_row_parallel_layers_are_found_by_what_they_cost():
+    placed = {fqn: entry.placements[0] for fqn, entry in program("tp", 2).parameters.items()}
+    layer = {fqn.removeprefix("model.layers.1."): p for fqn, p in placed.items() if ".layers.1." in fqn}
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert {layer[f"{name}.weight"] for name in columns} == {"split(0)"}
+    assert {layer[f"{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {"split(1)"}
+    assert {layer[f"{name}.weight"] for name in ("input_layernorm", "post_attention_layernorm")} == {"replicate"}
+
+
+class Loss(nn.Module):
+    """A language model that gives its loss alone: no rank needs all logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: torch.Tensor) -> torch.Tensor:
+        return self.model(**call).loss
+
+
+def test_a_tied_vocabulary_is_cut_and_no_rank_sees_all_logits():
+    vocabulary = 256
+    model = Loss(gpt2(2, vocab_size=vocabulary))
+    tied = build_program(model, resolve_plan("tp", (("tp", 2),)), (), text(BATCH, LENGTH))
+    assert tied.parameters["model.transformer.wte.weight"].placements == ("split(0)",)
+    values = [node.meta.get("val") for half in (tied.forward, tied.backward) for node in half.graph.nodes]
+    logits = [v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and v.shape[-1] == vocabulary]
+    assert logits == []
+
+
+def test_a_fused_projection_is_cut_in_its_three_blocks():
+    fused = build_program(gpt2(2), resolve_plan("tp", (("tp", 2),)), (), text(BATCH, LENGTH)).parameters
+    assert fused["transformer.h.0.attn.c_attn.weight"].placements == ("split(1, blocks=3)",)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_memory_of_matrices_falls_by_the_degree(degree):
+    whole, split = program("single", 2, 1), program("tp", 2, degree)
+    matrices = [fqn for fqn, shape in whole.shapes.items() if len(shape) > 1]
+    local = sum(torch.Size(split.parameters[f].local_shape(split.shapes[f], split.plan.mesh)).numel() for f in matrices)
+    assert local == sum(whole.shapes[f].numel() for f in matrices) // degree
+
+
+def test_what_has_no_rule_is_said():
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cdist(self.linear(x), x)
+
+    made = build_program(Distances(), resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),))
+    assert any("cdist" in note and "no rule" in note for note in made.notes)
+
+
+# -- placements --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "cut", "after", "expected"),
+    [
+        ((4, 6, 8), Shard(1), (24, 8), blocks(0, 4)),  # a sequence in a batch of 4
+        ((24, 8), blocks(0, 4), (4, 6, 8), Shard(1)),
+        ((4, 6, 8), Shard(0), (24, 8), Shard(0)),
+        ((24, 8), Shard(1), (24, 2, 4), Shard(1)),  # heads
+        ((24, 2, 4), Shard(2), (24, 8), blocks(1, 2)),
+        ((3, 8), Shard(0), (24,), None),  # three rows among two ranks
+        ((1, 6), Shard(1), (6,), Shard(0)),
+        ((4, 6), PARTIAL, (24,), PARTIAL),
+        ((4, 6), Replicate(), (24,), Replicate()),
+    ],
+)
+def test_a_cut_goes_through_a_view(before, cut, after, expected):
+    if divides(cut, before, 2):
+        assert through_view(cut, before, after, 2) == expected
+
+
+@pytest.mark.parametrize("cut", [Shard(1), blocks(1, 2), blocks(1, 3), Shard(0)])
+def test_parts_seen_in_another_shape_are_the_parts_of_what_is_seen(cut):
+    full, shape = torch.arange(4 * 12 * 2).view(4, 12, 2), (48, 2)
+    other = through_view(cut, full.shape, shape, 2)
+    for index in range(2):
+        dims = [(p.dim, getattr(p, "split_factor", 1)) for p in (cut, other)]
+        part = take_part(full, *dims[0], 2, index)
+        assert part.shape == local_shape(cut, full.shape, 2)
+        assert torch.equal(part.reshape(-1, 2), take_part(full.view(shape), *dims[1], 2, index))
+
+
+# -- plans -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_operators_round_trips():
+    plan = shardgraph.preset("fsdp+tp+sp", {"dp": 2, "tp": 4})
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.operators == (("tp", "sequence"),) and plan.data_size == 2
+
+
+def test_found_placements_are_written_down_in_the_plan():
+    found = program("tp", 2)
+    placed = place_operators(found.joint, found.plan, found.shapes)
+    assert placed.undecided(found.shapes) == []
+    assert Plan.from_yaml(placed.to_yaml()).resolve(found.shapes) == found.parameters
+
+
+def test_a_written_placement_is_kept():
+    base = program("tp", 2)
+    fqn = "model.layers.0.mlp.up_proj.weight"
+    entry = base.parameters[fqn]
+    plan = replace(base.plan, parameters=(*base.plan.parameters, (fqn, replace(entry, placements=("replicate",)))))
+    model = llama(2, hidden_size=WIDTH, vocab_size=64)
+    assert build_program(model, plan, (), text(BATCH, LENGTH)).parameters[fqn].placements == ("replicate",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"operators": (("nope", "whole"),)}, "operators is 'nope'; it may be an axis of the mesh"),
+        ({"operators": (("tp", "halves"),)}, "operators.tp is 'halves'; it may be 'whole' or 'sequence'"),
+        ({"operators": ()}, "placements is 'auto'; it may be 'replicate' or 'shard\\(0\\)' for the axis 'tp'"),
+    ],
+)
+def test_a_wrong_plan_is_refused(change, message):
+    with pytest.raises(PlanError, match=message):
+        replace(shardgraph.preset("tp", {"tp": 2}), **change)
+
+
+def test_a_split_that_does_not_divide_names_the_sizes_that_work():
+    plan = shardgraph.preset("tp", {"tp": 4})
+    entry = replace(plan.parameters[0][1], placements=(split_text(0),))
+    with pytest.raises(PlanError, match=r"'weight' of shape \[6, 4\].*has 4 ranks: the dimension must be a multiple"):
+        replace(plan, parameters=(("*", entry),)).resolve({"weight": torch.Size((6, 4))})
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "message"),
+    [
+        ("tp", {"a": 2, "b": 2}, "call one of its axes 'tp'"),
+        ("fsdp+tp", {"tp": 2}, "needs an axis for 'fsdp' beside 'tp'"),
+        ("fsdp+tq", {"dp": 2, "tp": 2}, "no plan called 'fsdp\\+tq'"),
+    ],
+)
+def test_a_mesh_that_does_not_suit_is_refused(name, mesh, message):
+    with pytest.raises(PlanError, match=message):
+        shardgraph.preset(name, mesh)
+
+
+def test_without_example_inputs_placements_cannot_be_found():
+    with pytest.raises(ShardGraphError, match="give example_inputs"):
+        shardgraph.launch(ranks.compile_without_inputs, 2, args=("tp",), timeout=60)
