@@ -7,6 +7,7 @@ module that trains like the original, on every rank of the run. Read next: :func
 :func:`verify`, :func:`launch`.
 """
 
+from shardgraph import nn
 from shardgraph.analysis import Analysis
 from shardgraph.analyze import analyze
 from shardgraph.calibration import calibrate
@@ -60,6 +61,7 @@ __all__ = [
     "calibrate",
     "compile",
     "launch",
+    "nn",
     "preset",
     "verify",
     "visualize",

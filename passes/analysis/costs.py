@@ -40,7 +40,7 @@ _REDUCTION = """
     native_batch_norm_legit_no_training linalg_vector_norm
 """
 _GATHER = """
-    embedding embedding_dense index index_select index_put gather scatter scatter_add scatter_reduce take
+    embedding embedding_dense index index_add index_select index_put gather scatter scatter_add scatter_reduce take
     nll_loss_forward nll_loss nll_loss2d_forward nll_loss2d masked_select nonzero one_hot slice select
     slice_scatter select_scatter embedding_bag
 """

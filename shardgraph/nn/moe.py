@@ -1,0 +1,125 @@
+"""A mixture-of-experts layer that a compiler can shard: tokens travel to experts in one batched tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardgraph.nn.experts import Experts
+from shardgraph.nn.gating import Routing, TopKGate
+
+
+class MoE(nn.Module):
+    """Each token goes through ``k`` of ``num_experts`` feed-forward networks; its result is their weighted sum.
+
+    ``output, aux_loss = moe(x)``, ``x`` and ``output`` [groups, tokens, d_model], ``aux_loss`` a scalar in fp32 to add
+    to the loss, times a small factor (Switch: 0.01). It is a result rather than an attribute because a captured
+    graph has results only. A token whose choices were all dropped comes out as 0: the residual is the caller's.
+
+    GShard's layer (Lepikhin et al. 2020, arXiv:2006.16668), as FairScale's ``MOELayer``; what :class:`TopKGate` says of
+    groups, capacity, weights and the loss holds here. Groups do not meet, so ranks that each have some of dim 0
+    compute together exactly what one would.
+
+    All shapes are static, whatever the gate decides. Tokens are moved by index, not by products with a one-hot
+    [groups, tokens, experts, capacity] as in GShard: capacity grows with tokens, so that this tensor and its products
+    grow with their square (a group of 4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of the two masks, and
+    as many FLOPs for the two products as for experts with a ``d_hidden`` of 4096), where an index has ``k * tokens``
+    entries. The result is the same sum, as a row of a buffer holds one token at most. For that reason too nothing
+    is added up in an order that may change from run to run, in either direction.
+
+    Between them stands one tensor of [experts, groups, capacity, d_model] before the experts and one after, and the
+    experts are ``bmm`` over dim 0 of their weights. With experts in shards along dim 0 and groups on different
+    ranks, each of the two is where an all-to-all turns a shard of dim 1 into one of dim 0 or back. A rule for
+    ``*.experts.*`` in a plan means all parameters with experts in dim 0 and no others.
+
+    Args:
+        d_model: width of a token.
+        d_hidden: width inside an expert.
+        num_experts: number of experts.
+        k: experts per token.
+        capacity_factor: buffer rows of all experts together, in multiples of the group's ``k * tokens`` choices; what
+            does not fit is dropped. None drops nothing: each expert then has room for, and computes on, all tokens.
+        activation: ``"gelu"``, ``"silu"``, ``"relu"``, or ``"swiglu"``, which has a third matrix.
+        bias: whether experts add biases.
+        normalize_gates: whether a token's weights add up to 1 over its kept choices; see :class:`TopKGate`.
+        sampled: whether choices after the first are drawn while training; see :class:`TopKGate`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ShardGraphError: a size is below 1, ``k`` is above ``num_experts``, the factor is not above 0 and finite, or
+            there is no such activation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        num_experts: int,
+        k: int = 2,
+        capacity_factor: float | None = 1.25,
+        activation: str = "gelu",
+        *,
+        bias: bool = False,
+        normalize_gates: bool = True,
+        sampled: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = TopKGate(
+            d_model,
+            num_experts,
+            k,
+            capacity_factor,
+            normalize_gates=normalize_gates,
+            sampled=sampled,
+            device=device,
+            dtype=dtype,
+        )
+        self.experts = Experts(num_experts, d_model, d_hidden, activation, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise gate and experts again, as the constructor does."""
+        self.gate.reset_parameters()
+        self.experts.reset_parameters()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(output, aux_loss)`` of ``x`` [groups, tokens, d_model].
+
+        The output has the shape of ``x`` and the dtype of the experts' products: that of ``x``, or autocast's.
+
+        Raises:
+            ShardGraphError: ``x`` has another number of dimensions or another width.
+        """
+        routing: Routing = self.gate(x)
+        buffers = (self.gate.num_experts, x.shape[0], self.gate.capacity(x.shape[1]), x.shape[2])
+        row = _rows(routing, buffers)
+        sent = _dispatch(x, row, routing.kept, buffers)
+        received = self.experts(sent.flatten(1, 2)).view(buffers)
+        return _combine(received, row, routing.weights), routing.aux_loss
+
+
+def _rows(routing: Routing, buffers: tuple[int, int, int, int]) -> Tensor:
+    """[groups, k, tokens]: each choice's row among experts * groups * capacity; a dropped one has its expert's last."""
+    _, groups, capacity, _ = buffers
+    group = torch.arange(groups, device=routing.experts.device).view(-1, 1, 1)
+    return (routing.experts * groups + group) * capacity + routing.positions.clamp_max(capacity - 1)
+
+
+def _dispatch(x: Tensor, row: Tensor, kept: Tensor, buffers: tuple[int, int, int, int]) -> Tensor:
+    """Tokens in the buffers of their experts, [experts, groups, capacity, d_model]; rows that nobody took are 0."""
+    *counts, width = buffers
+    rows = math.prod(counts)
+    # What is dropped goes to one row more, which is cut off: as many tokens move whatever the gate decides.
+    tokens = x.unsqueeze(1).expand(*row.shape, width)
+    filled = x.new_zeros(rows + 1, width).index_put((torch.where(kept, row, rows),), tokens)
+    return filled[:rows].view(buffers)
+
+
+def _combine(received: Tensor, row: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts, [groups, tokens, d_model]; the weight of what was dropped is 0."""
+    results = received.flatten(0, 2).index_select(0, row.flatten()).view(*row.shape, -1)
+    return (results * weights.to(results.dtype).unsqueeze(-1)).sum(1)
