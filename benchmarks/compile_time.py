@@ -1,6 +1,7 @@
 """Time and memory of capture, rewrite, split and check for Llama at ``meta``, as its layers grow.
 
     python benchmarks/compile_time.py 8 16 32
+    python benchmarks/compile_time.py 32 --plan fsdp+tp --mesh dp=8 tp=8
 
 Every measurement is a process of its own, so that memory is its own; sizes take turns, so that a machine whose
 speed drifts is fair to all, and medians of the rounds are shown.
@@ -18,7 +19,7 @@ import sys
 import time
 
 
-def measure(layers: int) -> dict[str, float]:
+def measure(layers: int, plan: str, mesh: dict[str, int]) -> dict[str, float]:
     """Seconds by stage, MiB added to the process, and nodes, of one compilation."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, logging
@@ -34,7 +35,7 @@ def measure(layers: int) -> dict[str, float]:
     marks: list[tuple[str, float]] = []
     program = build_program(
         model,
-        preset("fsdp", {"dp": 8}),
+        preset(plan, mesh),
         (),
         {"input_ids": ids, "labels": ids},
         show=lambda stage: marks.append((stage, time.perf_counter())),
@@ -51,15 +52,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layers", nargs="*", type=int, default=[8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plan", default="fsdp")
+    parser.add_argument("--mesh", nargs="+", default=["dp=8"], help="sizes of axes, outermost first")
     parser.add_argument("--once", type=int, help=argparse.SUPPRESS)  # one measurement, as JSON
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(measure(options.once)))
+        mesh = {axis: int(size) for axis, size in (each.split("=") for each in options.mesh)}
+        print(json.dumps(measure(options.once, options.plan, mesh)))
         return
     seen: dict[int, list[dict[str, float]]] = {layers: [] for layers in options.layers}
     for _ in range(options.rounds):
         for layers in options.layers:
-            command = [sys.executable, __file__, "--once", str(layers)]
+            command = [sys.executable, __file__, "--once", str(layers), "--plan", options.plan, "--mesh", *options.mesh]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             seen[layers].append(json.loads(output.splitlines()[-1]))
     columns = list(seen[options.layers[0]][0])

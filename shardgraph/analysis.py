@@ -308,7 +308,7 @@ def analyze_program(
         assert rate is not None
         rows.append(update_row(shards, optimizer, sum(rate.seconds(cost.moved * nbytes) for nbytes in shards), memory))
     samples, tokens = _batch(program)
-    ranks = plan.world_size
+    ranks = plan.data_size
     return Analysis(plan, cluster, optimizer, tuple(rows), samples * ranks, tokens * ranks, source)
 
 

@@ -18,7 +18,7 @@ from shardgraph.folding import SHALLOW, NotPeriodicError, extend, shortened
 from shardgraph.ir import Gradient, Parameter, outputs, placeholders
 from shardgraph.passes.analysis.liveness import profile_step
 from shardgraph.passes.analysis.rows import Row, rows_of
-from shardgraph.passes.analysis.sized import Point, Sizes, size_program
+from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_program
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.program import Program
 from shardgraph.sizes import format_bytes
@@ -124,6 +124,11 @@ def symbolic(source: Source) -> Symbolic:
     Raises:
         NotSizedError: the model does other things at other sizes.
     """
+    if source.plan.operators:
+        raise NotSizedError(
+            f"plan {source.plan.name!r} divides operators, and how it does follows from their sizes: analyse each size, "
+            "or take a plan of data alone"
+        )
     points = _points(source)
     entries, shapes = source.parameters, source.shapes
     mesh = source.plan.mesh

@@ -322,6 +322,8 @@ def lost_peer() -> str:
 
 def plan_named(name: str) -> Plan:
     """A preset over all ranks; ``"fsdp kept"`` keeps what it gathered."""
+    if name.startswith("tp"):
+        return preset(name, {"tp": dist.get_world_size()})
     plan = preset(name.split()[0], {"dp": dist.get_world_size()})
     if not name.endswith("kept"):
         return plan
@@ -337,7 +339,9 @@ def peak_memory(kinds: list[str], plans: list[str], batch: int = 4) -> dict[str,
 def _peak_memory(kind: str, plan: str, batch: int) -> dict[str, tuple[int, int]]:
     model, (args, kwargs) = make(kind, batch)
     # The loss is part of the program, so that nothing runs outside of what is predicted.
-    sharded = shardgraph.compile(model, plan_named(plan), loss_fn=lambda output, target: scalar(output))
+    chosen = plan_named(plan)
+    example = {"example_inputs": args, "example_kwargs": kwargs} if chosen.operators else {}
+    sharded = shardgraph.compile(model, chosen, loss_fn=lambda output, target: scalar(output), **example)
     optimizer, target = torch.optim.AdamW(sharded.parameters(), lr=1e-3), torch.zeros(1)
 
     def step() -> None:

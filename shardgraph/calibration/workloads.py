@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -177,13 +180,21 @@ def _selecting(operation: Callable[..., Any], *args: Any) -> Work:
 
 
 def _optimizer(new: Maker) -> Iterator[Work]:
-    """A step of AdamW: reads parameter, gradient and two moments, writes all but the gradient."""
+    """A step of AdamW: reads parameter, gradient and two moments, writes all but the gradient.
+
+    On several ranks parameters are DTensors, as a compiled module's are: of small ones that is most of the time.
+    """
     count = 8  # parameters, so that what a step costs besides them is shared as in a model
+    mesh = init_device_mesh(new.device.type, (dist.get_world_size(),)) if dist.is_initialized() else None
     for size in (64, 4096, 32768, 262144, 1048576):
-        parameters = [new(rows_for(new.device, size)).requires_grad_() for _ in range(count)]
+        parameters = [new(rows_for(new.device, size)) for _ in range(count)]
+        if mesh is not None:
+            parameters = [DTensor.from_local(parameter, mesh, [Shard(0)]) for parameter in parameters]
         for parameter in parameters:
+            parameter.requires_grad_()
             parameter.grad = torch.ones_like(parameter)
-        yield Work(7 * parameters[0].nbytes, torch.optim.AdamW(parameters).step, count)
+        nbytes = parameters[0].nbytes // (1 if mesh is None else mesh.size())
+        yield Work(7 * nbytes, torch.optim.AdamW(parameters).step, count)
 
 
 WORKLOADS: dict[str, Callable[[Maker], Iterator[Work]]] = {
