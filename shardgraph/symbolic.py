@@ -126,8 +126,8 @@ def symbolic(source: Source) -> Symbolic:
     """
     if source.plan.operators:
         raise NotSizedError(
-            f"plan {source.plan.name!r} divides operators, and how it does follows from their sizes: analyse each size, "
-            "or take a plan of data alone"
+            f"plan {source.plan.name!r} divides operators, and how it does follows from their sizes: analyse each "
+            "size, or take a plan of data alone"
         )
     points = _points(source)
     entries, shapes = source.parameters, source.shapes
