@@ -7,15 +7,16 @@ any number of ranks, because parameters are DTensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardgraph._torch import local_tensor
 from shardgraph.errors import CheckpointError, nearest
@@ -107,6 +108,29 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     return LoadedKeys(missing, unexpected)
 
 
+def describable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with every DTensor as ``torch.distributed.checkpoint`` can describe it, as one box of the whole.
+
+    One that is split in several blocks of a dimension is gathered along that axis: all ranks must call this.
+    """
+    return {name: _in_one_box(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def _in_one_box(tensor: DTensor) -> DTensor:
+    placements = [
+        Replicate() if _in_blocks(placement, tensor.placements[at + 1 :]) else placement
+        for at, placement in enumerate(tensor.placements)
+    ]
+    return tensor if tuple(placements) == tuple(tensor.placements) else tensor.redistribute(placements=placements)
+
+
+def _in_blocks(placement: Placement, inner: Sequence[Placement]) -> bool:
+    """Whether a split leaves a rank several runs of a dimension; one that inner axes cut further is strided as well."""
+    return isinstance(placement, _StridedShard) and not any(
+        isinstance(each, (Shard, _StridedShard)) and each.dim == placement.dim for each in inner
+    )
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -135,7 +159,8 @@ def _own_part(value: Tensor, target: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
     mesh, placements = target.device_mesh, target.placements
     if isinstance(value, DTensor):
-        if value.device_mesh == mesh:
+        strided = any(isinstance(placement, _StridedShard) for placement in placements)
+        if value.device_mesh == mesh and (not strided or value.placements == placements):
             return local_tensor(value.redistribute(placements=placements))
         value = value.full_tensor()
     return local_tensor(distribute_tensor(value, mesh, placements, src_data_rank=None))

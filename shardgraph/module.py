@@ -202,6 +202,15 @@ class ShardedModule(nn.Module):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``.
+
+        A parameter that is split in several blocks of a dimension, as a fused projection is, comes gathered along that
+        axis, since ``torch.distributed.checkpoint`` has no words for it: all ranks must call this then.
+        """
+        state = super().state_dict(*args, **kwargs)
+        return state if kwargs.get("keep_vars") else checkpoint.describable(state)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or whole tensors into the shards, in place.
 

@@ -385,3 +385,27 @@ def automatic_plan() -> tuple[str, str]:
 
 def compile_without_inputs(plan: str) -> None:
     shardgraph.compile(make("odd-mlp", 2)[0], plan)
+
+
+def _compiled(name: str, plan: str, mesh: dict[str, int], zero: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model of the zoo under a plan, and the parameters that it has without ``zero``."""
+    model, call = prepared(name, 4)
+    values = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters() if zero else ():
+            parameter.zero_()
+    args, kwargs = part(call, preset(plan, mesh))
+    return shardgraph.compile(model, plan, mesh=mesh, example_inputs=args, example_kwargs=kwargs), values
+
+
+def save_sharded(name: str, plan: str, mesh: dict[str, int], path: str) -> None:
+    dcp.save(_compiled(name, plan, mesh, zero=False)[0].state_dict(), checkpoint_id=path)
+
+
+def load_sharded(name: str, plan: str, mesh: dict[str, int], path: str) -> list[str]:
+    """The parameters that are not what they were when they were saved."""
+    sharded, values = _compiled(name, plan, mesh, zero=True)
+    state = sharded.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    sharded.load_state_dict(state)
+    return [fqn for fqn, parameter in sharded.named_parameters() if not torch.equal(whole(parameter), values[fqn])]

@@ -80,6 +80,13 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mes
         assert worst < 1e-5
 
 
+@pytest.mark.timeout(280)
+def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
+    shardgraph.launch(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
+    for plan, mesh in (("fsdp", {"dp": 2}), ("tp+sp", {"tp": 2})):
+        assert shardgraph.launch(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
+
+
 # -- collectives -------------------------------------------------------------------------------------------
 
 BATCH, LENGTH, WIDTH = 2, 16, 64
@@ -227,6 +234,16 @@ def test_a_written_placement_is_kept():
     plan = replace(base.plan, parameters=(*base.plan.parameters, (fqn, replace(entry, placements=("replicate",)))))
     model = llama(2, hidden_size=WIDTH, vocab_size=64)
     assert build_program(model, plan, (), text(BATCH, LENGTH)).parameters[fqn].placements == ("replicate",)
+
+
+def test_a_layer_of_which_the_plan_says_something_else_is_decided_by_itself():
+    plan = shardgraph.preset("tp", {"tp": 2})
+    other = "model.layers.2.mlp.up_proj.weight"
+    entry = replace(plan.parameters[0][1], placements=("split(1)",))
+    plan = replace(plan, parameters=(*plan.parameters, (other, entry)))
+    made = build_program(llama(4, hidden_size=WIDTH, vocab_size=64), plan, (), text(BATCH, LENGTH)).parameters
+    placed = [made[f"model.layers.{i}.mlp.up_proj.weight"].placements[0] for i in range(4)]
+    assert placed == ["split(0)", "split(0)", "split(1)", "split(0)"]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import fx
+from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Parameter
 from shardgraph.passes.analysis.modules import module_of
@@ -15,11 +16,12 @@ from shardgraph.passes.sharding.options import operands
 _LEAST = 3  # layers that are worth the trouble
 
 
-def classes_of(gm: fx.GraphModule) -> dict[fx.Node, Hashable]:
+def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement]) -> dict[fx.Node, Hashable]:
     """A key for every node; nodes with equal keys do the same in layers that run the same operations.
 
     Layers are modules that differ in one number of their names, such as ``model.layers.7``, that hold at least
-    two matrices, and whose operations are the same ones in the same order.
+    two matrices, whose operations are the same ones in the same order, and of which ``fixed``, placements of parameters
+    by name, says the same.
     """
     layers: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in gm.graph.nodes:
@@ -31,7 +33,7 @@ def classes_of(gm: fx.GraphModule) -> dict[fx.Node, Hashable]:
     for stack in sorted(layers, key=len):  # outer stacks first: a layer's own stacks are part of it
         alike: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
         for nodes in layers[stack].values():
-            alike[tuple(_kind(node) for node in nodes)].append(nodes)
+            alike[tuple(_kind(node, fixed) for node in nodes)].append(nodes)
         for number, members in enumerate(alike.values()):
             if len(members) >= _LEAST and _matrices(members[0]) > 1:
                 for nodes in members:
@@ -45,12 +47,14 @@ def _path(node: fx.Node) -> str:
     return role.fqn if isinstance(role, Parameter) else module_of(node)
 
 
-def _kind(node: fx.Node) -> Hashable:
+def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
     shapes = tuple((tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in operands(node))
     value = node.meta.get("val")
     own = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
     constants = str(fx.map_arg((node.args, node.kwargs), lambda n: None))
-    return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants
+    role = node.meta.get("role")
+    placed = fixed.get(role.fqn) if isinstance(role, Parameter) else None
+    return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed
 
 
 def _matrices(nodes: list[fx.Node]) -> int:

@@ -30,7 +30,7 @@ def choose_options(
     legal = Legal(gm, parts)
     barred = reached(legal, _dimensions(gm, sequence))
     weights = _weights(gm)
-    classes = classes_of(gm)
+    classes = classes_of(gm, fixed)
     prices = Prices.of(node_costs(gm, fused=False), parts, sequence)
     problem = Problem()
     options: dict[fx.Node, list[Option]] = {}
