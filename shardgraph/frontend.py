@@ -75,7 +75,9 @@ def compile(
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
     automatic = plan == "auto"
     if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
-        plan = _choose(model, example_inputs or (), dict(example_kwargs or {}), mesh, loss_fn, cluster)
+        call = (example_inputs or (), dict(example_kwargs or {}))
+        loss = loss_fn if "target" in call[1] else None
+        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, loss, cluster))
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
@@ -147,19 +149,6 @@ def _from_first_rank(find: Callable[[], Plan]) -> Plan:
     return found[0]
 
 
-def _choose(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mesh: DeviceMesh | Mapping[str, int] | None,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    cluster: Cluster | str | Path | None,
-) -> Plan:
-    """The plan that rank 0 finds fastest, on every rank: machines differ in what memory they have free."""
-    loss = loss_fn if "target" in kwargs else None
-    return _from_first_rank(lambda: _fastest(model, args, kwargs, mesh, loss, cluster))
-
-
 def _fastest(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -168,6 +157,7 @@ def _fastest(
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
 ) -> Plan:
+    """The plan that this rank finds fastest; machines differ in what memory they have free."""
     ranks = dist.get_world_size()
     machine = resolve_cluster(cluster, ranks)
     if cluster is None:  # ranks may be more than a machine has cores

@@ -29,6 +29,12 @@ def value_of(node: fx.Node) -> Value:
     return node, 0
 
 
+def placed_values(node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
+    """The tensors that an operation takes and gives, each as the option places it."""
+    taken = [(value_of(operand), p) for operand, p in zip(operands(node), option.operands, strict=True)]
+    return taken + [((node, index), p) for index, p in enumerate(option.results) if p is not None]
+
+
 def has_rule(node: fx.Node) -> bool:
     """Whether anything says how the operation may be cut."""
     return node.target in LAYOUTS or node.target in RULES or dtensor_rules.has_strategy(node.target)
@@ -46,6 +52,7 @@ class Legal:
         self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
         self._templates: dict[fx.Node, list[Option]] = {}
+        self._options: dict[fx.Node, list[Option]] = {}
         for node in gm.graph.nodes:
             for index, value in enumerate(results(node)):
                 if isinstance(value, torch.Tensor):
@@ -55,7 +62,9 @@ class Legal:
 
     def options(self, node: fx.Node) -> list[Option]:
         """What is legal for a node; the first is that every rank does all of it."""
-        return list(dict.fromkeys([replicated(node), *self._cut_options(node)]))
+        if node not in self._options:
+            self._options[node] = list(dict.fromkeys([replicated(node), *self._cut_options(node)]))
+        return self._options[node]
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -75,11 +84,8 @@ class Legal:
 
     def _learn(self, node: fx.Node) -> Iterator[fx.Node]:
         """Add the cuts of a node's options to its values; the nodes whose values have new ones."""
-        sources = [value_of(operand) for operand in operands(node)]
         for option in self._cut_options(node):
-            values = [*zip(sources, option.operands, strict=True)]
-            values += [((node, i), placement) for i, placement in enumerate(option.results) if placement is not None]
-            for value, placement in values:
+            for value, placement in placed_values(node, option):
                 if is_cut(placement) and placement not in self.cuts[value]:
                     self.cuts[value].add(placement)
                     yield value[0]
@@ -90,10 +96,10 @@ class Legal:
                 yield option
 
     def _even(self, node: fx.Node, option: Option) -> bool:
-        values = [operand.meta["val"] for operand in operands(node)]
-        pairs = [*zip(values, option.operands, strict=True)]
-        pairs += [(v, p) for v, p in zip(results(node), option.results, strict=True) if isinstance(v, torch.Tensor)]
-        return all(divides(placement, value.shape, self.parts) for value, placement in pairs)
+        return all(
+            divides(placement, results(maker)[index].shape, self.parts)
+            for (maker, index), placement in placed_values(node, option)
+        )
 
     def _layout(self, node: fx.Node) -> Iterator[Option]:
         layout, operation = LAYOUTS[node.target], Operation(node, self.parts)
@@ -120,17 +126,14 @@ class Legal:
             if node.target not in REPLACES and dtensor_rules.has_strategy(node.target):
                 found += dtensor_rules.strategies(operation)
             self._templates[node] = found
-        sources = [value_of(operand) for operand in operands(node)]
         for option in self._templates[node]:
             yield option
             if option.lowering and any(is_cut(p) for p in option.operands + option.results):
                 continue  # written for one block
-            values = [*zip(sources, option.operands, strict=True)]
-            values += [((node, i), placement) for i, placement in enumerate(option.results)]
-            for count in sorted(self._block_counts(values)):
+            for count in sorted(self._block_counts(placed_values(node, option))):
                 yield Option(_in_blocks(option.operands, count), _in_blocks(option.results, count))
 
-    def _block_counts(self, values: Iterable[tuple[Value, Placement | None]]) -> set[int]:
+    def _block_counts(self, values: Iterable[tuple[Value, Placement]]) -> set[int]:
         found = set()
         for value, placement in values:
             if is_cut(placement):

@@ -15,7 +15,7 @@ from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
-from shardgraph.passes.sharding.legal import Legal, Value, reached, value_of
+from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
 from shardgraph.passes.sharding.pricing import Prices
@@ -92,9 +92,7 @@ def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Lega
 
 
 def _bars(node: fx.Node, option: Option, barred: Mapping[Value, set[Placement]]) -> bool:
-    pairs = [*zip(map(value_of, operands(node)), option.operands, strict=True)]
-    pairs += [((node, i), p) for i, p in enumerate(option.results)]
-    return any(placement in barred.get(value, ()) for value, placement in pairs)
+    return any(placement in barred.get(value, ()) for value, placement in placed_values(node, option))
 
 
 def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:
