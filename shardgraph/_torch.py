@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,8 +38,10 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OutputType",
+    "as_placed",
     "ask_strategy",
     "autocast_state",
+    "below_autograd",
     "boxed",
     "default_store",
     "descriptors",
@@ -89,6 +91,23 @@ def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard that this rank holds of a DTensor, outside of autograd; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
+    """``local`` as a DTensor that lies as ``like``, of which it has this rank's shape and the dtype.
+
+    ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
+    """
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[arg-type,return-value]
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Operations in the body go straight to their kernels.
+
+    The graphs have their own backward, so what autograd would do for each operation is wasted; for a collective that is
+    a call of Python, longer than starting it.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def keep_graph() -> bool:

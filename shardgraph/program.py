@@ -31,7 +31,6 @@ from shardgraph.ir import (
     Saved,
     Tangent,
 )
-from shardgraph.parameters import as_dtensor
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.accumulate_gradients import AddAccumulated, KeepGradientsLocal
 from shardgraph.passes.rewrite.drop_zero_tangents import DropZeroTangents
@@ -205,7 +204,8 @@ class _Bound:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         try:
-            return list(self._call(inputs))
+            with _torch.below_autograd():
+                return list(self._call(inputs))
         except RuntimeError as error:
             node = self._failing_node(error)
             if node is None or isinstance(error, ShardGraphError):
@@ -311,6 +311,4 @@ def _gradient(executable: Executable, role: Role, value: torch.Tensor | None, lo
         earlier = state.unreduced.get(role.fqn)
         state.unreduced[role.fqn] = value if earlier is None else earlier + value
         return None
-    entry = executable.program.parameters[role.fqn]
-    assert state.mesh is not None
-    return as_dtensor(value, entry, parameter.shape, state.mesh)
+    return _torch.as_placed(value, parameter)
