@@ -2,9 +2,10 @@
 
     python benchmarks/step_time.py --name step-time-2-ranks
 
-First the machine is measured (``shardgraph calibrate``), then every model is analysed under every plan on that cluster,
-then all of them train on real ranks: every round takes one step of each in turn, and the median of the rounds is what
-was measured. The models are random weights of configurations of several sizes; none of them was used to fit anything.
+All models train under all plans on real ranks: every round takes one step of each in turn, and the median of the rounds
+is what was measured. Before and after that the machine itself is measured (``shardgraph calibrate``), twice because its
+speed drifts; every model is analysed under every plan on the cluster that both fit together. The models are random
+weights of configurations of several sizes; none of them was used to fit anything.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from transformers import (
 )
 
 import shardgraph
+from shardgraph import calibration
 
 Call = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -141,20 +144,29 @@ def predict(case: tuple[str, str], nproc: int, cluster: shardgraph.Cluster) -> d
     return {"seconds": analysis.time.total, "exposed": analysis.time.exposed, "compute": analysis.time.compute}
 
 
+def together(before: calibration.Measurements, after: calibration.Measurements) -> calibration.Measurements:
+    return replace(
+        before,
+        samples=before.samples + after.samples,
+        transfers=before.transfers + after.transfers,
+        overlaps=before.overlaps + after.overlaps,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="latest", help="results/NAME.json is written")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cluster", help="a cluster file; without it the machine is measured first")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=PLANS, choices=PLANS)
     options = parser.parse_args()
 
-    cluster = shardgraph.Cluster.load(options.cluster) if options.cluster else shardgraph.calibrate(options.nproc)
     cases = [(model, plan) for model in options.models for plan in options.plans]
-    predicted = [predict(case, options.nproc, cluster) for case in cases]
+    before = calibration.measure(options.nproc)
     seconds = shardgraph.launch(measure, options.nproc, args=(cases, options.rounds), timeout=3000)[0]
+    cluster = calibration.fit(together(before, calibration.measure(options.nproc)))
+    predicted = [predict(case, options.nproc, cluster) for case in cases]
     measured = [statistics.median(times) for times in seconds]
     errors = [p["seconds"] / m - 1 for p, m in zip(predicted, measured, strict=True)]
     print(f"{'model, plan':<30}{'predicted ms':>14}{'measured ms':>14}{'range ms':>16}{'error':>8}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardgraph.errors import ClusterError, nearest
@@ -19,8 +19,11 @@ from shardgraph.mesh import Mesh, position_of
 FLOP_KINDS = ("matmul", "convolution", "attention")
 """Kinds of work counted in FLOPs; their rates are by dtype, as ``"matmul/bfloat16"``."""
 
-BYTE_KINDS = ("pointwise", "transcendental", "reduction", "gather", "optimizer")
+BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "optimizer")
 """Kinds of work counted in bytes read and written."""
+
+VIEW = "view"
+"""Work that moves nothing: only the overhead of its rate counts. It costs the host, and a GPU does not wait for it."""
 
 MEMORY = "memory"
 """All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
@@ -28,21 +31,26 @@ MEMORY = "memory"
 
 @dataclass(frozen=True)
 class Rate:
-    """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes."""
+    """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes.
+
+    What is counted in FLOPs may also cost by the bytes that it reads and writes, ``moved_per_second`` of them: kernels
+    of a CPU that first bring their operands into another order.
+    """
 
     per_second: float
     overhead: float = 0.0
+    moved_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.per_second > 0 or not self.overhead >= 0:
+        if not self.per_second > 0 or not self.overhead >= 0 or not self.moved_per_second > 0:
             raise ClusterError(
-                "a rate has a positive per_second and an overhead of at least 0 seconds, and this has "
-                f"{self.per_second} and {self.overhead}"
+                "a rate has a positive per_second and moved_per_second and an overhead of at least 0 seconds, and this "
+                f"has {self.per_second}, {self.moved_per_second} and {self.overhead}"
             )
 
-    def seconds(self, work: float) -> float:
-        """Seconds for ``work`` FLOPs or bytes in one operation."""
-        return self.overhead + work / self.per_second
+    def seconds(self, work: float, moved: float = 0.0) -> float:
+        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes."""
+        return self.overhead + work / self.per_second + moved / self.moved_per_second
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,10 @@ class Device:
         """The rate of a kind of work; None for a FLOP kind in a dtype that the device has no figure for.
 
         Kinds that a device does not tell apart cost what the plainer kind costs: attention and convolution as
-        matmul, every kind counted in bytes as pointwise.
+        matmul, every kind counted in bytes as pointwise. Views cost nothing where nothing is said.
         """
+        if kind == VIEW:
+            return self.rates.get(VIEW, Rate(1.0))
         if kind not in FLOP_KINDS:
             return self._sustained(self.rates.get(kind, self.rates["pointwise"]), MEMORY)
         own = self.rates.get(f"{kind}/{dtype}")
@@ -101,7 +111,7 @@ class Device:
         return self._sustained(own, kind)
 
     def _sustained(self, rate: Rate, kind: str) -> Rate:
-        return Rate(rate.per_second * self.sustained.get(kind, 1.0), rate.overhead)
+        return replace(rate, per_second=rate.per_second * self.sustained.get(kind, 1.0))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from dataclasses import replace
 from importlib import resources
@@ -31,7 +32,17 @@ from pathlib import Path
 import torch
 import yaml
 
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, MEMORY, Cluster, Device, Link, Rate, nearest_device
+from shardgraph.cost_models.cluster import (
+    BYTE_KINDS,
+    FLOP_KINDS,
+    MEMORY,
+    VIEW,
+    Cluster,
+    Device,
+    Link,
+    Rate,
+    nearest_device,
+)
 from shardgraph.cost_models.collectives import WIRE_RULES
 from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, At, mapping, record, size, text, whole
 from shardgraph.errors import ClusterError
@@ -126,6 +137,9 @@ def load_cluster(path: str | Path) -> Cluster:
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write ``cluster``, its device included, as a file that :func:`load_cluster` reads back exactly."""
     data = {"schema": SCHEMA, **dataclasses.asdict(cluster)}
+    for rate in data["device"]["rates"].values():
+        if rate["moved_per_second"] == math.inf:
+            del rate["moved_per_second"]
     if cluster.inter is None:
         del data["inter"]
     content = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
@@ -137,7 +151,7 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
 
 def _is_rate(name: str) -> bool:
     kind, _, dtype = name.partition("/")
-    return (kind in FLOP_KINDS and isinstance(getattr(torch, dtype, None), torch.dtype)) or name in BYTE_KINDS
+    return (kind in FLOP_KINDS and isinstance(getattr(torch, dtype, None), torch.dtype)) or name in (*BYTE_KINDS, VIEW)
 
 
 def _is_dtype(name: str) -> bool:
@@ -145,8 +159,8 @@ def _is_dtype(name: str) -> bool:
 
 
 _LINK = record(Link, {"bandwidth": POSITIVE, "latency": SECONDS})
-_RATE = record(Rate, {"per_second": POSITIVE, "overhead": SECONDS})
-_RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join(BYTE_KINDS)} to rates"
+_RATE = record(Rate, {"per_second": POSITIVE, "overhead": SECONDS, "moved_per_second": POSITIVE})
+_RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join((*BYTE_KINDS, VIEW))} to rates"
 _DEVICE = record(
     Device,
     {

@@ -42,4 +42,4 @@ def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float, o
             f"device {device.name!r} has no rate for {kind} in {dtype}; it has {', '.join(have)}. Add "
             f"'{kind}/{dtype}' to its rates, or measure it with `shardgraph calibrate`"
         )
-    return on.maximum(rate.seconds(flops), memory.seconds(moved))
+    return on.maximum(rate.seconds(flops, moved), memory.seconds(moved))

@@ -98,7 +98,7 @@ def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
 
     ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
     """
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[arg-type,return-value]
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def below_autograd() -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardgraph
 from shardgraph import ClusterError, ShardGraphError
+from shardgraph.cost_models.cluster import Rate
 from shardgraph.folding import find_stack
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make
@@ -41,6 +43,13 @@ def text(batch: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def fsdp() -> shardgraph.Analysis:
     return shardgraph.analyze(llama(2), plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster())
+
+
+def test_views_cost_what_the_device_says_they_cost_the_host(fsdp):
+    cluster = fsdp.cluster
+    slow = replace(cluster, device=replace(cluster.device, rates={**cluster.device.rates, "view": Rate(1.0, 1.0)}))
+    time = shardgraph.analyze(llama(2), plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=slow).time
+    assert time.compute - fsdp.time.compute == pytest.approx(round(time.compute)) and time.compute > 10
 
 
 def test_the_parts_of_the_step_add_up(fsdp):

@@ -11,7 +11,7 @@ from shardgraph.calibration import fit, fit_table, measure
 from shardgraph.calibration.fitting import fit_link, fit_rate
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cli import main
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Link, Rate
+from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Link, Rate
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.errors import ClusterError
 
@@ -34,6 +34,18 @@ def test_a_rate_is_recovered() -> None:
 def test_a_rate_is_recovered_from_noise() -> None:
     fitted = fit_rate(timed(Rate(per_second=5e9, overhead=3e-6), noise=0.2))
     assert fitted.per_second == pytest.approx(5e9, rel=0.15) and fitted.overhead == pytest.approx(3e-6, rel=0.15)
+
+
+def test_what_operands_cost_beside_arithmetic_is_recovered() -> None:
+    rate = Rate(per_second=1e11, overhead=1e-5, moved_per_second=2e9)
+    works = [(flops, moved) for flops in (1e6, 1e8, 1e10) for moved in (1e4, 1e6, 1e8)]
+    fitted = fit_rate([Sample("matmul/float32", flops, rate.seconds(flops, moved), moved) for flops, moved in works])
+    assert (fitted.per_second, fitted.overhead) == pytest.approx((1e11, 1e-5), rel=1e-3)
+    assert fitted.moved_per_second == pytest.approx(2e9, rel=1e-3)
+
+
+def test_what_moves_nothing_costs_its_overhead() -> None:
+    assert fit_rate([Sample("view", 0, seconds) for seconds in (1e-6, 3e-6, 9e-6)]).overhead == 3e-6
 
 
 def test_an_overhead_is_never_negative() -> None:
@@ -79,7 +91,7 @@ def cluster(measured: Measurements) -> Cluster:
 
 
 def test_every_kind_of_work_is_measured(cluster: Cluster) -> None:
-    assert set(cluster.device.rates) == {f"{kind}/float32" for kind in FLOP_KINDS} | set(BYTE_KINDS)
+    assert set(cluster.device.rates) == {f"{kind}/float32" for kind in FLOP_KINDS} | {*BYTE_KINDS, VIEW}
     assert set(cluster.efficiency) == set(COLLECTIVES)
     assert all(0 < part <= 1 for part in cluster.efficiency.values())
 

@@ -257,6 +257,20 @@ def test_kinds_that_a_device_does_not_tell_apart_cost_what_the_plainer_costs() -
     assert own.rate("gather") == Rate(1.0)
 
 
+def test_views_are_free_where_nothing_is_said() -> None:
+    toy = toy_device()
+    assert toy.rate("view").seconds(0) == 0
+    assert replace(toy, rates={**toy.rates, "view": Rate(1.0, 5e-6)}).rate("view").seconds(0) == 5e-6
+
+
+def test_a_rate_with_traffic_round_trips(tmp_path: Path) -> None:
+    known = Cluster.of("A100")
+    rates = {**known.device.rates, "convolution/float32": Rate(1e13, 1e-5, moved_per_second=1e10)}
+    changed = replace(known, device=replace(known.device, rates=rates))
+    changed.save(tmp_path / "cluster.yaml")
+    assert Cluster.load(tmp_path / "cluster.yaml") == changed
+
+
 def test_arithmetic_that_a_device_lacks_has_no_rate() -> None:
     assert device("V100").rate("matmul", "bfloat16") is None
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardgraph import ir
+from shardgraph.cost_models.cluster import VIEW
 
 aten = torch.ops.aten
 
@@ -31,13 +32,16 @@ EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
 _TRANSCENDENTAL = """
     acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
     sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax safe_softmax log_softmax
-    logsumexp native_dropout bernoulli rand rand_like randn randn_like normal uniform exponential multinomial
+    logsumexp
+"""
+_RANDOM = """
+    native_dropout bernoulli rand rand_like randn randn_like normal uniform exponential multinomial
 """
 _REDUCTION = """
     native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm rms_norm fused_rms_norm sum mean var
     var_mean std amax amin argmax argmin prod norm cumsum cumprod sort topk avg_pool2d max_pool2d_with_indices
     adaptive_avg_pool2d mean_dim batch_norm_elemt batch_norm_gather_stats native_batch_norm_legit
-    native_batch_norm_legit_no_training linalg_vector_norm
+    native_batch_norm_legit_no_training native_batch_norm_legit_functional linalg_vector_norm
 """
 _GATHER = """
     embedding embedding_dense index index_add index_select index_put gather scatter scatter_add scatter_reduce take
@@ -55,6 +59,7 @@ _KIND = {
     for kind, names in (
         ("pointwise", _COPY),
         ("transcendental", _TRANSCENDENTAL),
+        ("random", _RANDOM),
         ("reduction", _REDUCTION),
         ("gather", _GATHER),
     )
@@ -66,8 +71,8 @@ _KIND = {
 class NodeCost:
     """The work of one node on one rank.
 
-    ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, or ``"free"`` for what moves
-    nothing (views, waits); ``dtype`` is that of its first floating result. ``read`` and ``written`` are bytes.
+    ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, or ``"free"`` for what calls no
+    operator (and waits); ``dtype`` is that of its first floating result. ``read`` and ``written`` are bytes.
     ``causal`` is the length of a sequence whose attention skips what is masked, though its FLOPs count whole; else 0.
     ``known`` is False for an operation that no formula was found for: it is priced by its bytes.
     """
@@ -105,7 +110,7 @@ def _cost(node: fx.Node) -> NodeCost:
     value = node.meta.get("val")
     dtype = _dtype(value) or _dtype([n.meta.get("val") for n in node.all_input_nodes])
     if node.op != "call_function" or _is_free(node):
-        return NodeCost("free", dtype)
+        return NodeCost(VIEW if _is_view(node) else "free", dtype)
     read, written = _bytes([n.meta.get("val") for n in node.all_input_nodes]), _bytes(value)
     if ir.is_collective(node):
         return NodeCost("collective", dtype, read=read, written=written)
@@ -142,10 +147,15 @@ def _shapes(values: Any) -> list[Any]:
     return [value.shape if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def _is_view(node: fx.Node) -> bool:
+    views = (ir.trim_shard, ir.local_chunk, aten._unsafe_view.default)
+    return node.target in views or bool(getattr(node.target, "is_view", False))
+
+
 def _is_free(node: fx.Node) -> bool:
     return (
-        node.target in (operator.getitem, ir.WAIT, ir.trim_shard, ir.local_chunk, aten._unsafe_view.default)
-        or getattr(node.target, "is_view", False)
+        node.target in (operator.getitem, ir.WAIT)
+        or _is_view(node)
         or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
     )
 

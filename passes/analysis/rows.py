@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from shardgraph.cost_models import compute
-from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.ir import WAIT, group_of
 from shardgraph.mesh import Mesh
@@ -74,6 +75,12 @@ class Prices:
     cluster: Cluster
     mesh: Mesh
 
+    @property
+    def view(self) -> float:
+        """Seconds of a view."""
+        rate = self.cluster.device.rate(VIEW)
+        return rate.overhead if rate else 0.0
+
     def sent(self, node: fx.Node) -> int:
         """Bytes that a collective puts on the wire."""
         return node_wire_bytes(node, self.mesh)
@@ -86,7 +93,7 @@ class Prices:
         return collective_seconds(operation_of(node), given, gotten, ranks, link, self.cluster.efficiency)
 
     def computation(self, cost: NodeCost) -> float:
-        """Seconds of one operation."""
+        """Seconds of one operation that is no view."""
         flops = cost.flops * (compute.causal_part(cost.causal) if cost.causal else 1)
         return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, cost.moved)
 
@@ -101,8 +108,9 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
     at = {point: i for i, point in enumerate(memory.nodes)}
     for half, gm in halves.items():
         costs = node_costs(gm, fused)
-        # Views are left out: they take no time, and no more is live at one than at the operation before it.
-        shown = [n for n in gm.graph.nodes if costs[n].kind != "free" or n.target is WAIT]
+        # Views are left out: no more is live at one than at the operation before it. What follows takes their time.
+        shown = [n for n in gm.graph.nodes if costs[n].kind not in ("free", VIEW) or n.target is WAIT]
+        views = _views_before(gm, costs)
         index = {node: i for i, node in enumerate(shown)}
         for node in shown:
             cost, i = costs[node], at[half, node.name]
@@ -121,11 +129,23 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
                 read=cost.read,
                 written=cost.written,
                 sent=prices.sent(node) if collective else 0,
-                seconds=_seconds(node, cost, prices),
+                seconds=_seconds(node, cost, prices) + views[node] * prices.view,
                 memory={kind: line[i] for kind, line in memory.compositions.items() if line[i]},
                 waits=index[node] - index[node.args[0]] if node.target is WAIT else 0,
                 known=cost.known,
             )
+
+
+def _views_before(gm: fx.GraphModule, costs: Mapping[fx.Node, NodeCost]) -> Counter[fx.Node]:
+    """How many views stand before each operation of the computation, since the one before it."""
+    views: Counter[fx.Node] = Counter()
+    waiting = 0
+    for node in gm.graph.nodes:
+        kind = costs[node].kind
+        waiting += kind == VIEW
+        if kind not in ("free", VIEW, "collective"):
+            views[node], waiting = waiting, 0
+    return views
 
 
 def _seconds(node: fx.Node, cost: NodeCost, prices: Prices) -> float:

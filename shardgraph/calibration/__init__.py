@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from shardgraph.calibration.fitting import fit, fit_table
 from shardgraph.calibration.measuring import measure
+from shardgraph.calibration.timings import Measurements
 from shardgraph.cost_models.cluster import Cluster
 
-__all__ = ["calibrate", "fit", "fit_table", "measure"]
+__all__ = ["Measurements", "calibrate", "fit", "fit_table", "measure"]
 
 
 def calibrate(

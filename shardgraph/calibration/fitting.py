@@ -9,9 +9,10 @@ from math import inf
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 
 from shardgraph.calibration.timings import Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Device, Link, Rate
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.sizes import format_seconds
 
@@ -54,10 +55,13 @@ def fit(measured: Measurements) -> Cluster:
 
 def fit_rate(samples: Sequence[Sample]) -> Rate:
     """The rate that fits timings of one kind of work."""
-    overhead, (per_unit,) = _solve(
-        [1.0 for _ in samples], [[sample.work] for sample in samples], [sample.seconds for sample in samples]
-    )
-    return Rate(per_second=1 / per_unit, overhead=overhead)
+    seconds = [sample.seconds for sample in samples]
+    if not any(sample.work for sample in samples):
+        return Rate(1.0, statistics.median(seconds))
+    overhead, per_unit, per_byte = _solve([[1.0, sample.work, sample.moved] for sample in samples], seconds)
+    if not per_unit:  # noise
+        overhead, per_byte, (per_unit,) = 0.0, 0.0, _solve([[sample.work] for sample in samples], seconds)
+    return Rate(1 / per_unit, overhead, 1 / per_byte if per_byte else inf)
 
 
 def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str, float]]:
@@ -70,11 +74,13 @@ def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str,
     operations = list(dict.fromkeys(transfer.operation for transfer in transfers))
     steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in transfers]
     sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in transfers]
-    latency, per_byte = _solve(
-        steps,
-        [[b if t.operation == op else 0.0 for op in operations] for t, b in zip(transfers, sent, strict=True)],
-        [transfer.seconds for transfer in transfers],
-    )
+    seconds = [transfer.seconds for transfer in transfers]
+    by_operation = [
+        [b if t.operation == op else 0.0 for op in operations] for t, b in zip(transfers, sent, strict=True)
+    ]
+    latency, *per_byte = _solve([[step, *row] for step, row in zip(steps, by_operation, strict=True)], seconds)
+    if not all(per_byte):  # noise
+        latency, per_byte = 0.0, _solve(by_operation, seconds)
     best = min(per_byte)
     efficiency = {op: best / slope for op, slope in zip(operations, per_byte, strict=True)}
     return Link(bandwidth=1 / best, latency=latency), efficiency
@@ -89,7 +95,7 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
     for kind, samples in _by_kind(measured.samples).items():
         rate = cluster.device.rates[kind]
         unit = "FLOP/s" if "/" in kind else "B/s"
-        pairs = [(sample.seconds, rate.seconds(sample.work)) for sample in samples]
+        pairs = [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples]
         rows.append(_row(kind, rate.per_second, unit, rate.overhead, pairs))
     for operation in cluster.efficiency:
         chosen = [transfer for transfer in measured.transfers if transfer.operation == operation]
@@ -107,32 +113,24 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
     return "\n".join([*lines, f"overlap of communication with computation: {cluster.overlap:.0%}"])
 
 
-def _solve(
-    fixed: Sequence[float], work: Sequence[Sequence[float]], seconds: Sequence[float]
-) -> tuple[float, list[float]]:
-    """Coefficients of ``fixed`` (at least 0) and of the columns of ``work`` (above 0), by least squares.
+def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients of the columns of ``rows``, none below 0, that give ``seconds``, by least squares.
 
     Errors are relative to the larger of the fit and what was seen. Relative to what was seen alone, being too low can
     cost at most 1 and being too high any number, so that a fit would be too low for most; relative to the fit alone,
     one operation that is slow for reasons of its own would outweigh all others.
     """
-    columns, seen = np.column_stack([fixed, np.asarray(work)]), np.asarray(seconds)
-    fitted = seen
+    columns, seen = np.asarray(rows), np.asarray(seconds)
+    # Columns differ by ten orders of magnitude: brought to one size, or the solver takes small ones for zero.
+    sizes = np.maximum(columns.max(axis=0), np.finfo(float).tiny)
+    fitted, solution = seen, np.zeros(len(sizes))
     for _ in range(30):  # each time with the fit before
         larger = np.maximum(fitted, seen)
-        solution = _nonnegative(columns / larger[:, None], seen / larger)
+        scale = np.linalg.norm(columns / sizes / larger[:, None], axis=0)
+        scale[scale == 0] = 1.0
+        solution = nnls(columns / sizes / larger[:, None] / scale, seen / larger)[0] / scale / sizes
         fitted = columns @ solution
-    return float(solution[0]), [float(value) for value in solution[1:]]
-
-
-def _nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    # Columns differ by ten orders of magnitude: brought to one length, or the solver takes small ones for zero.
-    lengths = np.linalg.norm(columns, axis=0)
-    solution = np.linalg.lstsq(columns / lengths, values, rcond=None)[0] / lengths
-    if solution[0] >= 0 and (solution[1:] > 0).all():
-        return solution
-    # A negative overhead or rate is noise. Without an overhead each rate is a mean of what was seen, so positive.
-    return np.array([0.0, *(column @ values / (column @ column) for column in columns.T[1:])])
+    return [float(value) for value in solution]
 
 
 def _predict(transfer: Transfer, ranks: int, link: Link, efficiency: Mapping[str, float]) -> float:
@@ -145,7 +143,7 @@ def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
         kinds.setdefault(sample.kind, []).append(sample)
     flop_kinds, byte_kinds = [kind for kind in kinds if "/" in kind], [kind for kind in kinds if "/" not in kind]
     order = sorted(flop_kinds, key=lambda kind: FLOP_KINDS.index(kind.split("/")[0]))
-    return {kind: kinds[kind] for kind in order + sorted(byte_kinds, key=BYTE_KINDS.index)}
+    return {kind: kinds[kind] for kind in order + sorted(byte_kinds, key=(*BYTE_KINDS, VIEW).index)}
 
 
 def _row(kind: str, rate: float, unit: str, overhead: float, pairs: list[tuple[float, float]]) -> tuple[str, ...]:

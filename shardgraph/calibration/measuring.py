@@ -1,30 +1,41 @@
-"""Times operations and collectives on every rank of this machine at once."""
+"""Times programs and collectives on every rank of this machine at once."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
+from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
-from shardgraph.calibration.workloads import WORKLOADS, Maker, rows_for
 from shardgraph.compiler import resolve_mesh
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS
+from shardgraph.cost_models.cluster import FLOP_KINDS
+from shardgraph.cost_models.compute import causal_part
 from shardgraph.cost_models.detection import host_memory
+from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.launch import launch
 from shardgraph.progress import Progress
 
+T = TypeVar("T")
+
 _TIMING = 1e-3  # seconds that one timing on a GPU lasts at least: many calls, to hide the cost of synchronizing
-_QUANTILE = 0.25  # below the median: what else runs on the machine comes and goes, and only ever makes a time longer
 _ROUNDS = (3, 200)  # the fewest and the most timings of an operation
+_WARM_UP = 2  # rounds that do not count
+_STARTED = 6  # collectives in one timing
+_AHEAD = 4  # of which so many are under way, as in the presets
 
 
 def measure(
@@ -59,7 +70,7 @@ def _merge(measured: Sequence[Measurements]) -> Measurements:
         first.threads,
         min(each.memory for each in measured),
         tuple(
-            Sample(same[0].kind, same[0].work, mean(sample.seconds for sample in same))
+            replace(same[0], seconds=mean(sample.seconds for sample in same))
             for same in zip(*(each.samples for each in measured), strict=True)
         ),
         tuple(
@@ -74,29 +85,102 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
     ranks = dist.get_world_size()
     on_cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    work = {f"{kind}/{dtype}": (WORKLOADS[kind], dtype) for dtype in dtypes for kind in FLOP_KINDS}
-    work |= {kind: (WORKLOADS[kind], dtypes[0]) for kind in BYTE_KINDS}
-    stages = len(work) + 2 * (ranks > 1)
-    share = seconds / stages
+    mesh = resolve_mesh({"dp": ranks}, "fsdp") if ranks > 1 else None
+    share = seconds / (len(dtypes) + (ranks > 1))
     samples: list[Sample] = []
     transfers: list[Transfer] = []
     overlaps: list[float] = []
-    with Progress("calibrate", stages, progress if dist.get_rank() == 0 else False) as show:
-        for kind, (make, dtype) in work.items():
-            show(kind)
-            chosen = list(make(Maker(device, getattr(torch, dtype))))
-            times = _time_all([one.run for one in chosen], share, device)
-            samples += [Sample(kind, one.work, taken / one.count) for one, taken in zip(chosen, times, strict=True)]
-        if ranks > 1:
-            group = resolve_mesh({"dp": ranks}, "fsdp").get_group().group_name  # type: ignore[union-attr]
+    with Progress("calibrate", 2 * len(dtypes) + (ranks > 1), progress if dist.get_rank() == 0 else False) as show:
+        for dtype in dtypes:
+            show(f"capture {dtype}")
+            trainings = [Training(step, mesh) for step in reference_steps(device, getattr(torch, dtype))]
+            show(dtype)
+            found = _time_programs(trainings, share, device)
+            # Memory traffic is measured in the first dtype.
+            samples += [sample for sample in found if dtype == dtypes[0] or "/" in sample.kind]
+        if mesh is not None:
+            group = mesh.get_group().group_name
             show("collectives")
-            transfers = _time_collectives(group, ranks, share, device)
-            show("overlap")
-            overlaps = _time_overlap(group, ranks, share, device)
+            transfers, overlaps = _time_collectives(group, ranks, share, device)
     if on_cuda:
         memory = torch.cuda.get_device_properties(device).total_memory
     name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
     return Measurements(name, ranks, torch.get_num_threads(), memory, tuple(samples), tuple(transfers), tuple(overlaps))
+
+
+class Training:
+    """A reference step with its optimizer; on several ranks parameters are DTensors, as a compiled module's are."""
+
+    def __init__(self, step: Step, mesh: DeviceMesh | None) -> None:
+        self.step, self.mesh = step, mesh
+        self.parameters = {name: nn.Parameter(self._placed(p.detach())) for name, p in step.model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-5)
+
+    def run(self, clock: Callable[[], T]) -> list[tuple[T, T]]:
+        """What ``clock`` says before and after each operation and the update, the last."""
+        read, gradients = self.step.run(clock)
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = self._placed(gradient)
+        read.append((clock(), self._update(clock)))
+        self.optimizer.zero_grad()
+        return read
+
+    def samples(self, seconds: Sequence[float]) -> Iterator[Sample]:
+        """The work of each operation and of a parameter's update, with the ``seconds`` that they took."""
+        *operations, update = seconds
+        for cost, taken in zip(self.step.costs, operations, strict=True):
+            if cost.kind in FLOP_KINDS:
+                flops = cost.flops * (causal_part(cost.causal) if cost.causal else 1.0)
+                yield Sample(f"{cost.kind}/{cost.dtype}", flops, taken, cost.moved)
+            elif cost.kind != "free":
+                yield Sample(cost.kind, cost.moved, taken)
+        count = len(self.parameters)
+        nbytes = sum(parameter.nbytes for parameter in self.step.model.parameters())
+        yield Sample("optimizer", optimizer_cost("adamw").moved * nbytes / count, update / count)
+
+    def _update(self, clock: Callable[[], T]) -> T:
+        self.optimizer.step()
+        return clock()
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.mesh is None else DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+
+
+def _time_programs(trainings: Sequence[Training], budget: float, device: torch.device) -> list[Sample]:
+    """Typical seconds of each operation of ``trainings``, run in turn, round after round, for about ``budget`` seconds.
+
+    Every rank runs as many rounds.
+    """
+    clock, between = _clock(device)
+    times: list[list[list[float]]] = []
+    rounds, started = _WARM_UP + _ROUNDS[0], time.perf_counter()
+    while len(times) < rounds:
+        times.append([])
+        for training in trainings:
+            dist.barrier()
+            read = training.run(clock)
+            _synchronize(device)
+            times[-1].append([between(start, end) for start, end in read])
+        if len(times) == _WARM_UP:  # the first is slower than the others
+            (one,) = _slowest([(time.perf_counter() - started) / _WARM_UP], device)
+            rounds = _WARM_UP + min(max(int(budget / one) - _WARM_UP, _ROUNDS[0]), _ROUNDS[1])
+    samples: list[Sample] = []
+    for training, runs in zip(trainings, zip(*times[_WARM_UP:], strict=True), strict=True):
+        samples += training.samples([statistics.median(taken) for taken in zip(*runs, strict=True)])
+    return samples
+
+
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """Something that is read without waiting for the device, and the seconds between two readings."""
+    if device.type == "cpu":
+        return time.perf_counter, lambda start, end: end - start
+
+    def read() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return read, lambda start, end: start.elapsed_time(end) / 1e3
 
 
 def _time_all(runs: Sequence[Callable[[], object]], budget: float, device: torch.device) -> list[float]:
@@ -112,7 +196,7 @@ def _time_all(runs: Sequence[Callable[[], object]], budget: float, device: torch
     one_round = sum(count * taken for count, taken in zip(counts, first, strict=True))
     rounds = min(max(int(budget / one_round) - 2, _ROUNDS[0]), _ROUNDS[1])  # two are done
     times = [[_seconds(run, count, device) for run, count in zip(runs, counts, strict=True)] for _ in range(rounds)]
-    return [float(np.quantile(taken, _QUANTILE)) for taken in zip(*times, strict=True)]
+    return [statistics.median(taken) for taken in zip(*times, strict=True)]
 
 
 def _seconds(run: Callable[[], object], count: int, device: torch.device) -> float:
@@ -136,18 +220,48 @@ def _slowest(times: list[float], device: torch.device) -> list[float]:
     return shared.tolist()
 
 
-def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:
-    plain, runs = [], []
-    for exponent in range(12, 25, 2):  # 4 KiB to 16 MiB in the larger of input and output
+def _time_collectives(
+    group: str, ranks: int, budget: float, device: torch.device
+) -> tuple[list[Transfer], list[float]]:
+    """Collectives as a step has them: several under way, behind a computation that takes about as long.
+
+    Where communication has no engine of its own that makes both slower. A collective's time is that which it takes
+    alone, or adds to the computation if that is more; also the parts of their times that the computation hides.
+    """
+    plain: list[tuple[str, int, int]] = []
+    runs: list[Callable[[], object]] = []
+    rows = 256 if device.type == "cpu" else 2048
+    x, weight = torch.ones(rows, 512, device=device), torch.ones(512, 512, device=device)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            x @ weight
+
+    for exponent in range(12, 25, 3):  # 4 KiB to 16 MiB in the larger of input and output
         for operation in COLLECTIVES:
             whole = 2**exponent // 4 // ranks * ranks
             given = whole // ranks if operation == "all_gather_into_tensor" else whole
             gotten = whole // ranks if operation == "reduce_scatter_tensor" else whole
             plain.append((operation, 4 * given, 4 * gotten))
             start = _starter(operation, torch.ones(given, device=device), group, ranks)
-            runs.append(partial(_finish, start))
-    times = _time_all(runs, budget, device)
-    return [Transfer(*which, taken) for which, taken in zip(plain, times, strict=True)]
+            _in_flight(start, partial(compute, 1))  # what runs for the first time is slow
+            sending, computing = _slowest(
+                [_seconds(partial(_alone, start), 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3],
+                device,
+            )
+            count = max(1, round(sending / computing))  # about as long as the collective
+            runs += [
+                partial(_alone, start),
+                partial(compute, _STARTED * count),
+                partial(_in_flight, start, partial(compute, count)),
+            ]
+    transfers, overlaps = [], []
+    times = iter(_time_all(runs, budget, device))
+    for which, sending, computing, together in zip(plain, times, times, times, strict=True):
+        added = max(together - computing, 0.0)
+        transfers.append(Transfer(*which, max(sending, added) / _STARTED))
+        overlaps.append(max(1 - added / sending, 0.0))
+    return transfers, overlaps
 
 
 def _starter(operation: str, given: torch.Tensor, group: str, ranks: int) -> Callable[[], torch.Tensor]:
@@ -159,34 +273,17 @@ def _starter(operation: str, given: torch.Tensor, group: str, ranks: int) -> Cal
     return lambda: collective(given, "sum", group)
 
 
-def _finish(start: Callable[[], torch.Tensor]) -> None:
-    torch.ops._c10d_functional.wait_tensor(start())
+def _alone(start: Callable[[], torch.Tensor]) -> None:
+    for _ in range(_STARTED):
+        torch.ops._c10d_functional.wait_tensor(start())
 
 
-def _time_overlap(group: str, ranks: int, budget: float, device: torch.device) -> list[float]:
-    """What part of the shorter of a computation and a collective is hidden when both run at once."""
-    x, weight = torch.ones(rows_for(device, 256), 512, device=device), torch.ones(512, 512, device=device)
-
-    def compute(count: int) -> None:
-        for _ in range(count):
-            x @ weight
-
-    def both(start: Callable[[], torch.Tensor], count: int) -> None:
-        pending = start()
-        compute(count)
+def _in_flight(start: Callable[[], torch.Tensor], compute: Callable[[], None]) -> None:
+    under_way: deque[torch.Tensor] = deque()
+    for _ in range(_STARTED):
+        under_way.append(start())
+        compute()
+        if len(under_way) > _AHEAD:
+            torch.ops._c10d_functional.wait_tensor(under_way.popleft())
+    for pending in under_way:
         torch.ops._c10d_functional.wait_tensor(pending)
-
-    runs: list[Callable[[], object]] = []
-    for exponent in range(18, 23):  # 1 to 16 MiB given by each rank
-        start = _starter("all_gather_into_tensor", torch.ones(2**exponent, device=device), group, ranks)
-        both(start, 1)  # what runs for the first time is slow
-        sending, computing = _slowest(
-            [_seconds(partial(_finish, start), 3, device), _seconds(partial(compute, 3), 1, device) / 3], device
-        )
-        count = max(1, round(sending / computing))  # about as long as the collective
-        runs += [partial(compute, count), partial(_finish, start), partial(both, start, count)]
-    times = iter(_time_all(runs, budget, device))
-    return [
-        min(max((computing + sending - together) / min(computing, sending), 0.0), 1.0)
-        for computing, sending, together in zip(times, times, times, strict=True)
-    ]

@@ -9,11 +9,15 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 @dataclass(frozen=True)
 class Sample:
-    """One operation: FLOPs or bytes of its ``work``, and the ``seconds`` that it took."""
+    """One operation: FLOPs or bytes of its ``work``, and the ``seconds`` that it took.
+
+    ``moved`` are the bytes that it reads and writes where ``work`` is FLOPs.
+    """
 
     kind: str
     work: float
     seconds: float
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""Training steps of small models, each operation of which is timed where it stands.
+
+An operation costs more in a program than repeated alone: its operands have left the caches, its result is new memory,
+Python is between it and the next. So calibration times programs rather than operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from shardgraph import _torch
+from shardgraph.bind import bind
+from shardgraph.compiler import build_program
+from shardgraph.ir import Buffer, Gradient, Input, Parameter, Role, Tangent, outputs, placeholders
+from shardgraph.passes.analysis.costs import NodeCost, node_costs
+from shardgraph.presets import preset
+
+T = TypeVar("T")
+
+
+class Block(nn.Module):
+    """A layer of a transformer: of the older kind (biases, gelu, dropout), or of the newer (gated silu, rotated)."""
+
+    def __init__(self, width: int, gated: bool) -> None:
+        super().__init__()
+        self.heads = max(2, width // 32)
+        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.ModuleList(nn.Linear(width, width, bias=not gated) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=not gated)
+        inner = width * 8 // 3 if gated else 4 * width
+        self.up, self.down = nn.Linear(width, inner, bias=not gated), nn.Linear(inner, width, bias=not gated)
+        self.gate = nn.Linear(width, inner, bias=False) if gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        normed = self.attention_norm(x)
+        query, key, value = (linear(normed).view(batch, length, self.heads, -1).transpose(1, 2) for linear in self.qkv)
+        if self.gate is not None:
+            query, key = _rotated(query), _rotated(key)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.gate is not None)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        normed = self.norm(x)
+        if self.gate is None:
+            return x + F.dropout(self.down(F.gelu(self.up(normed))), 0.1)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, -1)
+    angle = torch.arange(x.shape[2], device=x.device, dtype=x.dtype).unsqueeze(-1)
+    return x * angle.cos() + torch.cat((-right, left), -1) * angle.sin()
+
+
+class Transformer(nn.Module):
+    """A language model and its loss."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, gated: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(*(Block(width, gated) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.layers(self.embedding(tokens)))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class ConvNet(nn.Module):
+    """A residual network and its loss: each stage halves the image and has twice the channels."""
+
+    def __init__(self, channels: int, stages: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 7, stride=2, padding=3)
+        widths = [channels * 2**i for i in range(stages)]
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 1, stride=2) for a, b in pairwise(widths))
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for width in widths)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.stem(images)), 3, stride=2, padding=1)
+        for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            x = x + F.relu(norm(convolution(x)))
+            if i < len(self.down):
+                x = self.down[i](x)
+        return self.head(x.mean((2, 3))).logsumexp(-1).mean()
+
+
+def reference_steps(device: torch.device, dtype: torch.dtype) -> Iterator[Step]:
+    """Training steps from small to large, which together have the operations that models have.
+
+    On a GPU batches are 8 times as large: smaller ones do not fill it.
+    """
+    scale = 1 if device.type == "cpu" else 8
+    for width, layers, vocabulary, batch, length, gated in (
+        (64, 1, 512, 4, 32, False),
+        (128, 2, 1024, 4, 64, True),
+        (256, 1, 2048, 4, 128, False),
+        (512, 1, 2048, 2, 128, True),
+        (384, 1, 4096, 1, 512, False),
+    ):
+        tokens = torch.randint(vocabulary, (batch * scale, length), device=device)
+        yield Step(Transformer(width, layers, vocabulary, gated).to(device, dtype), tokens)
+    for channels, stages, batch, size in ((16, 3, 4, 32), (64, 4, 4, 64), (64, 3, 8, 32), (192, 1, 4, 96)):
+        images = torch.randn(batch * scale, 3, size, size, device=device, dtype=dtype)
+        yield Step(ConvNet(channels, stages).to(device, dtype), images)
+
+
+class Step:
+    """A training step of one model in one process, whose operations tell when they end."""
+
+    def __init__(self, model: nn.Module, *args: torch.Tensor) -> None:
+        self.model, self.args = model, args
+        program = build_program(model, preset("single", ()), args, device=args[0].device)
+        assert program.backward is not None
+        self._halves = [_Timed(program.forward), _Timed(program.backward)]
+
+    @property
+    def costs(self) -> list[NodeCost]:
+        """The work of each operation in the order in which they run."""
+        return [cost for half in self._halves for cost in half.costs]
+
+    def run(self, clock: Callable[[], T]) -> tuple[list[tuple[T, T]], dict[str, torch.Tensor]]:
+        """What ``clock`` says before and after each operation, and the gradients by parameter."""
+        given: dict[Role | None, Any] = {}
+
+        def value(role: Role, like: torch.Tensor) -> Any:
+            if isinstance(role, Tangent):
+                return torch.ones(like.shape, dtype=like.dtype, device=self.args[0].device)
+            return self.args[role.index] if isinstance(role, Input) else given.pop(role)
+
+        read: list[tuple[T, T]] = []
+        with torch.no_grad(), _torch.below_autograd():
+            for half in self._halves:
+                given |= {Parameter(name): parameter.detach() for name, parameter in self.model.named_parameters()}
+                given |= {Buffer(name): buffer for name, buffer in self.model.named_buffers()}
+                times, given = half.run(value, clock)
+                read += times
+        gradients = {role.of: found for role, found in given.items() if isinstance(role, Gradient)}
+        return read, {owner.fqn: found for owner, found in gradients.items() if isinstance(owner, Parameter)}
+
+
+class _Timed:
+    """A graph that reads a clock after each operation, in the code that the executor runs."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.costs = [cost for node, cost in node_costs(gm).items() if node.op == "call_function"]
+        self._module = bind(gm, None)
+        self._clock: Callable[[], Any] = float
+        self._readings: list[Any] = []
+        for node in list(self._module.graph.nodes):
+            if node.op == "call_function":
+                with self._module.graph.inserting_after(node):
+                    self._module.graph.call_function(self._read)
+        self._call = _torch.boxed(self._module)
+
+    def _read(self) -> None:
+        self._readings.append(self._clock())
+
+    def run(
+        self, value: Callable[[Role, Any], Any], clock: Callable[[], T]
+    ) -> tuple[list[tuple[T, T]], dict[Any, Any]]:
+        inputs = [value(role, node.meta["val"]) for role, node in placeholders(self._module).items()]
+        self._clock, self._readings = clock, [clock()]
+        results = self._call(inputs)
+        roles = [role for role, _ in outputs(self._module)]
+        return list(pairwise(self._readings)), dict(zip(roles, results, strict=True))
