@@ -100,6 +100,22 @@ def parity(name: str, plan: str, mesh: dict[str, int] | None, clip: float | None
     return train(shardgraph.compile(model, plan, mesh=mesh, **example), original, call, clip=clip)
 
 
+def gradient_norms(name: str, plan: str, mesh: dict[str, int], norms: tuple[float, ...]) -> list[tuple[float, float]]:
+    """The gradient's total norm of each order and the unsharded model's."""
+    model, call = prepared(name, 2 * dist.get_world_size())
+    original = copy.deepcopy(model)
+    args, kwargs = part(call, preset(plan, mesh))
+    sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=args, example_kwargs=kwargs)
+    scalar(sharded(*args, **kwargs)).backward()
+    scalar(original(*call[0], **call[1])).backward()
+
+    def norm(module: nn.Module, order: float) -> float:
+        found = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], order)
+        return (found.full_tensor() if isinstance(found, DTensor) else found).item()
+
+    return [(norm(sharded, order), norm(original, order)) for order in norms]
+
+
 def parity_of_several(names: list[str], plan: str, mesh: dict[str, int] | None = None) -> dict[str, float]:
     return {name: parity(name, plan, mesh) for name in names}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -101,14 +101,27 @@ def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
 
 
 def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
-    """``addmm`` as a product and a sum: the parts of a product are summed before a bias is added once."""
+    """Products and convolutions with a bias as two operations: the parts of a product are summed before it is added."""
     for node in list(gm.graph.nodes):
         if node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
+            _add_after(gm, context, node, aten.mm.default, (left, right), bias)
+        elif node.target is aten.convolution.default and node.args[2] is not None:
+            images, weight, bias, *rest = node.args
             with gm.graph.inserting_before(node), context.fake_mode:
-                product = gm.graph.call_function(aten.mm.default, (left, right))
-                product.meta = dict(node.meta)
-                total = gm.graph.call_function(aten.add.Tensor, (product, bias))
-                total.meta = dict(node.meta)
-            node.replace_all_uses_with(total)
-            gm.graph.erase_node(node)
+                shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
+                column = gm.graph.call_function(aten.view.default, (bias, shape))
+                column.meta = node.meta | {"val": bias.meta["val"].view(shape)}
+            _add_after(gm, context, node, aten.convolution.default, (images, weight, None, *rest), column)
+
+
+def _add_after(
+    gm: fx.GraphModule, context: Context, node: fx.Node, target: Any, args: tuple[Any, ...], bias: fx.Node
+) -> None:
+    with gm.graph.inserting_before(node), context.fake_mode:
+        product = gm.graph.call_function(target, args)
+        product.meta = dict(node.meta)
+        total = gm.graph.call_function(aten.add.Tensor, (product, bias))
+        total.meta = dict(node.meta)
+    node.replace_all_uses_with(total)
+    gm.graph.erase_node(node)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding import dtensor_rules
+from shardgraph.passes.sharding import dtensor_rules, image_rules  # noqa: F401  (registers rules)
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
 from shardgraph.passes.sharding.options import Operation, Option, operands, replicated, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut

@@ -79,7 +79,7 @@ class _Lowering:
         self.write.meta = labels
         if option.lowering:
             made = LOWERINGS[option.lowering](self.write, node, option, given)
-            for part in made:
+            for part in filter(None, made):
                 part.meta["made_by"] = "shard-operators"
         else:
             made = self._same(node, option, given)

@@ -18,7 +18,7 @@ from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
-Lowering = Callable[[Writer, fx.Node, Option, list[fx.Node]], list[fx.Node]]
+Lowering = Callable[[Writer, fx.Node, Option, list[fx.Node]], list[Any]]
 
 LOWERINGS: dict[str, Lowering] = {}
 
@@ -129,6 +129,16 @@ def nll_loss_backward(write: Writer, node: fx.Node, option: Option, given: list[
     at = write.call(aten.unsqueeze.default, write.call(aten.mul.Tensor, inside, scale), 1)
     zeros = write.call(aten.zeros_like.default, scores)
     return [write.call(aten.scatter.src, zeros, 1, write.call(aten.unsqueeze.default, column, 1), at)]
+
+
+@lowering
+def convolution_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+    """The gradients for this rank's output channels, as many of which a bias has."""
+    gradient, images, weight = given
+    sizes, *rest = node.args[3:]
+    sizes = None if sizes is None else [size // write.parts for size in sizes]
+    found = write.call(node.target, gradient, images, weight, sizes, *rest)
+    return [None if placement is None else _item(write, found, i) for i, placement in enumerate(option.results)]
 
 
 @lowering

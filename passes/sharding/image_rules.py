@@ -1,0 +1,95 @@
+"""Rules for operations on images [batch, channels, ...]: channels are cut as the rows and columns of a product are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from shardgraph.passes.sharding.options import Operation, Option, operands, results
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
+from shardgraph.passes.sharding.rules import rule
+
+aten = torch.ops.aten
+
+CHANNELS = Shard(1)
+
+
+@rule(aten.convolution.default, replaces=True)
+def convolution(operation: Operation) -> Iterator[Option]:
+    """By output channels, or by input channels with a sum over the ranks (once its bias stands apart)."""
+    yield from _batches(operation)
+    transposed, groups = operation.args[6], operation.args[8]
+    if groups != 1:
+        return
+    into, out = (0, 1) if transposed else (1, 0)
+    biased = operation.args[2] is not None
+    yield Option((REPLICATE, Shard(out), *[Shard(0)] * biased), (CHANNELS,))
+    if not biased:
+        yield Option((CHANNELS, Shard(into)), (PARTIAL,))
+
+
+@rule(aten.convolution_backward.default, replaces=True)
+def convolution_backward(operation: Operation) -> Iterator[Option]:
+    """The gradients of the same two; what has not been asked for is None."""
+    transposed, groups, wanted = operation.args[7], operation.args[9], operation.args[10]
+
+    def given(*placements: Any) -> tuple[Any, ...]:
+        return tuple(placement if asked else None for placement, asked in zip(placements, wanted, strict=True))
+
+    yield Option((Shard(0), Shard(0), REPLICATE), given(Shard(0), PARTIAL, PARTIAL))
+    if groups != 1:
+        return
+    into, out = (0, 1) if transposed else (1, 0)
+    yield Option((CHANNELS, REPLICATE, Shard(out)), given(PARTIAL, Shard(out), Shard(0)), "convolution_backward")
+    yield Option((REPLICATE, CHANNELS, Shard(into)), given(CHANNELS, Shard(into), REPLICATE))
+
+
+@rule(
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm_backward.default,
+    replaces=True,
+)
+def batch_norm(operation: Operation) -> Iterator[Option]:
+    """Channels are normalised by themselves: all vectors of them are cut with the images."""
+    yield _by_channel(operation)
+
+
+@rule(
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_bilinear2d.vec,
+)
+def planes(operation: Operation) -> Iterator[Option]:
+    """Every image of every channel by itself."""
+    if len(operation.result) == 4:
+        yield from _batches(operation)
+        yield _by_channel(operation)
+
+
+def _batches(operation: Operation) -> Iterator[Option]:
+    """Every image by itself: weights are whole."""
+    images = [operand.meta["val"].dim() == len(operation.result) for operand in operands(operation.node)]
+    if operation.target is aten.convolution.default:
+        images[1:] = [False] * (len(images) - 1)
+    yield Option(
+        tuple(Shard(0) if image else REPLICATE for image in images), (Shard(0),) * len(results(operation.node))
+    )
+
+
+def _by_channel(operation: Operation) -> Option:
+    def cut(value: torch.Tensor | None) -> Any:
+        if value is None:
+            return None
+        return Shard(0) if value.dim() == 1 else CHANNELS
+
+    given = tuple(cut(operand.meta["val"]) for operand in operands(operation.node))
+    return Option(given, tuple(cut(value) for value in results(operation.node)))
