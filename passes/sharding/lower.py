@@ -16,6 +16,7 @@ from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, outputs, set_outputs
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding import ring_attention  # noqa: F401 (registers its lowerings)
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import REPLICATE, cut_of, is_cut, local_shape, written
