@@ -363,9 +363,7 @@ def _check_plan(plan: Plan) -> None:
         for axis, placement, style in zip(plan.axes, entry.placements, styles, strict=True):
             if style == "context":
                 if placement != REPLICATE:
-                    refuse(
-                        f"{here}.placements", placement, f"{REPLICATE!r} for {axis!r}, along which sequences are cut"
-                    )
+                    refuse(f"{here}.placements", placement, f"{REPLICATE!r}: along {axis!r} sequences are cut")
             elif style and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(d)' for the axis {axis!r}")
             elif not style and placement not in (REPLICATE, SHARD):

@@ -69,8 +69,9 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
     for operators, styles in _OPERATORS.items():
-        if name == operators or name.endswith(f"+{operators}") and name.removesuffix(f"+{operators}") in PRESETS:
-            return _with_operators(name, name.removesuffix(operators).removesuffix("+"), styles, axes)
+        data = name.removesuffix(operators).removesuffix("+")
+        if name == operators or (name == f"{data}+{operators}" and data in PRESETS):
+            return _with_operators(name, data, styles, axes)
     if name not in PRESETS:
         raise PlanError(
             f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_OPERATORS])}; the plans are "
@@ -96,7 +97,7 @@ def _with_operators(name: str, data: str, styles: Mapping[str, str], mesh: Mesh)
     if not mesh:  # one process
         return replace(preset(data or "single", mesh), name=name)
     if len(mesh) == len(styles) == 1:
-        styles = {names[0]: style for style in styles.values()}
+        styles = dict(zip(names, styles.values(), strict=True))
     if missing := [axis for axis in styles if axis not in names]:
         raise PlanError(
             f"plan {name!r} divides operators along the axis {missing[0]!r}, and the mesh is {dict(mesh)}: call one of "

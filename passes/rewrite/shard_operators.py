@@ -35,7 +35,8 @@ class ShardOperators:
     https://arxiv.org/abs/2205.05198), and with ``"context"`` the sequence is all that is cut
     (:mod:`shardgraph.passes.sharding.ring_attention`).
 
-    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients.
+    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients. A gradient
+    of which every rank has a summand stays so, as ``context.sums`` says.
     """
 
     axis: str
@@ -57,7 +58,8 @@ class ShardOperators:
         for fqn, entry in context.parameters.items():  # and those that the graph does not use
             if entry.placements[position] == AUTO:
                 _record(context, fqn, position, REPLICATE)
-        lower(gm, chosen, self.axis, parts, context.fake_mode)
+        for fqn in lower(gm, chosen, self.axis, parts, context.fake_mode):
+            context.sums.setdefault(fqn, []).append(self.axis)
 
 
 def _decided(context: Context, position: int) -> dict[str, Placement]:

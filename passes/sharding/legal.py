@@ -47,8 +47,8 @@ def has_rule(node: fx.Node) -> bool:
 class Legal:
     """Options of the operations of ``gm`` over ``parts`` ranks.
 
-    Cuts start in one block, and as ``starts`` says. Views, splits and the like turn them into cuts in several, which spread to what takes and
-    gives the same values until nothing new is found.
+    Cuts start in one block, and as ``starts`` says. Views, splits and the like turn them into cuts in several, which
+    spread to what takes and gives the same values until nothing new is found.
     """
 
     def __init__(self, gm: fx.GraphModule, parts: int, starts: Mapping[Value, Iterable[Placement]] = _NONE) -> None:

@@ -15,11 +15,11 @@ from shardgraph import _torch
 from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, outputs, set_outputs
 from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding import ring_attention  # noqa: F401 (registers its lowerings)
+from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Option, operands, results
-from shardgraph.passes.sharding.placements import REPLICATE, cut_of, is_cut, local_shape, written
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is_cut, local_shape, written
 from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
@@ -27,15 +27,18 @@ aten = torch.ops.aten
 _KEPT = ("source", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag", "placed")
 
 
-def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any) -> None:
+def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any) -> list[str]:
     """Rewrite ``gm`` in place: every operation on this rank's parts along ``axis``, and changes of placement between.
 
-    ``chosen`` has an option for every node but the output and those that take one of several results.
+    ``chosen`` has an option for every node but the output and those that take one of several results. Returns the
+    parameters of whose gradients the ranks are left with summands, to be added up with those of other batches.
 
     Raises:
         GraphInvariantError: an operation on local parts has not the shape that its option says.
     """
-    _Lowering(gm, chosen, axis, parts, fake_mode).run()
+    lowering = _Lowering(gm, chosen, axis, parts, fake_mode)
+    lowering.run()
+    return lowering.summands
 
 
 class _Lowering:
@@ -46,6 +49,7 @@ class _Lowering:
         self.write = Writer(fx.Graph(), fake_mode, axis, parts)
         self.made: dict[Value, dict[Placement, fx.Node]] = {}
         self.parameters: dict[Parameter, Placement] = {}
+        self.summands: list[str] = []
 
     def run(self) -> None:
         roles = self.gm.graph.output_node().meta
@@ -172,6 +176,9 @@ class _Lowering:
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
             self.write.meta = {"subject": f"gradient of {role.of.fqn}"}
             wanted = self.parameters[role.of]
+            if wanted == REPLICATE and PARTIAL in self.made[value_of(value)]:
+                self.summands.append(role.of.fqn)
+                wanted = PARTIAL
         return self._placed(value_of(value), wanted)
 
 

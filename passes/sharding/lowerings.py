@@ -121,9 +121,8 @@ def nll_loss_of_rows(write: Writer, node: fx.Node, option: Option, given: list[f
     reduction, ignored = node.args[3], node.args[4]
     made = write.call(aten.nll_loss_forward.default, *given, None, 2, ignored)
     scores, target = given
-    kept = write.call(
-        aten._to_copy.default, write.call(aten.ne.Scalar, target, ignored), dtype=scores.meta["val"].dtype
-    )
+    kept = write.call(aten.ne.Scalar, target, ignored)
+    kept = write.call(aten._to_copy.default, kept, dtype=scores.meta["val"].dtype)
     weight = write.all_reduce(write.call(aten.sum.default, kept))
     loss = _item(write, made, 0)
     return [write.call(aten.div.Tensor, loss, weight) if reduction == 1 else loss, weight]
