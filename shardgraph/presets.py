@@ -86,7 +86,6 @@ _OPERATORS = {
     "tp+sp": {"tp": "sequence"},
     "cp": {"cp": "context"},
     "cp+tp": {"cp": "context", "tp": "whole"},
-    "cp+tp+sp": {"cp": "context", "tp": "sequence"},
 }
 """The styles of the axes that divide operators, by how they are asked for."""
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of

@@ -35,6 +35,15 @@ class Writer:
         """The operation of ``node``, under its name, on other arguments."""
         return self._append(node.target, args, kwargs, self._value(node.target, args, kwargs), node.name)
 
+    def symbolic(self, node: fx.Node, tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        """What ``node`` does along another axis, on another tensor; it gives a tensor of ``shape``."""
+        tensor = self.contiguous(tensor) if ir.is_collective(node) else tensor
+        value = self.empty(shape, tensor.meta["val"])
+        copy = self._append(node.target, (tensor, *node.args[1:]), {}, value, node.name)
+        if "axis" in node.meta:
+            copy.meta["axis"] = node.meta["axis"]
+        return copy
+
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
         given, named = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], (args, kwargs))
         with self.fake_mode:
