@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.ir import WAIT, collectives, send
+from shardgraph.passes.sharding.lowerings import LOWERINGS
+from shardgraph.passes.sharding.options import Operation, operands, results
+from shardgraph.passes.sharding.placements import local_shape
+from shardgraph.passes.sharding.rules import RULES
+from shardgraph.passes.sharding.writer import Writer
 from shardgraph.program import Program
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.test_analysis import llama, text
 from tests.zoo import make, shorter
+
+aten = torch.ops.aten
 
 WIDTH, HEADS, BATCH, LENGTH = 16, 4, 2, 8
 
@@ -123,7 +132,7 @@ def test_keys_and_values_go_round_and_their_gradients_come_home(cp):
 
 
 def test_keys_and_values_are_on_their_way_while_attention_is_computed():
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     under_way, at_attention = set(), []
     for node in program(Attention(), X, cp=4).forward.graph.nodes:
         if node.target is send:
@@ -139,6 +148,34 @@ def test_nothing_else_is_sent_but_gradients_of_weights_and_what_the_caller_gets(
     made = program(Attention(is_causal=True), X)
     others = [n for n in collectives(made.forward) if n.target is not send]
     assert [n.args[0].meta["val"].numel() * 2 for n in others] == [BATCH * LENGTH * WIDTH]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
+    out, *kept = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return aten._scaled_dot_product_flash_attention_backward(out, q, k, v, out, *kept[:5], 0.0, True, *kept[5:7])
+
+
+def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
+    out, *kept = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True)
+    needed = [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(out, q, k, v, mask, out, *kept, 0.0, needed)
+
+
+@pytest.mark.parametrize("attention", [_flash, _efficient])
+def test_kernels_for_cuda_are_given_arguments_of_their_shapes(attention):
+    mode = FakeTensorMode()
+    with mode:
+        heads = [torch.empty(2, 4, 128, 16, dtype=torch.bfloat16, device="meta") for _ in "qkv"]
+        gm = make_fx(attention)(*heads, torch.empty(2, 1, 128, 128, dtype=torch.bfloat16, device="meta"))
+    kernels = [node for node in gm.graph.nodes if "attention" in str(node.target)]
+    assert len(kernels) == 2
+    for node in kernels:
+        option = next(option for option in RULES[node.target](Operation(node, 2)) if option.lowering)
+        write = Writer(fx.Graph(), mode, "cp", 2)
+        given = [write.placeholder(*placed) for placed in zip(operands(node), option.operands, strict=True)]
+        made = LOWERINGS[option.lowering](write, node, option, given)
+        for part, placement, whole in zip(made, option.results, results(node), strict=True):
+            assert placement is None or part.meta["val"].shape == local_shape(placement, whole.shape, 2)
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -170,6 +207,15 @@ def test_training_equals_the_unsharded_model(model, plan):
 def test_every_model_on_every_mesh_equals_the_unsharded_model(model, mesh):
     for plan in ("cp",) if "dp" not in mesh else ("cp", "fsdp+cp", "zero1+cp", "zero2+cp"):
         check_model(*call_of(model), plan, mesh)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
+    module, args, kwargs = call_of(model)
+    for dropout in (part for part in module.modules() if isinstance(part, nn.Dropout)):
+        dropout.p = 0.0
+    check_model(module, args, kwargs, "cp", {"cp": 2})
+    assert sends(program(module, *args, **kwargs)) == (2, 6)  # of two layers
 
 
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])

@@ -43,15 +43,12 @@ def ring_attention(write: Writer, node: fx.Node, option: Option, given: list[fx.
     for step in range(write.parts):
         sent = ring.start_pair(pair) if step + 1 < write.parts else None
         made, hidden = ring.attend(step, pair)
-        if not step:
-            own, total = made, [ring.accumulated(made[0]), made[1]]
-            if hidden is not None:
-                total[1] = _nothing_seen(write, total[1], hidden)
-        else:
-            part = ring.back_in_place(step, made[:2], first=True, fill=(0.0, -torch.inf))
-            if hidden is not None:
-                part[1] = _nothing_seen(write, part[1], hidden)
-            total = _merged(write, *total, ring.accumulated(part[0]), part[1])
+        part = ring.back_in_place(step, made[:2], first=True, fill=(0.0, -torch.inf))
+        if hidden is not None:
+            part = _nothing_seen(write, *part, hidden)
+        part = [ring.accumulated(part[0]), part[1]]
+        total = _merged(write, *total, *part) if total else part
+        own = own or made
         if sent is not None:
             pair = ring.receive(sent, pair)
     output, logarithm = total
@@ -98,6 +95,7 @@ class _Ring:
         self.mask = next((self.call[name] for name in _MASKS if self.call.get(name) is not None), None)
         self.causal = bool(self.call.get("is_causal"))
         self.rows = self.call["query"].meta["val"].shape[_ROWS]
+        self.later: dict[int, fx.Node] = {}
 
     # -- what travels ------------------------------------------------------------------------------
 
@@ -145,9 +143,14 @@ class _Ring:
             return mask
         return self.write.part(mask, blocks(last, keys), step)
 
+    def _later(self, step: int) -> fx.Node:
+        if step not in self.later:
+            self.later[step] = self.write.from_later(step)
+        return self.later[step]
+
     def _below_the_diagonal(self, step: int, call: dict[str, Any]) -> dict[str, Any]:
         """All queries but the first and all keys but the last, if the keys are those of a later rank."""
-        later = self.write.from_later(step)
+        later = self._later(step)
         fewer = self.write.call(operator.sub, self.rows, later)
         of_queries = ("query", "out", "logsumexp", *_OUTPUT_GRADIENTS)
         found = {
@@ -165,7 +168,7 @@ class _Ring:
         """Results with what :meth:`attend` left out, the first row or the last, as ``fill``."""
         if not self.causal or not step:
             return list(tensors)
-        later = self.write.from_later(step)
+        later = self._later(step)
         pad = [later, 0] if first else [0, later]
         found = []
         for tensor, value in zip(tensors, fill, strict=False):
@@ -199,9 +202,10 @@ class _Ring:
         return self.write.call(aten._to_copy.default, tensor, dtype=dtype)
 
 
-def _nothing_seen(write: Writer, logarithm: fx.Node, hidden: fx.Node) -> fx.Node:
-    """The logarithm of an empty sum for queries that see no key of a step, of which the kernel says 0."""
-    return write.call(aten.masked_fill.Scalar, logarithm, hidden, -torch.inf)
+def _nothing_seen(write: Writer, out: fx.Node, logarithm: fx.Node, hidden: fx.Node) -> list[fx.Node]:
+    """An empty sum for the ``hidden`` queries, which see no key of a step: kernels give them what they like."""
+    out = write.call(aten.masked_fill.Scalar, out, write.call(aten.unsqueeze.default, hidden, -1), 0.0)
+    return [out, write.call(aten.masked_fill.Scalar, logarithm, hidden, -torch.inf)]
 
 
 def _merged(write: Writer, out: fx.Node, logarithm: fx.Node, more: fx.Node, its: fx.Node) -> list[fx.Node]:
