@@ -146,7 +146,7 @@ def make(name: str, batch: int, seed: int = 0) -> tuple[nn.Module, Call]:
 
 def shorter(call: Call, length: int) -> Call:
     """The call with the first ``length`` positions of its sequences."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:, :length], call)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:, :length].contiguous(), call)
 
 
 def scalar(output: Any) -> torch.Tensor:

@@ -107,7 +107,11 @@ def nll_loss(operation: Operation) -> Iterator[Option]:
 
     The weight of the targets is known to all; of rows that are cut it is a sum over ranks, which DTensor forgets.
     """
-    if len(operation.shape(0)) == 2 and operation.args[2] is None and operation.args[3] != 0:
+    if len(operation.shape(0)) != 2 or operation.args[2] is not None:
+        return
+    if operation.args[3] == 0:  # a loss for every row
+        yield Option((Shard(0), Shard(0)), (Shard(0), REPLICATE))
+    else:
         yield Option((Shard(1), REPLICATE), (PARTIAL, REPLICATE), "nll_loss")
         yield Option((Shard(0), Shard(0)), (PARTIAL, REPLICATE), "nll_loss_of_rows", sent=1)
 
