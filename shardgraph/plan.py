@@ -360,13 +360,13 @@ def _check_plan(plan: Plan) -> None:
         here = f"parameters.{pattern}"
         if len(entry.placements) != len(plan.mesh):
             refuse(f"{here}.placements", list(entry.placements), f"one for each of the {len(plan.mesh)} mesh axes")
-        for axis, placement, style in zip(plan.axes, entry.placements, styles, strict=True):
-            if style == "context":
+        for axis, placement, along in zip(plan.axes, entry.placements, styles, strict=True):
+            if along == "context":
                 if placement != REPLICATE:
                     refuse(f"{here}.placements", placement, f"{REPLICATE!r}: along {axis!r} sequences are cut")
-            elif style and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
+            elif along and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(d)' for the axis {axis!r}")
-            elif not style and placement not in (REPLICATE, SHARD):
+            elif not along and placement not in (REPLICATE, SHARD):
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for the axis {axis!r}")
         if sum(p == SHARD for p in entry.placements) > 1:
             refuse(f"{here}.placements", list(entry.placements), "sharded over one mesh axis at most")

@@ -45,7 +45,7 @@ def ring_attention(write: Writer, node: fx.Node, option: Option, given: list[fx.
         made, hidden = ring.attend(step, pair)
         part = ring.back_in_place(step, made[:2], first=True, fill=(0.0, -torch.inf))
         if hidden is not None:
-            part = _nothing_seen(write, *part, hidden)
+            part = _nothing_seen(write, part[0], part[1], hidden)
         part = [ring.accumulated(part[0]), part[1]]
         total = _merged(write, *total, *part) if total else part
         own = own or made
@@ -116,8 +116,8 @@ class _Ring:
         """The tensors that :meth:`packed` made one of."""
         shapes = [tuple(tensor.meta["val"].shape) for tensor in like]
         sizes = [tensor.meta["val"].numel() for tensor in like]
-        pieces = self.write.call(aten.split_with_sizes.default, flat, sizes)
-        pieces = [self.write.call(operator.getitem, pieces, index) for index in range(len(like))]
+        split = self.write.call(aten.split_with_sizes.default, flat, sizes)
+        pieces = [self.write.call(operator.getitem, split, index) for index in range(len(like))]
         return [self.write.view(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     # -- one step ----------------------------------------------------------------------------------
