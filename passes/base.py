@@ -30,7 +30,8 @@ class Context:
 
     ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
     whole, or the part that operators use once a pass has split them. ``fake_mode`` is the mode in which new
-    ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of.
+    ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of. ``sums`` has the axes of
+    operators over which a parameter's gradient is yet to be summed.
     """
 
     plan: Plan
@@ -39,6 +40,7 @@ class Context:
     fake_mode: Any
     facts: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    sums: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:

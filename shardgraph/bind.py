@@ -19,14 +19,17 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     bound = ir.copy_graph(gm)
     if mesh is not None:
         for node in bound.graph.nodes:
-            if ir.is_collective(node):
+            if node.target is ir.send:
+                _send(node, mesh)
+            elif ir.is_collective(node):
                 node.args = (*node.args[:-1], mesh.get_group(node.args[-1]).group_name)
             elif node.target in (ir.trim_shard, ir.local_chunk):
                 _cut(node, mesh)
             elif node.target is ir.local_part:
-                tensor, dim, blocks, axis = node.args
+                tensor, dim, blocks, axis, *back = node.args
                 node.target = ir.take_part
-                node.args = (tensor, dim, blocks, mesh[axis].size(), mesh.get_local_rank(axis))
+                size = mesh[axis].size()
+                node.args = (tensor, dim, blocks, size, (mesh.get_local_rank(axis) - sum(back)) % size)
             elif node.target is ir.first_only:
                 tensor, axis = node.args
                 node.target = aten.zeros_like.default if mesh.get_local_rank(axis) else aten.clone.default
@@ -35,8 +38,22 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
                 rows, axis = node.args
                 node.replace_all_uses_with(rows * mesh.get_local_rank(axis))
                 bound.graph.erase_node(node)
+            elif node.target is ir.from_later:
+                steps, axis = node.args
+                node.replace_all_uses_with(int(mesh.get_local_rank(axis) < steps))
+                bound.graph.erase_node(node)
     bound.recompile()
     return bound
+
+
+def _send(node: fx.Node, mesh: DeviceMesh) -> None:
+    tensor, axis = node.args
+    size, here = mesh[axis].size(), mesh.get_local_rank(axis)
+    rows = tensor.meta["val"].shape[0]
+    given, gotten = [0] * size, [0] * size
+    given[(here + 1) % size] = gotten[(here - 1) % size] = rows
+    node.target = ir.ALL_TO_ALL
+    node.args = (tensor, gotten, given, mesh.get_group(axis).group_name)
 
 
 def _cut(node: fx.Node, mesh: DeviceMesh) -> None:

@@ -81,8 +81,7 @@ def lower(
     context = Context(plan, parameters, dict(shapes), joint.fake_mode)
     show("rewrite")
     gm = copy_graph(joint.module)
-    operators = [ShardOperators(axis, style == "sequence") for axis, style in plan.operators]
-    run_passes(gm, (*operators, *JOINT_PASSES), context)
+    run_passes(gm, (*operator_passes(plan), *JOINT_PASSES), context)
 
     show("split")
     forward, backward = split(gm, context)
@@ -100,13 +99,19 @@ def lower(
     return Program(joint, forward, backward, plan, context.parameters, shapes, context)
 
 
+def operator_passes(plan: Plan) -> list[Pass]:
+    """What divides operators: along sequences last, so that it sees what is left of each operation."""
+    axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
+    return [ShardOperators(axis, style) for axis, style in axes]
+
+
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
     """``plan`` with a placement for every parameter that it leaves to be found along axes of operators."""
     if not plan.undecided(shapes):
         return plan
     context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode)
     gm = copy_graph(joint.module)
-    run_passes(gm, [ShardOperators(axis, style == "sequence") for axis, style in plan.operators], context)
+    run_passes(gm, operator_passes(plan), context)
     return replace(plan, parameters=in_patterns(context.parameters))
 
 

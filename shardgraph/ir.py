@@ -186,8 +186,11 @@ def local_chunk(full: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
     raise RuntimeError(f"local_chunk({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
 
 
-def local_part(full: torch.Tensor, dim: int, blocks: int, axis: str) -> torch.Tensor:
-    """This rank's part of a tensor that every rank of mesh ``axis`` has; see :func:`take_part`. Symbolic, as above."""
+def local_part(full: torch.Tensor, dim: int, blocks: int, axis: str, back: int = 0) -> torch.Tensor:
+    """This rank's part of a tensor that every rank of mesh ``axis`` has; see :func:`take_part`. Symbolic, as above.
+
+    With ``back``, the part of the rank that is so many places before this one, round the ring.
+    """
     raise RuntimeError(f"local_part({dim}, {blocks}, {axis!r}) has no meaning before the graph is bound to a rank")
 
 
@@ -211,6 +214,14 @@ def first_row(rows: int, axis: str) -> int:
     raise RuntimeError(f"first_row({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
 
 
+def from_later(steps: int, axis: str) -> int:
+    """1 if what has gone ``steps`` places round the ring of mesh ``axis`` to this rank comes from a later rank, else 0.
+
+    Symbolic, as above.
+    """
+    raise RuntimeError(f"from_later({steps}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
 def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
     """First and past-last row of chunk ``index`` when ``rows`` are cut in ``parts`` as DTensor does.
 
@@ -229,7 +240,17 @@ REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
 WAIT = _c10d.wait_tensor.default
-COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL})
+
+
+def send(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """The tensor of the rank before this one, to the next of which this rank's goes, round the ring of mesh ``axis``.
+
+    Symbolic: :mod:`shardgraph.bind` replaces it by an all-to-all in which a rank sends all to one other.
+    """
+    raise RuntimeError(f"send({axis!r}) has no meaning before the graph is bound to a rank")
+
+
+COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, send})
 
 
 def is_collective(node: fx.Node) -> bool:

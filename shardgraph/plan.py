@@ -44,7 +44,7 @@ REPLICATE = "replicate"
 SHARD = "shard(0)"
 AUTO = "auto"
 _GRADIENTS = ("all_reduce", "reduce_scatter")
-_STYLES = ("whole", "sequence")
+_STYLES = ("whole", "sequence", "context")
 
 
 def split_text(dim: int, blocks: int = 1) -> str:
@@ -123,6 +123,7 @@ class Plan:
     ``operators``
         ``(axis name, style)`` pairs: the axes whose ranks have the same batch and divide the computation. What lies
         between divided products is held by every rank (style ``"whole"``) or cut along the sequence (``"sequence"``).
+        With ``"context"`` nothing but sequences is cut, and parameters are ``"replicate"`` along the axis.
     ``prefetch``
         How many parameter gathers may be under way ahead of the computation that needs them, and how
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
@@ -354,15 +355,18 @@ def _check_plan(plan: Plan) -> None:
             refuse("operators", axis, f"an axis of the mesh {dict(plan.mesh)}")
         if style not in _STYLES:
             refuse(f"operators.{axis}", style, " or ".join(map(repr, _STYLES)))
-    divided = [axis in dict(plan.operators) for axis in plan.axes]
+    styles = [dict(plan.operators).get(axis) for axis in plan.axes]
     for pattern, entry in plan.parameters:
         here = f"parameters.{pattern}"
         if len(entry.placements) != len(plan.mesh):
             refuse(f"{here}.placements", list(entry.placements), f"one for each of the {len(plan.mesh)} mesh axes")
-        for (axis, _), placement, operators in zip(plan.mesh, entry.placements, divided, strict=True):
-            if operators and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
+        for axis, placement, along in zip(plan.axes, entry.placements, styles, strict=True):
+            if along == "context":
+                if placement != REPLICATE:
+                    refuse(f"{here}.placements", placement, f"{REPLICATE!r}: along {axis!r} sequences are cut")
+            elif along and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(d)' for the axis {axis!r}")
-            if not operators and placement not in (REPLICATE, SHARD):
+            elif not along and placement not in (REPLICATE, SHARD):
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for the axis {axis!r}")
         if sum(p == SHARD for p in entry.placements) > 1:
             refuse(f"{here}.placements", list(entry.placements), "sharded over one mesh axis at most")
@@ -419,7 +423,7 @@ _PLAN_FIELDS = {
     "note": (str, "a text"),
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
-    "operators": (dict, "a mapping of mesh axes to 'whole' or 'sequence'"),
+    "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }

@@ -60,50 +60,62 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
 
     ``"tp"`` divides operators along the axis ``tp``, or the only one; ``"tp+sp"`` also cuts what lies between them
-    along the sequence. Either goes with a plan for the other axes: ``"fsdp+tp"``, ``"hsdp+tp+sp"``. Alone it is
+    along the sequence. ``"cp"`` cuts sequences and nothing else along the axis ``cp``, or the only one. They go with a
+    plan for the other axes, and with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``. Alone they are
     ``ddp`` there.
 
     Raises:
         PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
-    data, plus, operators = name.partition("tp")
-    if plus and operators in _STYLES and (not data or data.endswith("+")):
-        return _with_operators(name, data.removesuffix("+"), _STYLES[operators], axes)
+    for operators, styles in _OPERATORS.items():
+        data = name.removesuffix(operators).removesuffix("+")
+        if name == operators or (name == f"{data}+{operators}" and data in PRESETS):
+            return _with_operators(name, data, styles, axes)
     if name not in PRESETS:
         raise PlanError(
             f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_OPERATORS])}; the plans are "
-            f"{', '.join(PRESETS)}, 'tp' and 'tp+sp' (also after one of these, as in 'fsdp+tp'), "
+            f"{', '.join(PRESETS)}, {', '.join(map(repr, _OPERATORS))} (also after one of these, as in 'fsdp+tp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     return PRESETS[name](axes)
 
 
-_STYLES = {"": "whole", "+sp": "sequence"}
-_OPERATORS = ("tp", "tp+sp")
+_OPERATORS = {
+    "tp": {"tp": "whole"},
+    "tp+sp": {"tp": "sequence"},
+    "cp": {"cp": "context"},
+    "cp+tp": {"cp": "context", "tp": "whole"},
+}
+"""The styles of the axes that divide operators, by how they are asked for."""
 
 
-def _with_operators(name: str, data: str, style: str, mesh: Mesh) -> Plan:
-    """The plan ``data`` on the other axes, with operators divided along the axis ``tp``."""
+def _with_operators(name: str, data: str, styles: Mapping[str, str], mesh: Mesh) -> Plan:
+    """The plan ``data`` on the other axes, with operators divided along those of ``styles``."""
     names = [axis for axis, _ in mesh]
     if not mesh:  # one process
         return replace(preset(data or "single", mesh), name=name)
-    if "tp" not in names and len(mesh) != 1:
+    if len(mesh) == len(styles) == 1:
+        styles = dict(zip(names, styles.values(), strict=True))
+    if missing := [axis for axis in styles if axis not in names]:
         raise PlanError(
-            f"plan {name!r} divides operators along the axis 'tp', and the mesh is {dict(mesh)}: call one of its axes "
-            "'tp', such as mesh={'dp': 2, 'tp': 4}"
+            f"plan {name!r} divides operators along the axis {missing[0]!r}, and the mesh is {dict(mesh)}: call one of "
+            f"its axes {missing[0]!r}, such as mesh={{'dp': 2, {missing[0]!r}: 4}}"
         )
-    axis = "tp" if "tp" in names else names[0]
-    rest = tuple((other, size) for other, size in mesh if other != axis)
+    rest = tuple((axis, size) for axis, size in mesh if axis not in styles)
     if data and not rest:
         raise PlanError(
-            f"plan {name!r} needs an axis for {data!r} beside {axis!r}, and the mesh is {dict(mesh)}; give "
-            "mesh={'dp': N, 'tp': M}, or use 'tp'"
+            f"plan {name!r} needs an axis for {data!r} beside {', '.join(map(repr, styles))}, and the mesh is "
+            f"{dict(mesh)}; give mesh={{'dp': N, {', '.join(f'{axis!r}: M' for axis in styles)}}}, or use "
+            f"{name.removeprefix(data + '+')!r}"
         )
     plan = preset(data or ("ddp" if rest else "single"), rest)
-    position = names.index(axis)
-    entries = tuple(
-        (pattern, replace(entry, placements=(*entry.placements[:position], AUTO, *entry.placements[position:])))
-        for pattern, entry in plan.parameters
-    )
-    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=((axis, style),))
+
+    def along_all(entry: ParameterPlan) -> ParameterPlan:
+        of_data = iter(entry.placements)
+        placed = {axis: REPLICATE if style == "context" else AUTO for axis, style in styles.items()}
+        return replace(entry, placements=tuple(placed[axis] if axis in placed else next(of_data) for axis in names))
+
+    entries = tuple((pattern, along_all(entry)) for pattern, entry in plan.parameters)
+    operators = tuple((axis, styles[axis]) for axis in names if axis in styles)
+    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=operators)

@@ -103,6 +103,9 @@ def _run_node(
     if node.target is ir.first_row:
         rows, axis = node.args
         return [rows * coordinates(mesh, rank)[position_of(mesh, axis)] for rank in ranks]
+    if node.target is ir.from_later:
+        steps, axis = node.args
+        return [int(coordinates(mesh, rank)[position_of(mesh, axis)] < steps) for rank in ranks]
     results = []
     for rank in ranks:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
@@ -134,9 +137,10 @@ def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Te
 
 
 def _part(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-    _, dim, blocks, axis = node.args
+    _, dim, blocks, axis, *back = node.args
     position = position_of(mesh, axis)
-    return ir.take_part(tensor, dim, blocks, mesh[position][1], coordinates(mesh, rank)[position])
+    size, here = mesh[position][1], coordinates(mesh, rank)[position]
+    return ir.take_part(tensor, dim, blocks, size, (here - sum(back)) % size)
 
 
 def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
@@ -156,6 +160,8 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
     count = len(values)
     if node.target is ir.ALL_GATHER:
         return [torch.cat(values) for _ in values]
+    if node.target is ir.send:
+        return [values[rank - 1].clone() for rank in range(count)]
     if node.target is ir.ALL_TO_ALL:
         pieces = [list(value.split(list(splits))) for value, splits in zip(values, [node.args[2]] * count, strict=True)]
         return [torch.cat([pieces[source][rank] for source in range(count)]) for rank in range(count)]

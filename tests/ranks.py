@@ -23,7 +23,7 @@ import shardgraph
 from shardgraph import Plan, preset
 from shardgraph.analysis import program_memory
 from shardgraph.measure import PeakMemory
-from tests.zoo import make, scalar
+from tests.zoo import make, scalar, shorter
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,8 +90,11 @@ def difference(sharded: nn.Module, original: nn.Module, *, gradients: bool) -> f
     return worst
 
 
-def parity(name: str, plan: str, mesh: dict[str, int] | None, clip: float | None = None) -> float:
+def parity(
+    name: str, plan: str, mesh: dict[str, int] | None, clip: float | None = None, length: int | None = None
+) -> float:
     model, call = prepared(name, 2 * dist.get_world_size())
+    call = shorter(call, length) if length else call
     original = copy.deepcopy(model)
     example: dict[str, Any] = {}
     if "tp" in plan:  # where parameters lie follows from what is computed with them

@@ -144,6 +144,11 @@ def make(name: str, batch: int, seed: int = 0) -> tuple[nn.Module, Call]:
     return model.train(), call
 
 
+def shorter(call: Call, length: int) -> Call:
+    """The call with the first ``length`` positions of its sequences."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:, :length].contiguous(), call)
+
+
 def scalar(output: Any) -> torch.Tensor:
     """A loss of any output: its own where it has one, else a sum over its floating tensors."""
     if getattr(output, "loss", None) is not None:

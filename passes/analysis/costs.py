@@ -46,7 +46,7 @@ _REDUCTION = """
 _GATHER = """
     embedding embedding_dense index index_add index_select index_put gather scatter scatter_add scatter_reduce take
     nll_loss_forward nll_loss nll_loss2d_forward nll_loss2d masked_select nonzero one_hot slice select
-    slice_scatter select_scatter embedding_bag
+    slice_scatter select_scatter embedding_bag local_part
 """
 _COPY = """
     cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor

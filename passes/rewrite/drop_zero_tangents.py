@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import WAIT, Tangent, is_collective, placeholders
+from shardgraph.ir import WAIT, Tangent, is_collective, local_part, placeholders
 from shardgraph.passes.base import Context
 
 aten = torch.ops.aten
@@ -26,6 +26,7 @@ _LINEAR = frozenset(
         aten.slice_backward.default,
         aten.sum.default,
         aten.sum.dim_IntList,
+        local_part,
     }
 )
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})

@@ -20,7 +20,8 @@ class ReduceGradients:
     By the parameter's plan the reduction is an all-reduce (every rank holds the whole gradient; a sharded
     parameter then takes its rows of it, as in ZeRO-1) or a reduce-scatter over the axis that shards
     it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
-    number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow.
+    number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow. Summands
+    along axes of operators are added up in the same way, without being divided.
 
     Every node made here has ``meta["reduces"]``, the parameter's name. Must not change: gradients of inputs.
     """
@@ -42,11 +43,12 @@ class ReduceGradients:
 def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
     """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
     entry, world = context.parameters[fqn], context.plan.data_size
-    if world == 1:
+    sums = context.sums.get(fqn, [])
+    if world == 1 and not sums:
         return gradient
     emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""), reduces=fqn)
     node = gradient
-    early = gradient.meta["val"].dtype == torch.float16
+    early = gradient.meta["val"].dtype == torch.float16 and world > 1
     if early:
         node = emit.scale(node, world)
 
@@ -60,10 +62,10 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
         if full != rows:
             node = emit.pad_rows(node, full)
         node = emit.reduce_scatter(node, axis)
-    for axis, _ in context.plan.data_mesh:
+    for axis in (*(axis for axis, _ in context.plan.data_mesh), *sums):
         if not (scattered and axis == mesh[shard_axis][0]):
             node = emit.all_reduce(node, axis)
-    if not early:
+    if not early and world > 1:
         node = emit.scale(node, world)
     if shard_axis is not None:
         axis, size = mesh[shard_axis]

@@ -30,15 +30,17 @@ aten = torch.ops.aten
 class ShardOperators:
     """Takes a joint graph; gives one in which every rank of ``axis`` computes its part.
 
-    Every rank of the axis has the same inputs and gets the same results. With ``sequence``, what lies between the
-    divided products is cut along the sequence (Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198); without,
-    every rank has it whole.
+    Every rank of the axis has the same inputs and gets the same results. In the style ``"whole"`` every rank has what
+    lies between divided products whole, with ``"sequence"`` it is cut along the sequence (Korthikanti et al., 2022,
+    https://arxiv.org/abs/2205.05198), and with ``"context"`` the sequence is all that is cut
+    (:mod:`shardgraph.passes.sharding.ring_attention`).
 
-    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients.
+    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients. A gradient
+    of which every rank has a summand stays so, as ``context.sums`` says.
     """
 
     axis: str
-    sequence: bool = False
+    style: str = "whole"
 
     name: ClassVar[str] = "shard-operators"
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -49,14 +51,15 @@ class ShardOperators:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
         _bias_apart(gm, context)
         _note_unknown(gm, context)
-        chosen = choose_options(gm, parts, self.sequence, _decided(context, position))
+        chosen = choose_options(gm, parts, self.style, _decided(context, position))
         for node, option in chosen.items():
             if isinstance(role := node.meta.get("role"), Parameter):
                 _record(context, role.fqn, position, option.results[0])
         for fqn, entry in context.parameters.items():  # and those that the graph does not use
             if entry.placements[position] == AUTO:
                 _record(context, fqn, position, REPLICATE)
-        lower(gm, chosen, self.axis, parts, context.fake_mode)
+        for fqn in lower(gm, chosen, self.axis, parts, context.fake_mode):
+            context.sums.setdefault(fqn, []).append(self.axis)
 
 
 def _decided(context: Context, position: int) -> dict[str, Placement]:

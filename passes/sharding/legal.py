@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -14,10 +15,13 @@ from shardgraph.passes.sharding import dtensor_rules, image_rules  # noqa: F401 
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
 from shardgraph.passes.sharding.options import Operation, Option, operands, replicated, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut
-from shardgraph.passes.sharding.rules import REPLACES, RULES, own_options
+from shardgraph.passes.sharding.rules import ANY_BLOCKS, REPLACES, RULES, own_options
 
 Value = tuple[fx.Node, int]
 """A tensor of a graph: the node that makes it and its position among what that returns."""
+
+
+_NONE: Mapping[Value, Iterable[Placement]] = {}
 
 
 def value_of(node: fx.Node) -> Value:
@@ -43,11 +47,11 @@ def has_rule(node: fx.Node) -> bool:
 class Legal:
     """Options of the operations of ``gm`` over ``parts`` ranks.
 
-    Cuts start in one block. Views, splits and the like turn them into cuts in several, which spread to what takes and
-    gives the same values until nothing new is found.
+    Cuts start in one block, and as ``starts`` says. Views, splits and the like turn them into cuts in several, which
+    spread to what takes and gives the same values until nothing new is found.
     """
 
-    def __init__(self, gm: fx.GraphModule, parts: int) -> None:
+    def __init__(self, gm: fx.GraphModule, parts: int, starts: Mapping[Value, Iterable[Placement]] = _NONE) -> None:
         self.parts = parts
         self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
@@ -58,6 +62,8 @@ class Legal:
                 if isinstance(value, torch.Tensor):
                     plain = (blocks(dim, 1) for dim in range(value.dim()))
                     self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
+        for value, cuts in starts.items():
+            self.cuts[value].update(cuts)
         self._spread()
 
     def options(self, node: fx.Node) -> list[Option]:
@@ -128,10 +134,12 @@ class Legal:
             self._templates[node] = found
         for option in self._templates[node]:
             yield option
-            if option.lowering and any(is_cut(p) for p in option.operands + option.results):
+            if option.lowering not in ANY_BLOCKS and any(is_cut(p) for p in option.operands + option.results):
                 continue  # written for one block
             for count in sorted(self._block_counts(placed_values(node, option))):
-                yield Option(_in_blocks(option.operands, count), _in_blocks(option.results, count))
+                yield replace(
+                    option, operands=_in_blocks(option.operands, count), results=_in_blocks(option.results, count)
+                )
 
     def _block_counts(self, values: Iterable[tuple[Value, Placement]]) -> set[int]:
         found = set()

@@ -11,30 +11,45 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from shardgraph import _torch
+from shardgraph import _torch, ir
 from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, outputs, set_outputs
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Option, operands, results
-from shardgraph.passes.sharding.placements import REPLICATE, cut_of, is_cut, local_shape, written
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is_cut, local_shape, written
 from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
-_KEPT = ("source", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag", "placed")
+_NUMBERS = frozenset({ir.first_row, ir.from_later, operator.sub})
+"""What gives a number that depends on the rank along another axis, and what is computed from it."""
+_ALONG_ANOTHER_AXIS = ir.COLLECTIVES | {ir.WAIT, ir.local_part, ir.first_only}
+_KEPT = (
+    "source",
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "partitioner_tag",
+    "placed",
+    "again",
+)
 
 
-def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any) -> None:
+def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any) -> list[str]:
     """Rewrite ``gm`` in place: every operation on this rank's parts along ``axis``, and changes of placement between.
 
-    ``chosen`` has an option for every node but the output and those that take one of several results.
+    ``chosen`` has an option for every node but the output and those that take one of several results. Returns the
+    parameters of whose gradients the ranks are left with summands, to be added up with those of other batches.
 
     Raises:
         GraphInvariantError: an operation on local parts has not the shape that its option says.
     """
-    _Lowering(gm, chosen, axis, parts, fake_mode).run()
+    lowering = _Lowering(gm, chosen, axis, parts, fake_mode)
+    lowering.run()
+    return lowering.summands
 
 
 class _Lowering:
@@ -44,7 +59,9 @@ class _Lowering:
         self.gm, self.chosen, self.axis = gm, chosen, axis
         self.write = Writer(fx.Graph(), fake_mode, axis, parts)
         self.made: dict[Value, dict[Placement, fx.Node]] = {}
+        self.scalars: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[Parameter, Placement] = {}
+        self.summands: list[str] = []
 
     def run(self) -> None:
         roles = self.gm.graph.output_node().meta
@@ -55,6 +72,8 @@ class _Lowering:
                 self._keep(node, 0, placement, self.write.placeholder(node, placement))
                 if isinstance(role := node.meta.get("role"), Parameter):
                     self.parameters[role] = placement
+            elif node.target in _NUMBERS:
+                self.scalars[node] = self.write.graph.node_copy(node, self.scalars.__getitem__)
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._operation(node)
         values = tuple(self._result(role, value) for role, value in outputs(self.gm))
@@ -96,9 +115,13 @@ class _Lowering:
         places = iter(given)
         args, kwargs = pytree.tree_map_only(
             fx.Node,
-            lambda n: next(places) if isinstance(n.meta.get("val"), torch.Tensor) else n,
+            lambda n: next(places) if isinstance(n.meta.get("val"), torch.Tensor) else self.scalars[n],
             (self._sizes(node, option), node.kwargs),
         )
+        if node.target in _ALONG_ANOTHER_AXIS:
+            assert option.results[0] is not None
+            shape = local_shape(option.results[0], results(node)[0].shape, self.write.parts)
+            return [self.write.symbolic(node, given[0], shape)]
         if node.target in (aten.view.default, aten._unsafe_view.default):
             args = (self.write.contiguous(args[0]) if _cannot_view(args[0], args[1]) else args[0], args[1])
         copy = self.write.again(node, args, kwargs)
@@ -171,6 +194,9 @@ class _Lowering:
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
             self.write.meta = {"subject": f"gradient of {role.of.fqn}"}
             wanted = self.parameters[role.of]
+            if wanted == REPLICATE and PARTIAL in self.made[value_of(value)]:
+                self.summands.append(role.of.fqn)
+                wanted = PARTIAL
         return self._placed(value_of(value), wanted)
 
 

@@ -116,6 +116,19 @@ def nll_loss(write: Writer, node: fx.Node, option: Option, given: list[fx.Node])
 
 
 @lowering
+def nll_loss_of_rows(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """The sum over this rank's targets, over the number of all for a mean."""
+    reduction, ignored = node.args[3], node.args[4]
+    made = write.call(aten.nll_loss_forward.default, *given, None, 2, ignored)
+    scores, target = given
+    kept = write.call(aten.ne.Scalar, target, ignored)
+    kept = write.call(aten._to_copy.default, kept, dtype=scores.meta["val"].dtype)
+    weight = write.all_reduce(write.call(aten.sum.default, kept))
+    loss = _item(write, made, 0)
+    return [write.call(aten.div.Tensor, loss, weight) if reduction == 1 else loss, weight]
+
+
+@lowering
 def nll_loss_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Minus the gradient at the targets that this rank has, over their number for a mean."""
     gradient, scores, target, weight = given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,16 @@ def operands(node: fx.Node) -> list[fx.Node]:
     """The tensors among a node's arguments, in order, once for each place."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
+
+
+def named_arguments(node: fx.Node, given: Sequence[fx.Node] = ()) -> dict[str, Any]:
+    """A node's arguments by the names that its operator gives them, with ``given`` in place of its tensors if any."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    places = iter(given or operands(node))
+    args, kwargs = pytree.tree_map_only(
+        fx.Node, lambda n: next(places) if isinstance(n.meta.get("val"), torch.Tensor) else n, (node.args, node.kwargs)
+    )
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def results(node: fx.Node) -> list[Any]:

@@ -76,9 +76,9 @@ class Prices:
 
     def parameter(self, node: fx.Node, placement: Placement) -> float:
         """Holding a parameter so."""
-        value = node.meta["val"]
         if not isinstance(node.meta["role"], Parameter) or is_cut(placement):
             return 0.0
+        value = node.meta["val"]
         return (_WHOLE_WEIGHT if value.dim() > 1 else self.moved) * value.nbytes
 
 

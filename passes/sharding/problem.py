@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -13,22 +13,30 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
 from shardgraph.passes.sharding.pricing import Prices
+from shardgraph.passes.sharding.sequences import Cuts, connected, input_sequences, stripes
 
 aten = torch.ops.aten
 
 
-def choose_options(
-    gm: fx.GraphModule, parts: int, sequence: bool, fixed: Mapping[str, Placement]
-) -> dict[fx.Node, Option]:
-    """The option of every node of a joint graph that together cost least; ``fixed`` are placements of parameters."""
-    legal = Legal(gm, parts)
-    barred = reached(legal, _dimensions(gm, sequence))
+def choose_options(gm: fx.GraphModule, parts: int, style: str, fixed: Mapping[str, Placement]) -> dict[fx.Node, Option]:
+    """The option of every node of a joint graph that together cost least; ``fixed`` are placements of parameters.
+
+    ``style`` is that of the axis; see :class:`shardgraph.plan.Plan`.
+
+    Raises:
+        PlanError: the sequences are to be cut (``"context"``) and cannot be.
+    """
+    starts = stripes(gm, parts) if style == "context" else {}
+    sequence = style != "whole"
+    legal = Legal(gm, parts, starts)
+    allowed = _only(connected(legal, starts)) if starts else _all_but(reached(legal, _dimensions(gm, sequence)))
     weights = _weights(gm)
     classes = classes_of(gm, fixed)
     prices = Prices.of(node_costs(gm, fused=False), parts, sequence)
@@ -38,10 +46,10 @@ def choose_options(
     for node in gm.graph.nodes:
         key = classes[node]
         if node.op in ("placeholder", "get_attr"):
-            options[node] = _held(node, parts, fixed, legal)
+            options[node] = [o for o in _held(node, parts, fixed, legal) if allowed(node, o)]
             price = [prices.parameter(node, o.results[0]) if "role" in node.meta else 0.0 for o in options[node]]
         elif node.op == "call_function" and node.target is not operator.getitem:
-            options[node] = [o for o in legal.options(node) if not _bars(node, o, barred)]
+            options[node] = [o for o in legal.options(node) if allowed(node, o)]
             price = [prices.operation(node, o) for o in options[node]]
         else:
             continue
@@ -91,8 +99,14 @@ def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Lega
     return [Option((), (REPLICATE,)), *(Option((), (cut,)) for cut in cuts)]
 
 
-def _bars(node: fx.Node, option: Option, barred: Mapping[Value, set[Placement]]) -> bool:
-    return any(placement in barred.get(value, ()) for value, placement in placed_values(node, option))
+def _all_but(barred: Cuts) -> Callable[[fx.Node, Option], bool]:
+    """Whether an option has none of the cuts."""
+    return lambda node, option: all(p not in barred.get(value, ()) for value, p in placed_values(node, option))
+
+
+def _only(cuts: Cuts) -> Callable[[fx.Node, Option], bool]:
+    """Whether an option has no others than the cuts."""
+    return lambda node, option: all(p in cuts.get(value, ()) for value, p in placed_values(node, option) if is_cut(p))
 
 
 def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:
@@ -102,9 +116,9 @@ def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placemen
         value = node.meta.get("val")
         if isinstance(role, Input) and isinstance(value, torch.Tensor) and value.dim():
             found[node, 0] = [blocks(0, 1)]
-            tokens = value.dim() == 2 and not value.is_floating_point()
-            if not sequence and (tokens or value.dim() == 3):
-                found[node, 0].append(blocks(1, 1))
+    if not sequence:
+        for value, dim in input_sequences(gm).items():
+            found[value].append(blocks(dim, 1))
     return found
 
 

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch.distributed.tensor import Shard
 
-from shardgraph.passes.sharding.options import Operation, Option, Rule, operands, results
-from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
+from shardgraph.passes.sharding.options import Operation, Option, Rule, named_arguments, operands, results
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks
 
 aten = torch.ops.aten
 
 RULES: dict[Any, Rule] = {}
+ANY_BLOCKS = frozenset({"", "sized", "dropout", "nll_loss_of_rows"})
+"""Lowerings that are right for a cut in any number of blocks; "" is the operation itself."""
 REPLACES: set[Any] = set()
 """Operators whose rule stands in for DTensor's strategies rather than beside them."""
 
@@ -61,6 +64,12 @@ def constant_new(operation: Operation) -> Iterator[Option]:
         yield Option((REPLICATE,), (Shard(dim),), "sized")
 
 
+@rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def positions(operation: Operation) -> Iterator[Option]:
+    """Few enough that each rank makes all and takes its own."""
+    yield Option((), (REPLICATE,))
+
+
 # -- vocabulary --------------------------------------------------------------------------------------------
 
 
@@ -92,18 +101,27 @@ def log_softmax_backward(operation: Operation) -> Iterator[Option]:
     yield Option((Shard(dim), Shard(dim)), (Shard(dim),), "log_softmax_backward", sent=rows)
 
 
-@rule(aten.nll_loss_forward.default)
+@rule(aten.nll_loss_forward.default, replaces=True)
 def nll_loss(operation: Operation) -> Iterator[Option]:
-    """Classes are cut: each rank adds up the targets that it has. The weight of the targets is known to all."""
-    if len(operation.shape(0)) == 2 and operation.args[2] is None and operation.args[3] != 0:
+    """Classes or rows are cut: each rank adds up the targets that it has.
+
+    The weight of the targets is known to all; of rows that are cut it is a sum over ranks, which DTensor forgets.
+    """
+    if len(operation.shape(0)) != 2 or operation.args[2] is not None:
+        return
+    if operation.args[3] == 0:  # a loss for every row
+        yield Option((Shard(0), Shard(0)), (Shard(0), REPLICATE))
+    else:
         yield Option((Shard(1), REPLICATE), (PARTIAL, REPLICATE), "nll_loss")
+        yield Option((Shard(0), Shard(0)), (PARTIAL, REPLICATE), "nll_loss_of_rows", sent=1)
 
 
 @rule(aten.nll_loss_backward.default)
 def nll_loss_backward(operation: Operation) -> Iterator[Option]:
-    """Classes are cut: each rank writes the gradients of the targets that it has."""
+    """Classes or rows are cut: each rank writes the gradients of the targets that it has."""
     if len(operation.shape(1)) == 2 and operation.args[3] is None and operation.args[4] != 0:
         yield Option((REPLICATE, Shard(1), REPLICATE, REPLICATE), (Shard(1),), "nll_loss_backward")
+        yield Option((REPLICATE, Shard(0), Shard(0), REPLICATE), (Shard(0),))
 
 
 # -- random ------------------------------------------------------------------------------------------------
@@ -126,19 +144,26 @@ def dropout_backward(operation: Operation) -> Iterator[Option]:
 
 # -- attention ---------------------------------------------------------------------------------------------
 
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
-}
-"""The position of the dropout's probability."""
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
 
 
-@rule(*_ATTENTION, replaces=True)
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    replaces=True,
+)
 def attention(operation: Operation) -> Iterator[Option]:
     """Batch and heads are independent of each other; without dropout, which draws for all of them at once."""
-    position = _ATTENTION[operation.target]
-    if len(operation.args) > position and operation.args[position]:
+    if named_arguments(operation.node).get("dropout_p"):
         return
+    yield from ring_attention(operation)
     query = operands(operation.node)[0].meta["val"].shape
     for dim in (0, 1):
         tensors = [operand.meta["val"] for operand in operands(operation.node)]
@@ -155,6 +180,62 @@ def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Any:
     if dim == 0:
         return Shard(0)
     return Shard(1) if shape[1] == query[1] else Shard(2)
+
+
+# -- attention over a sequence that is cut -----------------------------------------------------------------
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
+def ring_attention(operation: Operation) -> Iterator[Option]:
+    """Queries are cut in stripes, and keys and values go round a ring; or every rank has all keys and values.
+
+    The second sends as much and holds more. It serves queries and keys of different numbers.
+    """
+    named = named_arguments(operation.node)
+    produced = results(operation.node)
+    query, key = (named[name].meta["val"] for name in ("query", "key"))
+    stripes = query.shape[2] // operation.parts
+    backward = "logsumexp" in named
+    if named.get("dropout_p") or not stripes or _padded(operation, query.shape[2]):
+        return
+    if len(produced) > 3 and backward and isinstance(produced[3], torch.Tensor):  # the gradient of a mask
+        return
+
+    def placed(keys: Any) -> tuple[Any, ...]:
+        found = []
+        for name, argument in named.items():
+            value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+            if name in ("key", "value"):
+                found.append(keys)
+            elif name in ("attn_mask", "attn_bias") and value is not None:
+                rows = value.dim() - 2
+                found.append(blocks(rows, stripes) if value.shape[rows] > 1 else REPLICATE)
+            elif isinstance(value, torch.Tensor):
+                found.append(cut if name in ("query", "out", "logsumexp", "grad_out", "grad_out_") else REPLICATE)
+        return tuple(found)
+
+    def made(keys: Any) -> tuple[Any, ...]:
+        first = (cut, keys, keys) if backward else (cut, cut)
+        rest = (REPLICATE if isinstance(value, torch.Tensor) else None for value in produced[len(first) :])
+        return (*first, *rest)
+
+    cut = blocks(2, stripes)
+    if key.shape[2] == query.shape[2] and (stripes > 1 or not named.get("is_causal")):
+        yield Option(placed(cut), made(cut), "ring_attention_backward" if backward else "ring_attention")
+    if not named.get("is_causal"):
+        yield Option(placed(REPLICATE), made(PARTIAL))
+
+
+def _padded(operation: Operation, rows: int) -> bool:
+    """Whether the kernel's logarithms have other rows than its queries, as the memory-efficient one's may."""
+    if "efficient" not in str(operation.target):
+        return False
+    return rows % (32 * operation.parts) != 0 or bool(named_arguments(operation.node).get("is_causal"))
 
 
 # -- in place of a value -----------------------------------------------------------------------------------

@@ -35,6 +35,15 @@ class Writer:
         """The operation of ``node``, under its name, on other arguments."""
         return self._append(node.target, args, kwargs, self._value(node.target, args, kwargs), node.name)
 
+    def symbolic(self, node: fx.Node, tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        """What ``node`` does along another axis, on another tensor; it gives a tensor of ``shape``."""
+        tensor = self.contiguous(tensor) if ir.is_collective(node) else tensor
+        value = self.empty(shape, tensor.meta["val"])
+        copy = self._append(node.target, (tensor, *node.args[1:]), {}, value, node.name)
+        if "axis" in node.meta:
+            copy.meta["axis"] = node.meta["axis"]
+        return copy
+
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
         given, named = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], (args, kwargs))
         with self.fake_mode:
@@ -104,12 +113,23 @@ class Writer:
         splits = [1] * self.parts
         return self._collective(ir.ALL_TO_ALL, (splits, splits, self.axis), tensor, tuple(tensor.meta["val"].shape))
 
-    def _collective(self, target: Any, rest: tuple[Any, ...], tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    def send(self, tensor: fx.Node) -> fx.Node:
+        """Start to send a tensor to the next rank of the ring; :meth:`wait` gives that of the rank before."""
+        return self._start(ir.send, (self.axis,), tensor, tuple(tensor.meta["val"].shape))
+
+    def wait(self, start: fx.Node) -> fx.Node:
+        """What a started collective gives."""
+        value = start.meta["val"]
+        return self._append(ir.WAIT, (start,), {}, self.empty(tuple(value.shape), value))
+
+    def _start(self, target: Any, rest: tuple[Any, ...], tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         tensor = self.contiguous(tensor)
-        value = tensor.meta["val"]
-        start = self._append(target, (tensor, *rest), {}, self.empty(shape, value))
+        start = self._append(target, (tensor, *rest), {}, self.empty(shape, tensor.meta["val"]))
         start.meta["axis"] = self.axis
-        return self._append(ir.WAIT, (start,), {}, self.empty(shape, value))
+        return start
+
+    def _collective(self, target: Any, rest: tuple[Any, ...], tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        return self.wait(self._start(target, rest, tensor, shape))
 
     # -- placements --------------------------------------------------------------------------------
 
@@ -127,12 +147,12 @@ class Writer:
             return self.part(self._gather(tensor, before, shape), after)
         return self._exchange(tensor, before, after, shape)
 
-    def part(self, tensor: fx.Node, cut: Placement) -> fx.Node:
-        """This rank's part of a tensor that every rank has."""
+    def part(self, tensor: fx.Node, cut: Placement, back: int = 0) -> fx.Node:
+        """This rank's part of a tensor that every rank has, or that of the rank ``back`` places before it."""
         dim, count = cut_of(cut)
         with self.fake_mode:
             value = ir.take_part(tensor.meta["val"], dim, count, self.parts, 0)
-        return self._append(ir.local_part, (tensor, dim, count, self.axis), {}, value)
+        return self._append(ir.local_part, (tensor, dim, count, self.axis, *([back] if back else [])), {}, value)
 
     def first_only(self, tensor: fx.Node) -> fx.Node:
         """A tensor that every rank has, as the sum of what the ranks then hold."""
@@ -142,6 +162,10 @@ class Writer:
     def first_row(self, rows: int) -> fx.Node:
         """The number of this rank's first row where every rank has ``rows``."""
         return self._append(ir.first_row, (rows, self.axis), {}, 0)
+
+    def from_later(self, steps: int) -> fx.Node:
+        """1 on the ranks to which what is sent ``steps`` places round the ring comes from a later rank, 0 on others."""
+        return self._append(ir.from_later, (steps, self.axis), {}, 0)
 
     def _gather(self, tensor: fx.Node, before: Placement, shape: torch.Size) -> fx.Node:
         dim, count = cut_of(before)

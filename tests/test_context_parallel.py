@@ -1,0 +1,296 @@
+"""Sequences cut among ranks, attention by a ring: equal to the original whatever is masked, in less memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import shardgraph
+from shardgraph import Plan, PlanError
+from shardgraph.compiler import build_program, resolve_plan
+from shardgraph.ir import WAIT, collectives, send
+from shardgraph.passes.sharding.lowerings import LOWERINGS
+from shardgraph.passes.sharding.options import Operation, operands, results
+from shardgraph.passes.sharding.placements import local_shape
+from shardgraph.passes.sharding.rules import RULES
+from shardgraph.passes.sharding.writer import Writer
+from shardgraph.program import Program
+from tests import ranks
+from tests.machines import toy_cluster
+from tests.test_analysis import llama, text
+from tests.zoo import make, shorter
+
+aten = torch.ops.aten
+
+WIDTH, HEADS, BATCH, LENGTH = 16, 4, 2, 8
+
+
+class Attention(nn.Module):
+    """Projections around one call of attention, as a user writes it."""
+
+    def __init__(self, heads_of_keys: int = HEADS, **options: Any) -> None:
+        super().__init__()
+        self.heads_of_keys, self.options = heads_of_keys, options
+        self.queries = nn.Linear(WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, WIDTH // HEADS * heads_of_keys)
+        self.values = nn.Linear(WIDTH, WIDTH // HEADS * heads_of_keys)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, other: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        other = x if other is None else other
+        heads = [self.queries(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)]
+        for projection in (self.keys, self.values):
+            heads.append(projection(other).unflatten(-1, (self.heads_of_keys, -1)).transpose(1, 2))
+        made = F.scaled_dot_product_attention(*heads, attn_mask=mask, **self.options)
+        return self.out(made.transpose(1, 2).flatten(2))
+
+
+def documents(*lengths: int) -> torch.Tensor:
+    """The causal mask of documents that are packed one after another."""
+    of = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])
+    return (of[:, None] == of[None, :]).tril()
+
+
+def check(module: nn.Module, args: tuple, plan: str = "cp", steps: int = 2, **mesh: int) -> None:
+    report = shardgraph.verify(module, args, plan, mesh=mesh, steps=steps, fp64=True)
+    assert report.ok, str(report)
+
+
+def program(module: nn.Module, *args: torch.Tensor, cp: int = 2, **kwargs: torch.Tensor) -> Program:
+    return build_program(module, resolve_plan("cp", (("cp", cp),)), args, kwargs)
+
+
+def sends(made: Program) -> tuple[int, int]:
+    """How often forward and backward send to the next rank."""
+    forward, backward = (Counter(n.target for n in collectives(half)) for half in (made.forward, made.backward))
+    return forward[send], backward[send]
+
+
+X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+ROW = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+ROW[1, ..., 5:] = False  # padding
+UNSEEN = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.3
+UNSEEN[3] = False  # a query that sees no key
+MASKS = {
+    "none": None,
+    "packed documents": documents(3, 4, 1),
+    "a document for each rank": documents(4, 4),
+    "packed documents, for each of the batch": torch.stack([documents(8), documents(1, 6, 1)])[:, None],
+    "padding": ROW,
+    "causal and padding": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & ROW,
+    "a bias for every head": torch.randn(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2)),
+    "the least number instead of infinity": torch.zeros(LENGTH, LENGTH).masked_fill(~documents(5, 3), -3e38),
+    "queries that see nothing": UNSEEN,
+}
+
+
+# -- attention ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_causal_ring_is_attention(cp):
+    check(Attention(is_causal=True), (X,), cp=cp)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_ring_is_attention_under_any_mask(mask):
+    check(Attention(), (X, MASKS[mask]), cp=4)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}])
+def test_fewer_heads_of_keys_go_round_the_ring(options):
+    module = Attention(heads_of_keys=2, enable_gqa=True, **options)
+    check(module, (X,), cp=2)
+    assert sends(program(module, X)) == (1, 3)
+
+
+def test_queries_of_one_sequence_see_the_keys_of_another():
+    module, other = Attention(), torch.randn(BATCH, 12, WIDTH)
+    check(module, (X, None, other), cp=2)
+
+
+def test_half_precision_is_summed_in_single():
+    module = Attention(is_causal=True).bfloat16()
+    module.keys.bias = None  # whose gradient is nothing but rounding
+    report = shardgraph.verify(module, (X.bfloat16(),), "cp", mesh={"cp": 4})
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_keys_and_values_go_round_and_their_gradients_come_home(cp):
+    # Forward: to all other ranks. Backward: again, and the gradients one step more.
+    assert sends(program(Attention(), X, cp=cp)) == (cp - 1, 2 * cp - 1)
+
+
+def test_keys_and_values_are_on_their_way_while_attention_is_computed():
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    under_way, at_attention = set(), []
+    for node in program(Attention(), X, cp=4).forward.graph.nodes:
+        if node.target is send:
+            under_way.add(node)
+        elif node.target is WAIT:
+            under_way.discard(node.args[0])
+        elif node.target is kernel:
+            at_attention.append(len(under_way))
+    assert at_attention == [1, 1, 1, 0]
+
+
+def test_nothing_else_is_sent_but_gradients_of_weights_and_what_the_caller_gets():
+    made = program(Attention(is_causal=True), X)
+    others = [n for n in collectives(made.forward) if n.target is not send]
+    assert [n.args[0].meta["val"].numel() * 2 for n in others] == [BATCH * LENGTH * WIDTH]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
+    out, *kept = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return aten._scaled_dot_product_flash_attention_backward(out, q, k, v, out, *kept[:5], 0.0, True, *kept[5:7])
+
+
+def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
+    out, *kept = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True)
+    needed = [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(out, q, k, v, mask, out, *kept, 0.0, needed)
+
+
+@pytest.mark.parametrize("attention", [_flash, _efficient])
+def test_kernels_for_cuda_are_given_arguments_of_their_shapes(attention):
+    mode = FakeTensorMode()
+    with mode:
+        heads = [torch.empty(2, 4, 128, 16, dtype=torch.bfloat16, device="meta") for _ in "qkv"]
+        gm = make_fx(attention)(*heads, torch.empty(2, 1, 128, 128, dtype=torch.bfloat16, device="meta"))
+    kernels = [node for node in gm.graph.nodes if "attention" in str(node.target)]
+    assert len(kernels) == 2
+    for node in kernels:
+        option = next(option for option in RULES[node.target](Operation(node, 2)) if option.lowering)
+        write = Writer(fx.Graph(), mode, "cp", 2)
+        given = [write.placeholder(*placed) for placed in zip(operands(node), option.operands, strict=True)]
+        made = LOWERINGS[option.lowering](write, node, option, given)
+        for part, placement, whole in zip(made, option.results, results(node), strict=True):
+            assert placement is None or part.meta["val"].shape == local_shape(placement, whole.shape, 2)
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+MESHES = {"cp": {"cp": 4}, "fsdp+cp": {"dp": 2, "cp": 2}, "fsdp+cp+tp": {"dp": 2, "cp": 2, "tp": 2}}
+
+
+def call_of(name: str, length: int = 8) -> tuple[nn.Module, tuple, dict[str, torch.Tensor]]:
+    """A model of the zoo and a call of it with sequences of ``length``."""
+    module, call = make(name, 4)
+    return module, *shorter(call, length)
+
+
+def check_model(module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor], plan: str, mesh: dict) -> None:
+    report = shardgraph.verify(module, args, plan, mesh=mesh, example_kwargs=kwargs, steps=3, fp64=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama", "fsdp+cp"), ("gpt2", "fsdp+cp+tp"), ("bert", "cp"), ("tied-transformer", "cp")]
+)
+def test_training_equals_the_unsharded_model(model, plan):
+    check_model(*call_of(model, 4 if model == "tied-transformer" else 8), plan, MESHES[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 4}, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 4}], ids=str)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "t5"])
+def test_every_model_on_every_mesh_equals_the_unsharded_model(model, mesh):
+    for plan in ("cp",) if "dp" not in mesh else ("cp", "fsdp+cp", "zero1+cp", "zero2+cp"):
+        check_model(*call_of(model), plan, mesh)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
+    module, args, kwargs = call_of(model)
+    for dropout in (part for part in module.modules() if isinstance(part, nn.Dropout)):
+        dropout.p = 0.0
+    check_model(module, args, kwargs, "cp", {"cp": 2})
+    assert sends(program(module, *args, **kwargs)) == (2, 6)  # of two layers
+
+
+@pytest.mark.parametrize("given", ["position_ids", "attention_mask"])
+def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
+    module, args, kwargs = call_of("llama")
+    kwargs["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 0]]).repeat(2, 1)
+    if given == "attention_mask":
+        kwargs["attention_mask"] = (torch.arange(8) >= torch.tensor([[0], [3], [1], [7]])).long()
+    check_model(module, args, kwargs, "cp", {"cp": 4})
+
+
+@pytest.mark.timeout(280)
+def test_five_steps_on_real_processes_equal_the_unsharded_model():
+    for worst in shardgraph.launch(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
+        assert worst < 1e-5
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    """A language model that gives its loss alone: no rank needs all logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: torch.Tensor) -> torch.Tensor:
+        return self.model(**call).loss
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_activations_fall_by_the_degree(degree):
+    def peak(plan: str, mesh: dict[str, int]) -> int:
+        model, call = Loss(llama(2, vocab_size=256)), text(1, 256)
+        found = shardgraph.analyze(model, plan=plan, example_kwargs=call, mesh=mesh, cluster=toy_cluster())
+        return found.peak.memory["saved"] + found.peak.memory["temporaries"]
+
+    assert peak("cp", {"cp": degree}) < 1.05 / degree * peak("single", {"dp": 1})
+
+
+def test_no_rank_has_a_whole_mask():
+    length = 512
+    made = build_program(Loss(llama(2)), resolve_plan("cp", (("cp", 2),)), (), text(1, length))
+    values = [node.meta.get("val") for half in (made.forward, made.backward) for node in half.graph.nodes]
+    assert max(v.numel() for v in values if isinstance(v, torch.Tensor)) == length * length // 2
+
+
+# -- plans -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_round_trips_and_leaves_nothing_to_be_found():
+    plan = shardgraph.preset("fsdp+cp", {"dp": 2, "cp": 4})
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.operators == (("cp", "context"),) and plan.data_size == 2
+    assert plan.undecided({"weight": torch.Size((8, 8))}) == []
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: program(Attention(), X[:, :6], cp=4), "dimension 1 of the model's input number 0.*such as 4 or 8"),
+        (lambda: program(nn.Linear(4, 4), torch.zeros(8, 4)), "there is no attention. Use 'tp'"),
+        (
+            lambda: program(make("vit", 4)[0], **make("vit", 4)[1][1]),
+            "the queries .4, 4, 5, 8. of attention .*is a sequence of 5 .* another size, such as 5",
+        ),
+        (
+            lambda: Plan.from_yaml(shardgraph.preset("cp", {"cp": 2}).to_yaml().replace("replicate", "split(0)")),
+            "it may be 'replicate': along 'cp' sequences are cut",
+        ),
+        (lambda: shardgraph.preset("fsdp+cp", {"cp": 2}), "needs an axis for 'fsdp' beside 'cp'"),
+        (lambda: shardgraph.preset("cp", {"a": 2, "b": 2}), "call one of its axes 'cp'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(make_it, message):
+    with pytest.raises(PlanError, match=message):
+        make_it()
