@@ -43,11 +43,11 @@ def has_rule(node: fx.Node) -> bool:
 class Legal:
     """Options of the operations of ``gm`` over ``parts`` ranks.
 
-    Cuts start in one block. Views, splits and the like turn them into cuts in several, which spread to what takes and
-    gives the same values until nothing new is found.
+    Cuts start in one block, and as ``demanded`` of values. Views, splits and the like turn them into cuts in several,
+    which spread to what takes and gives the same values until nothing new is found.
     """
 
-    def __init__(self, gm: fx.GraphModule, parts: int) -> None:
+    def __init__(self, gm: fx.GraphModule, parts: int, demanded: Mapping[Value, Placement]) -> None:
         self.parts = parts
         self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
@@ -58,6 +58,8 @@ class Legal:
                 if isinstance(value, torch.Tensor):
                     plain = (blocks(dim, 1) for dim in range(value.dim()))
                     self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
+        for value, cut in demanded.items():
+            self.cuts[value].add(cut)
         self._spread()
 
     def options(self, node: fx.Node) -> list[Option]:

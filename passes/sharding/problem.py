@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
+from shardgraph.passes.sharding.constraints import Constraints
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
@@ -23,14 +24,18 @@ from shardgraph.passes.sharding.pricing import Prices
 aten = torch.ops.aten
 
 
-def choose_options(
-    gm: fx.GraphModule, parts: int, sequence: bool, fixed: Mapping[str, Placement]
-) -> dict[fx.Node, Option]:
-    """The option of every node of a joint graph that together cost least; ``fixed`` are placements of parameters."""
-    legal = Legal(gm, parts)
-    barred = reached(legal, _dimensions(gm, sequence))
+def choose_options(gm: fx.GraphModule, parts: int, sequence: bool, constraints: Constraints) -> dict[fx.Node, Option]:
+    """The option of every node of a joint graph that together cost least and meet ``constraints``.
+
+    Raises:
+        PlanError: none do.
+    """
+    demanded, fixed = constraints.cuts(gm), constraints.parameters
+    legal = Legal(gm, parts, demanded)
+    barred = _barred(legal, _dimensions(gm, sequence), demanded)
     weights = _weights(gm)
     classes = classes_of(gm, fixed)
+    marked = {(classes[source], index) for source, index in (value_of(mark.args[0]) for mark in constraints.marks)}
     prices = Prices.of(node_costs(gm, fused=False), parts, sequence)
     problem = Problem()
     options: dict[fx.Node, list[Option]] = {}
@@ -40,6 +45,9 @@ def choose_options(
         if node.op in ("placeholder", "get_attr"):
             options[node] = _held(node, parts, fixed, legal)
             price = [prices.parameter(node, o.results[0]) if "role" in node.meta else 0.0 for o in options[node]]
+        elif node in constraints.marks:
+            placement = constraints.marks[node]
+            options[node], price = [Option((placement,), (placement,))], [0.0]
         elif node.op == "call_function" and node.target is not operator.getitem:
             options[node] = [o for o in legal.options(node) if not _bars(node, o, barred)]
             price = [prices.operation(node, o) for o in options[node]]
@@ -59,7 +67,8 @@ def choose_options(
         node, at = makers[key, index]
         if before != after and node in weights and before != REPLICATE:
             return math.inf  # weights stay where they are: what is gathered is what they are multiplied with
-        if before == PARTIAL and is_cut(after) and not sequence and node not in weights:
+        scattered = before == PARTIAL and is_cut(after) and node not in weights
+        if scattered and not sequence and (key, index) not in marked:
             return math.inf
         return prices.move(before, after, results(node)[at].nbytes)
 
@@ -93,6 +102,21 @@ def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Lega
 
 def _bars(node: fx.Node, option: Option, barred: Mapping[Value, set[Placement]]) -> bool:
     return any(placement in barred.get(value, ()) for value, placement in placed_values(node, option))
+
+
+def _barred(
+    legal: Legal, starts: Mapping[Value, Sequence[Placement]], demanded: Mapping[Value, Placement]
+) -> dict[Value, set[Placement]]:
+    """What follows from cutting ``starts`` so, but for those from which follows what is ``demanded``."""
+    if not demanded:
+        return reached(legal, starts)
+    found: dict[Value, set[Placement]] = {}
+    for start in ({value: [cut]} for value, cuts in starts.items() for cut in cuts):
+        follows = reached(legal, start)
+        if not any(cut in follows.get(value, ()) for value, cut in demanded.items()):
+            for value, cuts in follows.items():
+                found.setdefault(value, set()).update(cuts)
+    return found
 
 
 def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:

@@ -1,0 +1,75 @@
+"""Recomputation by module: what is not kept from forward but computed again in backward."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.annotations.kinds import recompute, save
+from shardgraph.annotations.match import Annotated, matches
+from shardgraph.ir import local_part
+from shardgraph.passes.base import Context
+from shardgraph.passes.rewrite.split import forward_nodes
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Takes a joint graph; marks with ``meta["again"]`` what modules annotated ``recompute()`` compute.
+
+    As in activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
+    computed again from its inputs, and what it gives to others is kept if they need it. Of annotations around an
+    operation the innermost counts; what is under ``save()`` is kept. Random numbers are kept, never drawn twice.
+
+    Must not change: the computation.
+    """
+
+    name: ClassVar[str] = "recompute"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"recomputed"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        said = [each for each in context.plan.annotations if isinstance(each[1], (recompute, save))]
+        if not said:
+            return
+        inside = forward_nodes(gm)
+        regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
+        drawn: set[fx.Node] = set()
+        for node in gm.graph.nodes:
+            if node.op != "call_function" or node not in inside:
+                continue
+            region = regions[node]
+            if _draws(node, drawn):
+                drawn.add(node)
+            if region:
+                alone = all(regions.get(user, region) == region for user in node.users)
+                node.meta["again"] = region != _SAVED and node not in drawn and alone
+
+
+_SAVED = "save()"
+
+
+def _region(node: fx.Node, said: list[Annotated]) -> str:
+    """Which call of a module is computed again with ``node`` in it: the outermost inside of the last ``save()``.
+
+    ``_SAVED`` where that is the innermost; empty where nothing is said.
+    """
+    region = ""
+    stack = node.meta.get("nn_module_stack") or {}
+    for call, path in [("the model", ""), *((call, path) for call, (path, _) in stack.items())]:
+        for pattern, annotation in said:
+            if matches(pattern, path):
+                outer = region if region != _SAVED else ""
+                region = _SAVED if isinstance(annotation, save) else outer or call
+    return region
+
+
+def _draws(node: fx.Node, drawn: set[fx.Node]) -> bool:
+    """Whether the value is random numbers, or a rank's or operation's piece of what was drawn."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return True
+    return node.target in (operator.getitem, local_part) and node.args[0] in drawn
