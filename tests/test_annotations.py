@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import replace
 
@@ -305,6 +306,32 @@ def test_random_numbers_are_not_drawn_again():
         n for n in program.backward.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
     ]
     assert draws == [] and program.random
+
+
+class Counted(nn.Module):
+    """Computes with a buffer, then writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x) + self.calls)
+        self.calls.add_(1)
+        return hidden.square()
+
+
+def test_what_comes_from_a_buffer_that_forward_writes_is_not_computed_again():
+    model = nn.Sequential(Counted(), nn.Linear(8, 2))
+    x = torch.randn(4, 8)
+    original = copy.deepcopy(model)
+    expected = torch.autograd.grad(original(x).sum(), list(original.parameters()))
+    annotate(model, {"0": recompute()})
+    sharded = shardgraph.compile(model, "single", example_inputs=(x,))
+    sharded(x).sum().backward()
+    for parameter, gradient in zip(sharded.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def products(program: Program) -> Counter:

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardgraph.annotations.kinds import recompute, save
 from shardgraph.annotations.match import Annotated, matches
-from shardgraph.ir import local_part
+from shardgraph.ir import Mutation, local_part, outputs, placeholders
 from shardgraph.passes.base import Context
 from shardgraph.passes.rewrite.split import forward_nodes
 
@@ -22,7 +22,8 @@ class Recompute:
 
     As in activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
     computed again from its inputs, and what it gives to others is kept if they need it. Of annotations around an
-    operation the innermost counts; what is under ``save()`` is kept. Random numbers are kept, never drawn twice.
+    operation the innermost counts; what is under ``save()`` is kept. Random numbers are kept, never drawn twice, and
+    so is what is computed from buffers that forward writes: by backward they have other values.
 
     Must not change: the computation.
     """
@@ -38,16 +39,18 @@ class Recompute:
             return
         inside = forward_nodes(gm)
         regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
-        drawn: set[fx.Node] = set()
+        written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
+        once: set[fx.Node] = set()
         for node in gm.graph.nodes:
             if node.op != "call_function" or node not in inside:
                 continue
-            region = regions[node]
-            if _draws(node, drawn):
-                drawn.add(node)
-            if region:
+            if getattr(node.target, "is_view", False) and node.args[0] in written:
+                written.add(node)
+            elif _draws(node, once) or not written.isdisjoint(node.all_input_nodes):
+                once.add(node)
+            if region := regions[node]:
                 alone = all(regions.get(user, region) == region for user in node.users)
-                node.meta["again"] = region != _SAVED and node not in drawn and alone
+                node.meta["again"] = region != _SAVED and node not in once and alone
 
 
 _SAVED = "save()"
@@ -68,8 +71,8 @@ def _region(node: fx.Node, said: list[Annotated]) -> str:
     return region
 
 
-def _draws(node: fx.Node, drawn: set[fx.Node]) -> bool:
-    """Whether the value is random numbers, or a rank's or operation's piece of what was drawn."""
+def _draws(node: fx.Node, once: set[fx.Node]) -> bool:
+    """Whether the value is random numbers, or a piece of what is computed only once."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
-    return node.target in (operator.getitem, local_part) and node.args[0] in drawn
+    return node.target in (operator.getitem, local_part) and node.args[0] in once

@@ -24,13 +24,19 @@ class Constraints:
     parameters: Mapping[str, Placement]
     marks: Mapping[fx.Node, Placement]
 
-    def cuts(self, gm: fx.GraphModule) -> dict[Value, Placement]:
-        """The cuts that are demanded of values of the graph."""
+    def cut_parameters(self, gm: fx.GraphModule) -> dict[Value, Placement]:
+        """The cuts that are demanded of parameters."""
         owners = placeholders(gm)
-        found = {(owners[Parameter(fqn)], 0): p for fqn, p in self.parameters.items() if Parameter(fqn) in owners}
+        used = {fqn: cut for fqn, cut in self.parameters.items() if is_cut(cut) and Parameter(fqn) in owners}
+        return {(owners[Parameter(fqn)], 0): cut for fqn, cut in used.items()}
+
+    def cut_activations(self) -> dict[Value, Placement]:
+        """The cuts that are demanded of activations, before and after the mark."""
+        found: dict[Value, Placement] = {}
         for mark, placement in self.marks.items():
-            found[mark, 0] = found[value_of(mark.args[0])] = placement
-        return {value: placement for value, placement in found.items() if is_cut(placement)}
+            if is_cut(placement):
+                found[mark, 0] = found[value_of(mark.args[0])] = placement
+        return found
 
 
 def marks_of(gm: fx.GraphModule, axis: str, parts: int) -> dict[fx.Node, Placement]:

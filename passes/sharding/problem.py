@@ -30,9 +30,9 @@ def choose_options(gm: fx.GraphModule, parts: int, sequence: bool, constraints: 
     Raises:
         PlanError: none do.
     """
-    demanded, fixed = constraints.cuts(gm), constraints.parameters
-    legal = Legal(gm, parts, demanded)
-    barred = _barred(legal, _dimensions(gm, sequence), demanded)
+    fixed, cuts = constraints.parameters, constraints.cut_activations()
+    legal = Legal(gm, parts, constraints.cut_parameters(gm) | cuts)
+    barred = _barred(legal, _dimensions(gm, sequence), cuts)
     weights = _weights(gm)
     classes = classes_of(gm, fixed)
     marked = {(classes[source], index) for source, index in (value_of(mark.args[0]) for mark in constraints.marks)}
