@@ -10,6 +10,9 @@ module that trains like the original, on every rank of the run. Read next: :func
 from shardgraph import nn
 from shardgraph.analysis import Analysis
 from shardgraph.analyze import analyze
+from shardgraph.annotations.annotate import annotate
+from shardgraph.annotations.constrain import constrain
+from shardgraph.annotations.kinds import input, keep_gathered, output, recompute, replicate, reshard, save, shard
 from shardgraph.calibration import calibrate
 from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
 from shardgraph.errors import (
@@ -58,11 +61,21 @@ __all__ = [
     "ShardGraphError",
     "ShardedModule",
     "analyze",
+    "annotate",
     "calibrate",
     "compile",
+    "constrain",
+    "input",
+    "keep_gathered",
     "launch",
     "nn",
+    "output",
     "preset",
+    "recompute",
+    "replicate",
+    "reshard",
+    "save",
+    "shard",
     "verify",
     "visualize",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
+from shardgraph.annotations.annotate import annotated
 from shardgraph.compiler import resolve_plan
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, ShardGraphError
@@ -67,17 +68,16 @@ def analyze(
     ranks = math.prod(size for _, size in axes)
     machine = resolve_cluster(cluster, ranks)
     machine.check_mesh(axes)
-    nothing = Plan("", axes, ())
+    nothing = annotated(Plan("", axes, ()), model)
     source = Source(
         model, example_inputs, dict(example_kwargs or {}), nothing, machine, loss_fn, optimizer, training,
         backend == "inductor", fold,
     )  # fmt: skip
     if plan == "auto":
-        meshes = meshes_of(ranks, machine) if mesh is None else [axes]
-        return analyze_source(
-            replace(source, plan=choose_plan(source.joint(), source.shapes, meshes, machine, optimizer=optimizer))
-        )
-    return analyze_source(replace(source, plan=resolve_plan(plan, axes)))
+        meshes, said = meshes_of(ranks, machine) if mesh is None else [axes], nothing.annotations
+        chosen = choose_plan(source.joint(), source.shapes, meshes, machine, said, optimizer=optimizer)
+        return analyze_source(replace(source, plan=chosen))
+    return analyze_source(replace(source, plan=annotated(resolve_plan(plan, axes), model)))
 
 
 def analyze_source(source: Source) -> Analysis:

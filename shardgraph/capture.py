@@ -7,7 +7,7 @@ for by fake tensors while the module is traced, then put back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import fx, nn
 
 from shardgraph import _torch
 from shardgraph._torch import FakeTensorMode, OutputType, pytree
+from shardgraph.annotations import constrain
+from shardgraph.annotations.match import Annotated
 from shardgraph.errors import CaptureError
 from shardgraph.ir import (
     Buffer,
@@ -57,25 +59,28 @@ def capture(
     *,
     device: torch.device,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    annotations: Sequence[Annotated] = (),
 ) -> JointGraph:
     """Trace ``model(*args, **kwargs)``, in its current mode, into a joint graph on ``device``.
 
     With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken
     from ``kwargs``. Under ``torch.no_grad()``, or when nothing requires a gradient, the graph is
     the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``): only names, shapes and
-    dtypes are read.
+    dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in the graph.
 
     Raises:
+        PlanError: an annotation marks nothing.
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
     """
     fake_mode = FakeTensorMode()
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
     )
-    with _fake_state(model, fake_mode, device) as canonical, fake_mode:
+    with _fake_state(model, fake_mode, device) as canonical, constrain.constrained(model, annotations), fake_mode:
         traced = model if loss_fn is None else WithLoss(model, loss_fn)
         traced.training = model.training
         exported = _export(traced, fake_args, fake_kwargs, model)
+    constrain.check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
     return _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
@@ -273,6 +278,7 @@ def _is_none(value: Any) -> bool:
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if frame[0] != constrain.__file__]
     if frames:
         return f"{frames[-1][0]}:{frames[-1][1]}"
     for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):

@@ -24,7 +24,9 @@ from shardgraph.passes.analysis.collective_order import check_program, check_wai
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
+from shardgraph.passes.rewrite.recompute import Recompute
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
+from shardgraph.passes.rewrite.remove_constraints import RemoveConstraints
 from shardgraph.passes.rewrite.shard_operators import ShardOperators
 from shardgraph.passes.rewrite.shard_parameters import ShardParameters
 from shardgraph.passes.rewrite.split import split
@@ -33,6 +35,8 @@ from shardgraph.presets import preset
 from shardgraph.program import Program
 
 JOINT_PASSES: tuple[Pass, ...] = (
+    RemoveConstraints(),  # annotated activations have their placements
+    Recompute(),  # which values backward computes again, while modules are all that made them
     ShardParameters(),  # whole parameters become shards and gathers
     ReduceGradients(),  # local gradients become their mean over ranks
     AverageBuffers(),  # running statistics stay equal on all ranks
@@ -64,7 +68,8 @@ def build_program(
     shapes = named_shapes(model)
     plan.resolve(shapes)  # a plan that does not fit is told before the long work
     show("capture")
-    joint = capture(model, args, dict(kwargs or {}), device=device or torch.device("cpu"), loss_fn=loss_fn)
+    where = device or torch.device("cpu")
+    joint = capture(model, args, dict(kwargs or {}), device=where, loss_fn=loss_fn, annotations=plan.annotations)
     return lower(joint, plan, shapes, show)
 
 

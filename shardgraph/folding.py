@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shardgraph.annotations.match import matches
 from shardgraph.passes.analysis.rows import Row
+from shardgraph.plan import Plan
 
 SHALLOW = (3, 4, 5)
 """Layers of the programs that are analysed: the first and the last layer differ from those between, and so may their
@@ -42,6 +44,18 @@ def find_stack(model: nn.Module, least: int = sum(SHALLOW)) -> Stack | None:
         if isinstance(module, nn.ModuleList) and len(module) > least and len({_form(m) for m in module}) == 1
     ]
     return max(found, key=lambda stack: stack.layers, default=None)
+
+
+def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
+    """Whether ``plan`` says the same of every layer of a stack of ``model``."""
+    layers: dict[str, set[object]] = {str(number): set() for number in range(stack.layers)}
+    names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
+    for name in names if plan.annotations else ():
+        if name.startswith(f"{stack.path}."):
+            number, _, rest = name.removeprefix(f"{stack.path}.").partition(".")
+            layers[number] |= {(rest, *each) for each in plan.annotations if matches(each[0], name)}
+    alike = all(said == layers["0"] for said in layers.values())
+    return alike and all(pattern == "*" for pattern, _ in plan.parameters)
 
 
 def _form(layer: nn.Module) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.agreement import Agreement
 from shardgraph.analyze import resolve_cluster
+from shardgraph.annotations.annotate import annotated, remembered
 from shardgraph.capture import capture
 from shardgraph.compiler import place_operators, resolve_mesh, resolve_plan
 from shardgraph.cost_models.cluster import Cluster
@@ -114,7 +115,7 @@ def _placed(
 ) -> str | Path | Plan:
     """The plan with a placement for every parameter that it leaves to be found, as rank 0 finds it."""
     try:
-        chosen, shapes = resolve_plan(plan, axes), named_shapes(model)
+        chosen, shapes = annotated(resolve_plan(plan, axes), model), named_shapes(model)
         if not chosen.undecided(shapes):
             return plan
     except ShardGraphError:
@@ -129,7 +130,8 @@ def _placed(
 
     def find() -> Plan:
         loss = loss_fn if "target" in (kwargs or {}) else None
-        joint = capture(model, args, dict(kwargs or {}), device=torch.device("cpu"), loss_fn=loss)
+        cpu = torch.device("cpu")
+        joint = capture(model, args, dict(kwargs or {}), device=cpu, loss_fn=loss, annotations=chosen.annotations)
         return place_operators(joint, chosen, shapes)
 
     return _from_first_rank(find)
@@ -167,8 +169,9 @@ def _fastest(
         meshes = [tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))]
     elif mesh is not None:
         meshes = [tuple(mesh.items())]
-    joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn)
-    return choose_plan(joint, named_shapes(model), meshes, machine)
+    said = remembered(model)
+    joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn, annotations=said)
+    return choose_plan(joint, named_shapes(model), meshes, machine, said)
 
 
 def _agree_on_plan(
@@ -177,7 +180,7 @@ def _agree_on_plan(
     """The plan and its entries, once all ranks have the same; a rank that has none tells the others."""
     text, error = "", None
     try:
-        chosen = resolve_plan(plan, axes)
+        chosen = annotated(resolve_plan(plan, axes), model)
         entries = chosen.resolve(named_shapes(model))
         text = _fingerprint(model, chosen)
     except ShardGraphError as failure:

@@ -19,6 +19,12 @@ instead of each having a batch of its own::
     operators: {tp: sequence}
     parameters:
       '*': {placements: [shard(0), auto], gradient: reduce_scatter, reshard_after_forward: true}
+
+``annotations`` are constraints that :func:`shardgraph.annotate` has put on the plan, or a person has written here::
+
+    annotations:
+      - {'model.layers.*.mlp.up_proj.weight': "shard(0, 'tp')"}
+      - {'model.layers.*': recompute()}
 """
 
 from __future__ import annotations
@@ -27,75 +33,32 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from shardgraph.annotations.kinds import Annotation, ParameterAnnotation, Placement, input, output, parse, shard
+from shardgraph.annotations.match import Annotated, matches, said_of, written
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh, coordinates
+from shardgraph.parameter_plan import (
+    AUTO,
+    REPLICATE,
+    SHARD,
+    ParameterPlan,
+    parse_split,
+    unsharded,
+    without_shards_of_blocks,
+)
 from shardgraph.sizes import format_bytes, format_seconds
 
 SCHEMA = 1
-REPLICATE = "replicate"
-SHARD = "shard(0)"
-AUTO = "auto"
 _GRADIENTS = ("all_reduce", "reduce_scatter")
 _STYLES = ("whole", "sequence", "context")
-
-
-def split_text(dim: int, blocks: int = 1) -> str:
-    """``"split(1)"``, or ``"split(1, blocks=3)"``: how a plan writes a parameter that operators use in parts."""
-    return f"split({dim})" if blocks == 1 else f"split({dim}, blocks={blocks})"
-
-
-def parse_split(placement: str) -> tuple[int, int] | None:
-    """The dimension and blocks of :func:`split_text`; None for another placement."""
-    found = re.fullmatch(r"split\((\d+)(?:, *blocks=([1-9]\d*))?\)", placement)
-    return (int(found[1]), int(found[2] or 1)) if found else None
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """What happens to one parameter.
-
-    ``placements``
-        One per mesh axis. Along an axis of data: ``"replicate"``, or ``"shard(0)"`` (stored in parts and gathered
-        before use), for at most one axis. Along an axis of operators: ``"split(d)"`` (used in parts of dimension
-        ``d``, never gathered), ``"split(d, blocks=k)"`` (parts of each of ``k`` equal blocks, as a fused projection
-        of queries, keys and values needs), ``"replicate"``, or ``"auto"``.
-    ``gradient``
-        ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
-        ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
-    ``reshard_after_forward``
-        Free the gathered parameter after forward and gather it again in backward (ZeRO-3), instead of
-        keeping it (ZeRO-1, ZeRO-2). Without effect on a replicated parameter.
-    """
-
-    placements: tuple[str, ...]
-    gradient: str = "reduce_scatter"
-    reshard_after_forward: bool = True
-
-    @property
-    def shard_axis(self) -> int | None:
-        """The mesh axis (by position) that shards the parameter, or None."""
-        return next((i for i, p in enumerate(self.placements) if p == SHARD), None)
-
-    @property
-    def splits(self) -> dict[int, tuple[int, int]]:
-        """Dimension and blocks by the position of each mesh axis that splits the parameter."""
-        found = {i: parse_split(placement) for i, placement in enumerate(self.placements)}
-        return {i: split for i, split in found.items() if split is not None}
-
-    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The shape that the axes of data see of a parameter of global ``shape``: its part along those of operators."""
-        local = list(shape)
-        for position, (dim, _) in self.splits.items():
-            local[dim] //= mesh[position][1]
-        return tuple(local)
 
 
 @dataclass(frozen=True)
@@ -127,6 +90,9 @@ class Plan:
     ``prefetch``
         How many parameter gathers may be under way ahead of the computation that needs them, and how
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
+    ``annotations``
+        ``(pattern, annotation)`` pairs of :mod:`shardgraph.annotations`: what must be so whatever the rest says. They
+        apply to all that they match; two that contradict each other are refused.
     ``note``
         Why this plan: shown to people, without effect.
     ``considered``
@@ -138,6 +104,7 @@ class Plan:
     parameters: tuple[tuple[str, ParameterPlan], ...]
     prefetch: int = 4
     operators: tuple[tuple[str, str], ...] = ()
+    annotations: tuple[Annotated, ...] = ()
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -177,13 +144,30 @@ class Plan:
         """The parameters whose placement along an axis of operators is yet to be found."""
         return [fqn for fqn, entry in self.resolve(shapes).items() if AUTO in entry.placements]
 
+    def storable(self, fqn: str, entry: ParameterPlan) -> ParameterPlan:
+        """``entry``, not stored in shards where what operators use of the parameter cannot be.
+
+        Raises:
+            PlanError: an annotation says that it is.
+        """
+        found = without_shards_of_blocks(entry)
+        for pattern, annotation in self.annotations if found != entry else ():
+            stores = isinstance(annotation, shard) and annotation.mesh_dim not in dict(self.operators)
+            if stores and matches(pattern, fqn):
+                raise PlanError(
+                    f"{written((pattern, annotation))} cannot be for {fqn!r}: its rows are divided in blocks, as "
+                    f"{list(entry.placements)}, and what is left of each block cannot be stored in shards"
+                )
+        return found
+
     def resolve(self, shapes: Mapping[str, torch.Size]) -> dict[str, ParameterPlan]:
         """The plan of every parameter by name.
 
-        A parameter without rows to cut (a scalar, or one of 0 elements) is replicated whatever its rule.
+        A parameter without rows to cut (a scalar, or one of 0 elements) is replicated whatever its rule. Annotations
+        are applied last.
 
         Raises:
-            PlanError: a pattern matches no parameter, or a parameter matches no pattern.
+            PlanError: a pattern matches no parameter, a parameter matches no pattern, or an annotation cannot be met.
         """
         resolved: dict[str, ParameterPlan] = {}
         for pattern, entry in self.parameters:
@@ -198,7 +182,8 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} says nothing of {_some(unmatched)}: add a pattern that matches, such as '*'"
             )
-        return {fqn: _fit(fqn, resolved[fqn], shape, self.mesh) for fqn, shape in shapes.items()}
+        fitted = {fqn: _fit(fqn, resolved[fqn], shape, self.mesh) for fqn, shape in shapes.items()}
+        return fitted | _annotated(self, fitted, shapes) if self.mesh else fitted
 
     def save(self, path: str | Path) -> None:
         """Write the YAML form to ``path``."""
@@ -226,6 +211,7 @@ class Plan:
             "mesh": dict(self.mesh),
             "prefetch": self.prefetch,
             "operators": dict(self.operators),
+            "annotations": [{pattern: str(annotation)} for pattern, annotation in self.annotations],
             "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in self.considered],
             "parameters": {
                 pattern: {
@@ -236,7 +222,8 @@ class Plan:
                 for pattern, entry in self.parameters
             },
         }
-        data = {key: value for key, value in data.items() if key not in ("considered", "operators") or value}
+        optional = ("considered", "operators", "annotations")
+        data = {key: value for key, value in data.items() if key not in optional or value}
         return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     @classmethod
@@ -274,6 +261,7 @@ class Plan:
             if entry.shard_axis is not None:
                 again = "; gathered again in backward" if entry.reshard_after_forward else "; kept for backward"
             lines.append(f"  {pattern:<{width}}  {where or 'whole'}; gradient {entry.gradient}{again}")
+        lines += [f"  annotated {written(each)}" for each in self.annotations]
         return "\n".join(lines)
 
 
@@ -318,20 +306,49 @@ def _fit(fqn: str, entry: ParameterPlan, shape: torch.Size, mesh: Mesh) -> Param
                 "another dimension, or 'replicate'"
             )
     if entry.shard_axis is not None and not (len(shape) and math.prod(shape)):
-        return _unsharded(entry)
+        return unsharded(entry)
     return without_shards_of_blocks(entry)
 
 
-def without_shards_of_blocks(entry: ParameterPlan) -> ParameterPlan:
-    """``entry``, not stored in shards if its rows are split in several blocks: DTensor has no name for a shard of what
-    is left of each."""
-    in_blocks = any(dim == 0 and blocks > 1 for dim, blocks in entry.splits.values())
-    return _unsharded(entry) if in_blocks and entry.shard_axis is not None else entry
+def _annotated(
+    plan: Plan, entries: Mapping[str, ParameterPlan], shapes: Mapping[str, torch.Size]
+) -> dict[str, ParameterPlan]:
+    """The entries of parameters that are annotated, as they are annotated."""
+    changed: dict[str, ParameterPlan] = {}
+    for annotated in plan.annotations:
+        _check_axis(plan, annotated)
+    for fqn, said in said_of(plan.annotations, ParameterAnnotation, shapes, "parameters").items():
+        entry = entries[fqn]
+        for annotated in sorted(said, key=lambda each: not isinstance(each[1], Placement)):
+            annotation = annotated[1]
+            assert isinstance(annotation, ParameterAnnotation)
+            try:
+                entry = annotation.changed(entry, shapes[fqn], plan)
+            except PlanError as error:
+                raise PlanError(
+                    f"{written(annotated)} cannot be for {fqn!r} of shape {list(shapes[fqn])} on the mesh "
+                    f"{dict(plan.mesh)}: {error}"
+                ) from None
+        changed[fqn] = plan.storable(fqn, entry)
+    return changed
 
 
-def _unsharded(entry: ParameterPlan) -> ParameterPlan:
-    placements = tuple(REPLICATE if placement == SHARD else placement for placement in entry.placements)
-    return replace(entry, placements=placements, gradient="all_reduce")
+def _check_axis(plan: Plan, annotated: Annotated) -> None:
+    annotation = annotated[1]
+    activation = isinstance(annotation, (output, input))
+    placement = annotation.placement if isinstance(annotation, (output, input)) else annotation
+    if not isinstance(placement, Placement) or placement.mesh_dim is None:
+        return
+    if placement.mesh_dim not in plan.axes:
+        raise PlanError(
+            f"{written(annotated)} names the mesh axis {placement.mesh_dim!r}, and plan {plan.name!r} has the mesh "
+            f"{dict(plan.mesh)}: name one of its axes, or use a plan and mesh that have {placement.mesh_dim!r}"
+        )
+    if activation and isinstance(placement, shard) and placement.mesh_dim not in dict(plan.operators):
+        raise PlanError(
+            f"{written(annotated)}: {placement.mesh_dim!r} is an axis of data in plan {plan.name!r}, along which every "
+            "rank has a batch of its own: activations are placed along an axis of operators, as 'tp' and 'fsdp+tp' have"
+        )
 
 
 # -- validation ------------------------------------------------------------------------------------
@@ -355,6 +372,9 @@ def _check_plan(plan: Plan) -> None:
             refuse("operators", axis, f"an axis of the mesh {dict(plan.mesh)}")
         if style not in _STYLES:
             refuse(f"operators.{axis}", style, " or ".join(map(repr, _STYLES)))
+    for annotated in plan.annotations:
+        if not (isinstance(annotated, tuple) and len(annotated) == 2 and isinstance(annotated[1], Annotation)):
+            refuse("annotations", annotated, "pairs of a pattern and an annotation")
     styles = [dict(plan.operators).get(axis) for axis in plan.axes]
     for pattern, entry in plan.parameters:
         here = f"parameters.{pattern}"
@@ -410,7 +430,19 @@ def _from_data(data: Any, source: str) -> Plan:
     changed = {"mesh": _mesh(top["mesh"]), "parameters": tuple(entries), "considered": tuple(considered)}
     if "operators" in top:
         changed["operators"] = tuple((str(axis), style) for axis, style in top["operators"].items())
+    if "annotations" in top:
+        changed["annotations"] = tuple(_annotation(each, source) for each in top["annotations"])
     return Plan(**{**top, **changed})
+
+
+def _annotation(data: Any, source: str) -> Annotated:
+    if not isinstance(data, dict) or len(data) != 1:
+        raise PlanError(f"{source}: annotations has {data!r}; it may have one pattern with its annotation")
+    ((pattern, text),) = data.items()
+    try:
+        return str(pattern), parse(str(text))
+    except PlanError as error:
+        raise PlanError(f"{source}: annotations.{pattern}: {error}") from None
 
 
 def _mesh(data: Mapping[Any, Any]) -> Mesh:
@@ -424,6 +456,7 @@ _PLAN_FIELDS = {
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
     "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
+    "annotations": (list, "a list of patterns, each with what is said of what it matches"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }

@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 
 from shardgraph.analysis import Analysis, analyze_program
+from shardgraph.annotations.match import Annotated
 from shardgraph.compiler import lower
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
 from shardgraph.plan import Candidate, Plan
-from shardgraph.presets import PRESETS
+from shardgraph.presets import PRESETS, preset
 from shardgraph.sizes import format_bytes, format_seconds
 
 
@@ -23,6 +24,7 @@ def choose_plan(
     shapes: Mapping[str, torch.Size],
     meshes: list[Mesh],
     cluster: Cluster,
+    annotations: tuple[Annotated, ...] = (),
     *,
     optimizer: str = "adamw",
     memory: int | None = None,
@@ -34,18 +36,26 @@ def choose_plan(
         shapes: unsharded shapes of its parameters by name.
         meshes: the meshes to try; a preset that a mesh does not suit is passed over.
         cluster: what prices them.
+        annotations: what the plan must have, as ``joint`` was captured with; a preset that cannot is passed over.
         optimizer: whose state and update are counted.
         memory: bytes that a rank may use; default: what the device has.
 
     Raises:
-        PlanError: no preset fits; the message says what the smallest would take.
+        PlanError: no preset fits, and the message says what the smallest would take; or none can be as annotated.
     """
     budget = memory or cluster.device.memory
     priced: list[tuple[Plan, Candidate]] = []
-    for mesh in meshes:
-        for plan in _presets(mesh):
-            analysis = analyze_program(lower(joint, plan, shapes), cluster, optimizer=optimizer)
-            priced.append((plan, _candidate(plan, analysis, budget)))
+    refused: list[PlanError] = []
+    for plan in [replace(plan, annotations=annotations) for mesh in meshes for plan in _presets(mesh)]:
+        try:
+            program = lower(joint, plan, shapes)
+        except PlanError as error:
+            refused.append(error)
+        else:
+            priced.append((plan, _candidate(plan, analyze_program(program, cluster, optimizer=optimizer), budget)))
+    if not priced:
+        reasons = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, refused)))
+        raise PlanError(f"no plan can be as the model is annotated:{reasons}")
     considered = tuple(candidate for _, candidate in sorted(priced, key=lambda pair: pair[1].seconds))
     fitting = [pair for pair in priced if pair[1].fits]
     if not fitting:
@@ -72,11 +82,16 @@ def meshes_of(ranks: int, cluster: Cluster) -> list[Mesh]:
 
 
 def _presets(mesh: Mesh) -> list[Plan]:
-    """Every preset that can be on ``mesh``; one that leaves ranks unused (``single``) is none."""
+    """Every preset that can be on ``mesh``, with operators divided where it has an axis for that.
+
+    One that leaves ranks unused (``single``) is none.
+    """
+    operators = ("tp", "tp+sp") if "tp" in dict(mesh) else ()
+    names = [*PRESETS, *operators, *(f"{data}+{divided}" for data in PRESETS for divided in operators)]
     found = []
-    for name, make in PRESETS.items():
+    for name in names:
         try:
-            plan = make(mesh)
+            plan = preset(name, mesh)
         except PlanError:
             continue
         if name != "single" or plan.world_size == 1:

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
-from shardgraph.plan import AUTO, REPLICATE, SHARD, ParameterPlan, Plan
+from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
+from shardgraph.plan import Plan
 
 
 def _single(mesh: Mesh) -> Plan:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shardgraph.capture import capture
 from shardgraph.compiler import lower
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.folding import Stack, find_stack
+from shardgraph.folding import Stack, find_stack, treats_alike
 from shardgraph.ir import JointGraph
 from shardgraph.parameters import named_shapes
 from shardgraph.plan import ParameterPlan, Plan
@@ -43,7 +43,14 @@ class Source:
             CaptureError: the model cannot be traced into one graph.
         """
         with torch.set_grad_enabled(self.training):
-            return capture(self.model, self.args, dict(self.kwargs), device=torch.device("cpu"), loss_fn=self.loss_fn)
+            return capture(
+                self.model,
+                self.args,
+                dict(self.kwargs),
+                device=torch.device("cpu"),
+                loss_fn=self.loss_fn,
+                annotations=self.plan.annotations,
+            )
 
     def program(self) -> Program:
         """The captured call under the plan."""
@@ -66,8 +73,8 @@ class Source:
     @cached_property
     def stack(self) -> Stack | None:
         """The equal layers of which a few need to be looked at, if there are any that the plan does not tell apart."""
-        alike = all(pattern == "*" for pattern, _ in self.plan.parameters)
-        return find_stack(self.model) if self.fold and alike else None
+        stack = find_stack(self.model) if self.fold else None
+        return stack if stack is not None and treats_alike(self.plan, self.model, stack) else None
 
     # -- sizes of the call -------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardgraph._torch import pytree
+from shardgraph.annotations.annotate import annotated
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
 from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.errors import ShardGraphError
@@ -137,7 +138,7 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    chosen = _plan(plan, world_size, mesh)
+    chosen = annotated(_plan(plan, world_size, mesh), model)
     parts, batch = _cut_batch(call, chosen.data_size)
     program = build_program(original, chosen, *parts[0])
     run = _Comparison(original, program, parts, loss_fn or default_loss, seed, exact=fp64)

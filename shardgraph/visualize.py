@@ -14,10 +14,11 @@ from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.analyze import analyze, resolve_cluster
+from shardgraph.annotations.annotate import annotated
 from shardgraph.compiler import build_program
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
-from shardgraph.folding import SHALLOW, find_stack, shortened
+from shardgraph.folding import SHALLOW, find_stack, shortened, treats_alike
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import named_shapes
 from shardgraph.pictures.boxes import draw_boxes
@@ -121,14 +122,14 @@ def _plan_of(what: Plan | ShardedModule | Analysis, model: nn.Module | None, cal
             f"plan {what.name!r} says what happens to parameters, not which there are: give visualize the model and "
             "example_inputs of one call too, or a compiled module instead of the plan"
         )
-    return _lowered(what, model, call)
+    return _lowered(annotated(what, model), model, call)
 
 
 def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
     """As for the program of ``model``; of a stack of equal layers, only a few are captured."""
     plan.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
-    stack = find_stack(model) if all(pattern == "*" for pattern, _ in plan.parameters) else None
-    if stack is not None:
+    stack = find_stack(model)
+    if stack is not None and treats_alike(plan, model, stack):
         try:
             with shortened(model, stack, SHALLOW[-1]), torch.enable_grad():
                 tree, flow = _outline(build_program(model, plan, *call))

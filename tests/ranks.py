@@ -119,6 +119,24 @@ def gradient_norms(name: str, plan: str, mesh: dict[str, int], norms: tuple[floa
     return [(norm(sharded, order), norm(original, order)) for order in norms]
 
 
+def annotated_parity() -> float:
+    """Parity of a model that is annotated otherwise than ``"tp"`` would place it, with recomputed layers."""
+    original, (args, kwargs) = prepared("tied-transformer", 4)
+    model = copy.deepcopy(original)
+    shardgraph.annotate(
+        model,
+        {
+            "blocks.layers.0": shardgraph.output(shardgraph.shard(1, "tp")),
+            "blocks.layers.0.linear1.weight": shardgraph.shard(1, "tp"),
+            "blocks.layers.*": shardgraph.recompute(),
+        },
+    )
+    mesh = {"tp": dist.get_world_size()}
+    sharded = shardgraph.compile(model, "tp", mesh=mesh, example_inputs=args, example_kwargs=kwargs)
+    assert sharded.program.parameters["blocks.layers.0.linear1.weight"].placements == ("split(1)",)
+    return train(sharded, original, (args, kwargs))
+
+
 def parity_of_several(names: list[str], plan: str, mesh: dict[str, int] | None = None) -> dict[str, float]:
     return {name: parity(name, plan, mesh) for name in names}
 

@@ -35,6 +35,13 @@ def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_the_example_of_annotations_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "annotations.md").read_text(), re.DOTALL)
+    exec(code, {})
+    shown = capsys.readouterr().out
+    assert "equal: plan fsdp+tp" in shown and shown.count("annotated") == 6
+
+
 def test_the_notebook_runs_and_shows_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, object] = {}
     for cell in json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())["cells"]:

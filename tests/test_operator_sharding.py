@@ -14,8 +14,8 @@ import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError
 from shardgraph.compiler import build_program, place_operators, resolve_plan
 from shardgraph.ir import collectives, take_part
+from shardgraph.parameter_plan import split_text
 from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, local_shape, through_view
-from shardgraph.plan import split_text
 from shardgraph.program import Program
 from tests import ranks
 from tests.test_analysis import gpt2, llama, text

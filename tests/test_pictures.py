@@ -14,13 +14,13 @@ from torch import nn
 
 from shardgraph import ParameterPlan, Plan, analyze, preset
 from shardgraph.compiler import build_program
+from shardgraph.parameter_plan import REPLICATE, SHARD
 from shardgraph.pictures.boxes import draw_boxes
 from shardgraph.pictures.flow import Edges, Site, trace_flow
 from shardgraph.pictures.graph import plan_graph, render_svg
 from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import HeldParameter, Module, Tree, build_tree
-from shardgraph.plan import REPLICATE, SHARD
 from tests.machines import toy_cluster
 from tests.zoo import make
 

@@ -6,6 +6,7 @@ Placements are found for the whole joint graph (:mod:`shardgraph.passes.sharding
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,14 +14,18 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph.annotations.kinds import Placement as PlacementAnnotation
+from shardgraph.annotations.match import matches, written
+from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter
+from shardgraph.parameter_plan import AUTO, split_text
+from shardgraph.parameter_plan import REPLICATE as REPLICATE_TEXT
 from shardgraph.passes.base import Context
+from shardgraph.passes.sharding.constraints import Constraints, marks_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
-from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, is_cut
+from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
 from shardgraph.passes.sharding.problem import choose_options
-from shardgraph.plan import AUTO, split_text, without_shards_of_blocks
-from shardgraph.plan import REPLICATE as REPLICATE_TEXT
 from shardgraph.sizes import format_bytes
 
 aten = torch.ops.aten
@@ -51,7 +56,11 @@ class ShardOperators:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
         _bias_apart(gm, context)
         _note_unknown(gm, context)
-        chosen = choose_options(gm, parts, self.style, _decided(context, position))
+        constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
+        try:
+            chosen = choose_options(gm, parts, self.style, constraints)
+        except PlanError as error:
+            raise self._impossible(gm, context, constraints.parameters) or error from None
         for node, option in chosen.items():
             if isinstance(role := node.meta.get("role"), Parameter):
                 _record(context, role.fqn, position, option.results[0])
@@ -60,6 +69,32 @@ class ShardOperators:
                 _record(context, fqn, position, REPLICATE)
         for fqn in lower(gm, chosen, self.axis, parts, context.fake_mode):
             context.sums.setdefault(fqn, []).append(self.axis)
+
+    def _impossible(self, gm: fx.GraphModule, context: Context, fixed: Mapping[str, Placement]) -> PlanError | None:
+        """The first annotation of parameters that cannot be met even alone."""
+        parts = context.sizes[self.axis]
+
+        def possible(wanted: Mapping[str, Placement]) -> bool:
+            try:
+                choose_options(gm, parts, self.style, Constraints(wanted, {}))
+            except PlanError:
+                return False
+            return True
+
+        for pattern, annotation in context.plan.annotations:
+            wanted = {fqn: placement for fqn, placement in fixed.items() if matches(pattern, fqn)}
+            here = isinstance(annotation, PlacementAnnotation) and annotation.mesh_dim in (None, self.axis)
+            if here and not possible(wanted):
+                first = next(iter(wanted))
+                fqn = next((fqn for fqn, placement in wanted.items() if not possible({fqn: placement})), first)
+                shape = context.shapes[fqn]
+                cuts = [cut for cut in (blocks(dim, 1) for dim in range(len(shape))) if divides(cut, shape, parts)]
+                works = [f"shard({cut_of(cut)[0]}, {self.axis!r})" for cut in cuts if possible({fqn: cut})]
+                return PlanError(
+                    f"{written((pattern, annotation))} cannot be for {fqn!r} of shape {list(shape)}: no operation that "
+                    f"uses it can be divided so; {', '.join([*works, f'replicate({self.axis!r})'])} would work"
+                )
+        return None
 
 
 def _decided(context: Context, position: int) -> dict[str, Placement]:
@@ -85,7 +120,7 @@ def _record(context: Context, fqn: str, position: int, placement: Placement | No
         context.shapes[fqn] = torch.Size((*shape[:dim], shape[dim] // size, *shape[dim + 1 :]))
     entry = context.parameters[fqn]
     placements = (*entry.placements[:position], text, *entry.placements[position + 1 :])
-    context.parameters[fqn] = without_shards_of_blocks(replace(entry, placements=placements))
+    context.parameters[fqn] = context.plan.storable(fqn, replace(entry, placements=placements))
 
 
 def _note_unknown(gm: fx.GraphModule, context: Context) -> None:

@@ -26,7 +26,7 @@ def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.Grap
     ``Tangent(i)`` and returns the ``Gradient`` results.
     """
     context.facts.add("split")
-    inside = _forward_nodes(gm)
+    inside = forward_nodes(gm)
     gradients = [(role, value) for role, value in outputs(gm) if isinstance(role, Gradient)]
     results = [(role, value) for role, value in outputs(gm) if not isinstance(role, Gradient) and role is not None]
     if not any(isinstance(role, Tangent) for role in placeholders(gm)):
@@ -36,7 +36,7 @@ def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.Grap
     return _forward(gm, inside, results + [(Saved(i), node) for i, node in enumerate(backward.saved)]), backward_gm
 
 
-def _forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
+def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes that forward's results depend on, and the pieces of multi-output nodes among them."""
     stack = [v for role, v in outputs(gm) if not isinstance(role, Gradient) and isinstance(v, fx.Node)]
     inside: set[fx.Node] = set()
@@ -75,8 +75,10 @@ class _Backward:
     def __init__(self, gm: fx.GraphModule, inside: set[fx.Node]) -> None:
         self.gm, self.inside = gm, inside
         self.graph = fx.Graph()
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.env: dict[fx.Node, fx.Node] = {}
         self.saved: dict[fx.Node, None] = {}  # in order
+        self.seen: set[fx.Node] = set()
 
     def build(self, gradients: list[tuple[Role | None, Any]]) -> fx.GraphModule:
         needed = self._needed(gradients)
@@ -109,18 +111,29 @@ class _Backward:
         return needed
 
     def _find_saved(self, node: fx.Node, needed: set[fx.Node]) -> None:
-        tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
-        if node in needed or tangent or node.op == "get_attr" or node in self.saved:
-            return
-        if _again(node):
-            for value in node.all_input_nodes:
-                self._find_saved(value, needed)
-        else:
-            self.saved[node] = None
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
+            if node in needed or tangent or node.op == "get_attr" or node in self.seen:
+                continue
+            self.seen.add(node)
+            if _again(node):
+                stack.extend(reversed(node.all_input_nodes))
+            else:
+                self.saved[node] = None
 
     def _value(self, node: fx.Node) -> fx.Node:
-        if node not in self.env:  # a constant, or computed again where it is first needed
-            self.env[node] = self.graph.node_copy(node, self._value)
+        """The node in the backward graph; constants and what is computed again are written where first needed."""
+        if node not in self.env:
+            missing, stack = {node}, [node]
+            while stack:
+                for value in stack.pop().all_input_nodes:
+                    if value not in self.env and value not in missing:
+                        missing.add(value)
+                        stack.append(value)
+            for each in sorted(missing, key=self.order.__getitem__):
+                self.env[each] = self.graph.node_copy(each, self.env.__getitem__)
         return self.env[node]
 
     def _placeholder(self, name: str, role: Role, like: fx.Node) -> fx.Node:
@@ -133,7 +146,7 @@ def _again(node: fx.Node) -> bool:
     """Whether backward computes the node a second time: it is marked, or a view or cast of one that is."""
     if node.op != "call_function":
         return False
-    if node.meta.get("again"):
-        return True
+    if "again" in node.meta:
+        return bool(node.meta["again"])
     cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
     return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph.annotations.constrain import CONSTRAIN
 from shardgraph.ir import Parameter
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.options import operands
@@ -21,7 +22,7 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement]) -> dict[fx.No
 
     Layers are modules that differ in one number of their names, such as ``model.layers.7``, that hold at least
     two matrices, whose operations are the same ones in the same order, and of which ``fixed``, placements of parameters
-    by name, says the same.
+    by name, and annotations say the same.
     """
     layers: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in gm.graph.nodes:
@@ -54,7 +55,8 @@ def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
     constants = str(fx.map_arg((node.args, node.kwargs), lambda n: None))
     role = node.meta.get("role")
     placed = fixed.get(role.fqn) if isinstance(role, Parameter) else None
-    return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed
+    marks = tuple(str(user.args[1:]) for user in node.users if user.target is CONSTRAIN)
+    return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed, marks
 
 
 def _matrices(nodes: list[fx.Node]) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph.annotations.constrain import CONSTRAIN
 from shardgraph.passes.sharding.options import Operation, operands, results
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, through_view
 
@@ -136,6 +137,7 @@ LAYOUTS: dict[Any, Layout] = {
     aten.detach.default: _VIEW,
     aten.clone.default: _VIEW,
     aten.lift_fresh_copy.default: _VIEW,
+    CONSTRAIN: _VIEW,
     aten.permute.default: _PERMUTE,
     aten.transpose.int: _PERMUTE,
     aten.t.default: _PERMUTE,

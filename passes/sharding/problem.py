@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
+from shardgraph.passes.sharding.constraints import Constraints
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
@@ -25,20 +26,22 @@ from shardgraph.passes.sharding.sequences import Cuts, connected, input_sequence
 aten = torch.ops.aten
 
 
-def choose_options(gm: fx.GraphModule, parts: int, style: str, fixed: Mapping[str, Placement]) -> dict[fx.Node, Option]:
-    """The option of every node of a joint graph that together cost least; ``fixed`` are placements of parameters.
+def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Constraints) -> dict[fx.Node, Option]:
+    """The option of every node of a joint graph that together cost least and meet ``constraints``.
 
     ``style`` is that of the axis; see :class:`shardgraph.plan.Plan`.
 
     Raises:
-        PlanError: the sequences are to be cut (``"context"``) and cannot be.
+        PlanError: none do, or the sequences are to be cut (``"context"``) and cannot be.
     """
+    fixed, cuts = constraints.parameters, constraints.cut_activations()
     starts = stripes(gm, parts) if style == "context" else {}
     sequence = style != "whole"
-    legal = Legal(gm, parts, starts)
-    allowed = _only(connected(legal, starts)) if starts else _all_but(reached(legal, _dimensions(gm, sequence)))
+    legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts))
+    allowed = _only(connected(legal, starts)) if starts else _all_but(_barred(legal, _dimensions(gm, sequence), cuts))
     weights = _weights(gm)
     classes = classes_of(gm, fixed)
+    marked = {(classes[source], index) for source, index in (value_of(mark.args[0]) for mark in constraints.marks)}
     prices = Prices.of(node_costs(gm, fused=False), parts, sequence)
     problem = Problem()
     options: dict[fx.Node, list[Option]] = {}
@@ -48,6 +51,9 @@ def choose_options(gm: fx.GraphModule, parts: int, style: str, fixed: Mapping[st
         if node.op in ("placeholder", "get_attr"):
             options[node] = [o for o in _held(node, parts, fixed, legal) if allowed(node, o)]
             price = [prices.parameter(node, o.results[0]) if "role" in node.meta else 0.0 for o in options[node]]
+        elif node in constraints.marks:
+            placement = constraints.marks[node]
+            options[node], price = [Option((placement,), (placement,))], [0.0]
         elif node.op == "call_function" and node.target is not operator.getitem:
             options[node] = [o for o in legal.options(node) if allowed(node, o)]
             price = [prices.operation(node, o) for o in options[node]]
@@ -67,7 +73,8 @@ def choose_options(gm: fx.GraphModule, parts: int, style: str, fixed: Mapping[st
         node, at = makers[key, index]
         if before != after and node in weights and before != REPLICATE:
             return math.inf  # weights stay where they are: what is gathered is what they are multiplied with
-        if before == PARTIAL and is_cut(after) and not sequence and node not in weights:
+        scattered = before == PARTIAL and is_cut(after) and node not in weights
+        if scattered and not sequence and (key, index) not in marked:
             return math.inf
         return prices.move(before, after, results(node)[at].nbytes)
 
@@ -107,6 +114,28 @@ def _all_but(barred: Cuts) -> Callable[[fx.Node, Option], bool]:
 def _only(cuts: Cuts) -> Callable[[fx.Node, Option], bool]:
     """Whether an option has no others than the cuts."""
     return lambda node, option: all(p in cuts.get(value, ()) for value, p in placed_values(node, option) if is_cut(p))
+
+
+def _together(starts: Mapping[Value, Iterable[Placement]], demanded: Mapping[Value, Placement]) -> Cuts:
+    found = {value: set(cuts) for value, cuts in starts.items()}
+    for value, cut in demanded.items():
+        found.setdefault(value, set()).add(cut)
+    return found
+
+
+def _barred(
+    legal: Legal, starts: Mapping[Value, Sequence[Placement]], demanded: Mapping[Value, Placement]
+) -> dict[Value, set[Placement]]:
+    """What follows from cutting ``starts`` so, but for those from which follows what is ``demanded``."""
+    if not demanded:
+        return reached(legal, starts)
+    found: dict[Value, set[Placement]] = {}
+    for start in ({value: [cut]} for value, cuts in starts.items() for cut in cuts):
+        follows = reached(legal, start)
+        if not any(cut in follows.get(value, ()) for value, cut in demanded.items()):
+            for value, cuts in follows.items():
+                found.setdefault(value, set()).update(cuts)
+    return found
 
 
 def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:

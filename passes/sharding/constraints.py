@@ -1,0 +1,61 @@
+"""What annotations demand of the placements along one axis: of activations in the graph, and of parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from shardgraph.annotations.constrain import CONSTRAIN, describe, placement_of
+from shardgraph.annotations.kinds import shard
+from shardgraph.errors import PlanError
+from shardgraph.ir import Parameter, placeholders
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.placements import REPLICATE, blocks, is_cut
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """``parameters`` by name, ``marks`` by the node of ``shardgraph::constrain`` that passes the value on."""
+
+    parameters: Mapping[str, Placement]
+    marks: Mapping[fx.Node, Placement]
+
+    def cut_parameters(self, gm: fx.GraphModule) -> dict[Value, Placement]:
+        """The cuts that are demanded of parameters."""
+        owners = placeholders(gm)
+        used = {fqn: cut for fqn, cut in self.parameters.items() if is_cut(cut) and Parameter(fqn) in owners}
+        return {(owners[Parameter(fqn)], 0): cut for fqn, cut in used.items()}
+
+    def cut_activations(self) -> dict[Value, Placement]:
+        """The cuts that are demanded of activations, before and after the mark."""
+        found: dict[Value, Placement] = {}
+        for mark, placement in self.marks.items():
+            if is_cut(placement):
+                found[mark, 0] = found[value_of(mark.args[0])] = placement
+        return found
+
+
+def marks_of(gm: fx.GraphModule, axis: str, parts: int) -> dict[fx.Node, Placement]:
+    """The placements along ``axis``, which has ``parts`` ranks, that annotated activations must have.
+
+    Raises:
+        PlanError: a tensor cannot be cut so; the message names the annotation, the shape and the sizes that work.
+    """
+    found: dict[fx.Node, Placement] = {}
+    for node in gm.graph.nodes:
+        if node.target is CONSTRAIN and (wanted := placement_of(node)).mesh_dim in (None, axis):
+            found[node] = REPLICATE
+            if isinstance(wanted, shard):
+                shape = node.meta["val"].shape
+                try:
+                    found[node] = blocks(wanted.part(shape, parts), wanted.blocks)
+                except PlanError as error:
+                    where = module_of(node) or "the model"
+                    raise PlanError(
+                        f"{describe(node)} cannot be for a value of {where}, of shape {list(shape)}: {error}"
+                    ) from None
+    return found
