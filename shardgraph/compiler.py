@@ -23,6 +23,7 @@ from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
+from shardgraph.passes.rewrite.divide_experts import DivideExperts
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
 from shardgraph.passes.rewrite.shard_operators import ShardOperators
@@ -81,8 +82,7 @@ def lower(
     context = Context(plan, parameters, dict(shapes), joint.fake_mode)
     show("rewrite")
     gm = copy_graph(joint.module)
-    operators = [ShardOperators(axis, style == "sequence") for axis, style in plan.operators]
-    run_passes(gm, (*operators, *JOINT_PASSES), context)
+    run_passes(gm, (*_placing_passes(plan), *JOINT_PASSES), context)
 
     show("split")
     forward, backward = split(gm, context)
@@ -101,13 +101,19 @@ def lower(
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators."""
+    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators and experts."""
     if not plan.undecided(shapes):
         return plan
     context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode)
     gm = copy_graph(joint.module)
-    run_passes(gm, [ShardOperators(axis, style == "sequence") for axis, style in plan.operators], context)
+    run_passes(gm, _placing_passes(plan), context)
     return replace(plan, parameters=in_patterns(context.parameters))
+
+
+def _placing_passes(plan: Plan) -> list[Pass]:
+    """The passes that divide the computation, and so find where parameters lie that it uses in parts."""
+    operators: list[Pass] = [ShardOperators(axis, style == "sequence") for axis, style in plan.operators]
+    return [*operators, DivideExperts(plan.experts)] if plan.experts else operators
 
 
 # -- which plan, on which mesh ---------------------------------------------------------------------

@@ -19,6 +19,14 @@ instead of each having a batch of its own::
     operators: {tp: sequence}
     parameters:
       '*': {placements: [shard(0), auto], gradient: reduce_scatter, reshard_after_forward: true}
+
+``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
+
+    mesh: {dp: 2, ep: 4}
+    experts: ep
+    parameters:
+      '*': {placements: [shard(0), replicate], gradient: reduce_scatter, reshard_after_forward: true}
+      '*.experts.*': {placements: [shard(0), split(0)], gradient: reduce_scatter, reshard_after_forward: true}
 """
 
 from __future__ import annotations
@@ -66,7 +74,8 @@ class ParameterPlan:
         One per mesh axis. Along an axis of data: ``"replicate"``, or ``"shard(0)"`` (stored in parts and gathered
         before use), for at most one axis. Along an axis of operators: ``"split(d)"`` (used in parts of dimension
         ``d``, never gathered), ``"split(d, blocks=k)"`` (parts of each of ``k`` equal blocks, as a fused projection
-        of queries, keys and values needs), ``"replicate"``, or ``"auto"``.
+        of queries, keys and values needs), ``"replicate"``, or ``"auto"``. Along the axis of experts: ``"split(0)"``
+        for an expert in each row, of which a rank has some and to which tokens travel, ``"replicate"``, or ``"auto"``.
     ``gradient``
         ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
         ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
@@ -123,6 +132,8 @@ class Plan:
     ``operators``
         ``(axis name, style)`` pairs: the axes whose ranks have the same batch and divide the computation. What lies
         between divided products is held by every rank (style ``"whole"``) or cut along the sequence (``"sequence"``).
+    ``experts``
+        The axis whose ranks, each with a batch of its own, divide the experts among them; ``""`` for none.
     ``prefetch``
         How many parameter gathers may be under way ahead of the computation that needs them, and how
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
@@ -137,6 +148,7 @@ class Plan:
     parameters: tuple[tuple[str, ParameterPlan], ...]
     prefetch: int = 4
     operators: tuple[tuple[str, str], ...] = ()
+    experts: str = ""
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -173,7 +185,7 @@ class Plan:
         return found
 
     def undecided(self, shapes: Mapping[str, torch.Size]) -> list[str]:
-        """The parameters whose placement along an axis of operators is yet to be found."""
+        """The parameters whose placement along an axis of operators or experts is yet to be found."""
         return [fqn for fqn, entry in self.resolve(shapes).items() if AUTO in entry.placements]
 
     def resolve(self, shapes: Mapping[str, torch.Size]) -> dict[str, ParameterPlan]:
@@ -225,6 +237,7 @@ class Plan:
             "mesh": dict(self.mesh),
             "prefetch": self.prefetch,
             "operators": dict(self.operators),
+            "experts": self.experts,
             "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in self.considered],
             "parameters": {
                 pattern: {
@@ -235,7 +248,7 @@ class Plan:
                 for pattern, entry in self.parameters
             },
         }
-        data = {key: value for key, value in data.items() if key not in ("considered", "operators") or value}
+        data = {key: value for key, value in data.items() if key not in ("considered", "operators", "experts") or value}
         return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     @classmethod
@@ -313,12 +326,19 @@ def _fit(fqn: str, entry: ParameterPlan, shape: torch.Size, mesh: Mesh) -> Param
         if dim >= len(shape) or not shape[dim] or shape[dim] % (blocks * parts):
             raise PlanError(
                 f"{fqn!r} of shape {list(shape)} cannot be {entry.placements[position]!r} over {axis!r}, which has "
-                f"{parts} ranks: the dimension must be a multiple of {blocks * parts}. Use another size of the axis, "
-                "another dimension, or 'replicate'"
+                f"{parts} ranks: the dimension must be a multiple of {blocks * parts}. "
+                f"Use {_sizes(shape, dim, blocks)}, another dimension, or 'replicate'"
             )
     if entry.shard_axis is not None and not (len(shape) and math.prod(shape)):
         return _unsharded(entry)
     return without_shards_of_blocks(entry)
+
+
+def _sizes(shape: torch.Size, dim: int, blocks: int) -> str:
+    """The sizes of an axis that divide a dimension of a parameter."""
+    rows = shape[dim] if dim < len(shape) else 0
+    works = [size for size in range(2, rows + 1) if rows % (blocks * size) == 0]
+    return f"an axis of {' or '.join(map(str, works))} ranks" if works else "another size of the axis"
 
 
 def without_shards_of_blocks(entry: ParameterPlan) -> ParameterPlan:
@@ -354,6 +374,10 @@ def _check_plan(plan: Plan) -> None:
             refuse("operators", axis, f"an axis of the mesh {dict(plan.mesh)}")
         if style not in _STYLES:
             refuse(f"operators.{axis}", style, " or ".join(map(repr, _STYLES)))
+    if plan.experts and plan.experts not in plan.axes:
+        refuse("experts", plan.experts, f"an axis of the mesh {dict(plan.mesh)}")
+    if plan.experts and plan.operators:
+        refuse("experts", plan.experts, "given beside axes of data, not of operators: 'ep' or 'tp', not both")
     divided = [axis in dict(plan.operators) for axis in plan.axes]
     for pattern, entry in plan.parameters:
         here = f"parameters.{pattern}"
@@ -362,7 +386,9 @@ def _check_plan(plan: Plan) -> None:
         for (axis, _), placement, operators in zip(plan.mesh, entry.placements, divided, strict=True):
             if operators and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(d)' for the axis {axis!r}")
-            if not operators and placement not in (REPLICATE, SHARD):
+            if axis == plan.experts and placement not in (REPLICATE, AUTO, split_text(0)):
+                refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(0)' for the axis {axis!r}")
+            if not operators and axis != plan.experts and placement not in (REPLICATE, SHARD):
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for the axis {axis!r}")
         if sum(p == SHARD for p in entry.placements) > 1:
             refuse(f"{here}.placements", list(entry.placements), "sharded over one mesh axis at most")
@@ -420,6 +446,7 @@ _PLAN_FIELDS = {
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
     "operators": (dict, "a mapping of mesh axes to 'whole' or 'sequence'"),
+    "experts": (str, "the mesh axis that divides experts"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }

@@ -1,4 +1,4 @@
-"""The plans that have a name: DDP, the three ZeRO stages, hybrid sharding, and operator sharding with each of them.
+"""The plans that have a name: DDP, the stages of ZeRO, hybrid sharding; with each of them operators or experts divided.
 
 One preset is one function from a mesh to a :class:`Plan`, registered in ``PRESETS``. The stages are those
 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D form is hybrid sharding
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
@@ -61,7 +62,7 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
 
     ``"tp"`` divides operators along the axis ``tp``, or the only one; ``"tp+sp"`` also cuts what lies between them
     along the sequence. Either goes with a plan for the other axes: ``"fsdp+tp"``, ``"hsdp+tp+sp"``. Alone it is
-    ``ddp`` there.
+    ``ddp`` there. ``"ep"`` divides experts along the axis ``ep``, likewise alone or after a plan: ``"fsdp+ep"``.
 
     Raises:
         PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
@@ -70,35 +71,52 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
     data, plus, operators = name.partition("tp")
     if plus and operators in _STYLES and (not data or data.endswith("+")):
         return _with_operators(name, data.removesuffix("+"), _STYLES[operators], axes)
+    if name == "ep" or name.endswith("+ep"):
+        return _with_experts(name, name.removesuffix("ep").removesuffix("+"), axes)
     if name not in PRESETS:
         raise PlanError(
-            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_OPERATORS])}; the plans are "
-            f"{', '.join(PRESETS)}, 'tp' and 'tp+sp' (also after one of these, as in 'fsdp+tp'), "
+            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_OTHERS])}; the plans are "
+            f"{', '.join(PRESETS)}, 'tp', 'tp+sp' and 'ep' (also after one of these, as in 'fsdp+tp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     return PRESETS[name](axes)
 
 
 _STYLES = {"": "whole", "+sp": "sequence"}
-_OPERATORS = ("tp", "tp+sp")
+_OTHERS = ("tp", "tp+sp", "ep")
 
 
 def _with_operators(name: str, data: str, style: str, mesh: Mesh) -> Plan:
     """The plan ``data`` on the other axes, with operators divided along the axis ``tp``."""
+    return _with_axis(name, data, "tp", "divides operators", mesh, lambda axis: {"operators": ((axis, style),)})
+
+
+def _with_experts(name: str, data: str, mesh: Mesh) -> Plan:
+    """The plan ``data`` on the other axes, with experts divided along the axis ``ep``."""
+    return _with_axis(name, data, "ep", "divides experts", mesh, lambda axis: {"experts": axis})
+
+
+def _with_axis(
+    name: str, data: str, wanted: str, does: str, mesh: Mesh, fields: Callable[[str], dict[str, Any]]
+) -> Plan:
+    """The plan ``data`` on the other axes, ``auto`` along the axis called ``wanted``, or the only one.
+
+    ``fields`` are those of the plan that say what the axis is for.
+    """
     names = [axis for axis, _ in mesh]
     if not mesh:  # one process
         return replace(preset(data or "single", mesh), name=name)
-    if "tp" not in names and len(mesh) != 1:
+    if wanted not in names and len(mesh) != 1:
         raise PlanError(
-            f"plan {name!r} divides operators along the axis 'tp', and the mesh is {dict(mesh)}: call one of its axes "
-            "'tp', such as mesh={'dp': 2, 'tp': 4}"
+            f"plan {name!r} {does} along the axis {wanted!r}, and the mesh is {dict(mesh)}: call one of its axes "
+            f"{wanted!r}, such as mesh={{'dp': 2, {wanted!r}: 4}}"
         )
-    axis = "tp" if "tp" in names else names[0]
+    axis = wanted if wanted in names else names[0]
     rest = tuple((other, size) for other, size in mesh if other != axis)
     if data and not rest:
         raise PlanError(
             f"plan {name!r} needs an axis for {data!r} beside {axis!r}, and the mesh is {dict(mesh)}; give "
-            "mesh={'dp': N, 'tp': M}, or use 'tp'"
+            f"mesh={{'dp': N, {wanted!r}: M}}, or use {wanted!r}"
         )
     plan = preset(data or ("ddp" if rest else "single"), rest)
     position = names.index(axis)
@@ -106,4 +124,4 @@ def _with_operators(name: str, data: str, style: str, mesh: Mesh) -> Plan:
         (pattern, replace(entry, placements=(*entry.placements[:position], AUTO, *entry.placements[position:])))
         for pattern, entry in plan.parameters
     )
-    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=((axis, style),))
+    return replace(plan, name=name, mesh=mesh, parameters=entries, **fields(axis))

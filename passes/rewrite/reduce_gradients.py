@@ -19,7 +19,8 @@ class ReduceGradients:
 
     By the parameter's plan the reduction is an all-reduce (every rank holds the whole gradient; a sharded
     parameter then takes its rows of it, as in ZeRO-1) or a reduce-scatter over the axis that shards
-    it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
+    it, followed by an all-reduce over the axes that replicate it (hybrid sharding). Along an axis that divides experts
+    their gradients are sums already. The sum is divided by the
     number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow.
 
     Every node made here has ``meta["reduces"]``, the parameter's name. Must not change: gradients of inputs.
@@ -60,8 +61,11 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
         if full != rows:
             node = emit.pad_rows(node, full)
         node = emit.reduce_scatter(node, axis)
+    summed = {mesh[position][0] for position in entry.splits}  # of experts, whose gradients are of all ranks' tokens
+    if scattered:
+        summed.add(mesh[shard_axis][0])
     for axis, _ in context.plan.data_mesh:
-        if not (scattered and axis == mesh[shard_axis][0]):
+        if axis not in summed:
             node = emit.all_reduce(node, axis)
     if not early:
         node = emit.scale(node, world)

@@ -19,6 +19,7 @@ from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, is_cut
 from shardgraph.passes.sharding.problem import choose_options
+from shardgraph.passes.sharding.writer import Writer
 from shardgraph.plan import AUTO, split_text, without_shards_of_blocks
 from shardgraph.plan import REPLICATE as REPLICATE_TEXT
 from shardgraph.sizes import format_bytes
@@ -52,11 +53,11 @@ class ShardOperators:
         chosen = choose_options(gm, parts, self.sequence, _decided(context, position))
         for node, option in chosen.items():
             if isinstance(role := node.meta.get("role"), Parameter):
-                _record(context, role.fqn, position, option.results[0])
+                record_placement(context, role.fqn, position, option.results[0])
         for fqn, entry in context.parameters.items():  # and those that the graph does not use
             if entry.placements[position] == AUTO:
-                _record(context, fqn, position, REPLICATE)
-        lower(gm, chosen, self.axis, parts, context.fake_mode)
+                record_placement(context, fqn, position, REPLICATE)
+        lower(gm, chosen, Writer(fx.Graph(), context.fake_mode, self.axis, parts))
 
 
 def _decided(context: Context, position: int) -> dict[str, Placement]:
@@ -70,7 +71,7 @@ def _decided(context: Context, position: int) -> dict[str, Placement]:
     return found
 
 
-def _record(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
+def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
     """Write into the context where a parameter lies along the axis, and the shape of what is left of it."""
     text = REPLICATE_TEXT
     if is_cut(placement):
