@@ -125,6 +125,14 @@ def _llama(batch: int) -> tuple[nn.Module, Call]:
     return LlamaForCausalLM(LlamaConfig(**_SMALL, num_key_value_heads=2, vocab_size=61)), _text(batch)
 
 
+def mixtral(batch: int, implementation: str = "batched_mm") -> tuple[nn.Module, Call]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": implementation}
+    config = MixtralConfig(**_SMALL, **experts, num_key_value_heads=2, vocab_size=61, use_cache=False)
+    return MixtralForCausalLM(config), _text(batch)
+
+
 def _gpt2(batch: int) -> tuple[nn.Module, Call]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -163,6 +171,7 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Call]]] = {
     "tied-transformer": _tied,
     "mixture": _mixture,
     "llama": _llama,
+    "mixtral": mixtral,
     "gpt2": _gpt2,
     "bert": _bert,
     "vit": _vit,

@@ -62,9 +62,17 @@ def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
         for operand, wanted in zip(operands(node), option.operands, strict=True):
             source, index = value_of(operand)
             if wanted == REPLICATE and isinstance(chosen[source].results[index], Shard):
-                users[str(node.target)] = users.get(str(node.target), 0) + 1
+                name = str(_seen_by(node).target)
+                users[name] = users.get(name, 0) + 1
     for name, count in users.items():
         context.notes.append(
             f"{name} x{count}: no rule says how it may be done on a part of the experts, so weights of all experts are "
             "gathered for it"
         )
+
+
+def _seen_by(node: fx.Node) -> fx.Node:
+    """The first operation behind a view."""
+    while getattr(node.target, "is_view", False) and node.users:
+        node = next(iter(node.users))
+    return node

@@ -49,6 +49,7 @@ class ShardOperators:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
         _bias_apart(gm, context)
+        _constants_apart(gm, context)
         _note_unknown(gm, context)
         chosen = choose_options(gm, parts, self.sequence, _decided(context, position))
         for node, option in chosen.items():
@@ -112,4 +113,20 @@ def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
                 total = gm.graph.call_function(aten.add.Tensor, (product, bias))
                 total.meta = dict(node.meta)
             node.replace_all_uses_with(total)
+            gm.graph.erase_node(node)
+
+
+_CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
+
+
+def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
+    """``new_zeros`` as ``full``: the tensor that it takes dtype and device from may lie in any way."""
+    for node in list(gm.graph.nodes):
+        if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
+            value = node.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            with gm.graph.inserting_before(node):
+                constant = gm.graph.call_function(aten.full.default, (node.args[1], _CONSTANTS[node.target]), options)
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
             gm.graph.erase_node(node)

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding import dtensor_rules
+from shardgraph.passes.sharding import dtensor_rules, grouped  # noqa: F401  (grouped registers its rules)
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
 from shardgraph.passes.sharding.options import Operation, Option, operands, replicated, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut
-from shardgraph.passes.sharding.rules import REPLACES, RULES, own_options
+from shardgraph.passes.sharding.rules import REPLACES, own_options, rule_of
 
 Value = tuple[fx.Node, int]
 """A tensor of a graph: the node that makes it and its position among what that returns."""
@@ -37,7 +37,7 @@ def placed_values(node: fx.Node, option: Option) -> list[tuple[Value, Placement]
 
 def has_rule(node: fx.Node) -> bool:
     """Whether anything says how the operation may be cut."""
-    return node.target in LAYOUTS or node.target in RULES or dtensor_rules.has_strategy(node.target)
+    return node.target in LAYOUTS or rule_of(node.target) is not None or dtensor_rules.has_strategy(node.target)
 
 
 class Legal:
@@ -128,7 +128,7 @@ class Legal:
             self._templates[node] = found
         for option in self._templates[node]:
             yield option
-            if option.lowering and any(is_cut(p) for p in option.operands + option.results):
+            if option.lowering not in ("", "sized") and any(is_cut(p) for p in option.operands + option.results):
                 continue  # written for one block
             for count in sorted(self._block_counts(placed_values(node, option))):
                 yield Option(_in_blocks(option.operands, count), _in_blocks(option.results, count))
