@@ -82,10 +82,11 @@ class Layer(nn.Module):
         self.up = nn.Parameter(torch.randn(experts, 6, 8) / 3)
         self.down = nn.Parameter(torch.randn(experts, 8, 6) / 3)
         self.scale = nn.Parameter(torch.randn(8))
+        self.shift = nn.Parameter(torch.randn(6))
         self.between = between
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.tanh().transpose(0, 1).contiguous()  # [experts, rows, 6]
+        tokens = (x + self.shift).transpose(0, 1).contiguous()  # [experts, rows, 6]
         hidden = torch.bmm(tokens, self.up)
         hidden = self.between(self, hidden, tokens) if self.between is not torch.relu else hidden.relu()
         return torch.bmm(hidden, self.down).transpose(0, 1)
@@ -155,13 +156,14 @@ def test_an_exchange_is_of_the_buffers_of_all_experts():
 
 def test_experts_are_never_gathered_nor_their_gradients_reduced_along_their_axis():
     made = program(MoE(16, 8, 4), ((torch.zeros(2, 12, 16),), {}), "ep", {"ep": 2})
-    assert kinds(made) == [Counter(all_to_all_single=2), Counter(all_to_all_single=2, all_reduce=1)]  # the gate's
+    tokens = 1  # nothing before the layer wants a gradient
+    assert kinds(made) == [Counter(all_to_all_single=2), Counter(all_to_all_single=tokens, all_reduce=1)]  # the gate's
     assert made.notes == []
 
 
-def test_dropout_between_the_products_takes_two_exchanges_more():
+def test_dropout_between_the_products_is_drawn_for_the_own_batch_and_its_mask_exchanged_for_backward():
     made = program(Layer(BETWEEN["dropout draws for the own batch"]), ((torch.zeros(8, 4, 6),), {}), "ep", {"ep": 2})
-    assert [count["all_to_all_single"] for count in kinds(made)] == [4, 4]
+    assert [count["all_to_all_single"] for count in kinds(made)] == [2 + 2, 2 + 1]
 
 
 @pytest.mark.parametrize("degree", [2, 4])
