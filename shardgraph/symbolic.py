@@ -126,7 +126,7 @@ def symbolic(source: Source) -> Symbolic:
     """
     if source.plan.operators or source.plan.experts:
         raise NotSizedError(
-            f"plan {source.plan.name!r} divides operators or experts, and how it does follows from their sizes: analyse "
+            f"plan {source.plan.name!r} divides operators or experts, and how follows from their sizes: analyse "
             "each size, or take a plan of data alone"
         )
     points = _points(source)

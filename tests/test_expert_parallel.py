@@ -59,7 +59,7 @@ def written(plan: str, mesh: dict[str, int], axis: str) -> Plan:
         return replace(entry, placements=(*entry.placements[:at], placement, *entry.placements[at + 1 :]))
 
     other = "replicate" if axis == "ep" else "auto"
-    return replace(found, parameters=(("*", along(other)), ("*.experts.*", along("split(0)"))))
+    return replace(found, parameters=(("*", along(other)), ("*experts.*", along("split(0)"))))
 
 
 # -- numerics ----------------------------------------------------------------------------------------------

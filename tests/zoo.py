@@ -188,7 +188,8 @@ def make(name: str, batch: int, seed: int = 0) -> tuple[nn.Module, Call]:
 
 def scalar(output: Any) -> torch.Tensor:
     """A loss of any output: its own where it has one, else a sum over its floating tensors."""
-    if getattr(output, "loss", None) is not None:
-        return output.loss
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return sum((leaf.square().mean() for leaf in leaves if leaf.is_floating_point()), torch.zeros(()))

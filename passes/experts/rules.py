@@ -69,7 +69,7 @@ def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterato
         yield from _pointwise(node, known, common)
 
 
-def seen(placement: Placement, dims: Callable[[int], int | None]) -> Placement | None:
+def _seen(placement: Placement, dims: Callable[[int], int | None]) -> Placement | None:
     """A placement where every dimension has become another; None if one that matters is gone."""
     if isinstance(placement, Exchanged):
         experts, tokens = dims(placement.experts), dims(placement.tokens)
@@ -133,7 +133,7 @@ def _pointwise(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterator[Op
     wanted: set[Placement] = set(known.get((node, 0), ()))
     for operand, offset in zip(given, offsets, strict=True):
         for placement in _known(operand, known):
-            if (above := seen(placement, lambda dim, offset=offset: dim + offset)) is not None:
+            if (above := _seen(placement, lambda dim, offset=offset: dim + offset)) is not None:
                 wanted.add(above)
     for placement in sorted(wanted, key=repr):
         if isinstance(placement, Summed):
@@ -197,7 +197,7 @@ def _sum(node: fx.Node, known: Known) -> Iterator[Option]:
         return None if dim in gone else dim if keep else dim - sum(each < dim for each in gone)
 
     for placement in _known(operand, known):
-        if (out := seen(placement, left)) is not None:
+        if (out := _seen(placement, left)) is not None:
             if not isinstance(placement, Summed) or node.target is not aten.amax.default:
                 yield Option((placement,), (out,))
         elif isinstance(placement, Exchanged) and node.target is aten.sum.dim_IntList:
@@ -313,5 +313,5 @@ def _along(node: fx.Node, known: Known) -> Iterator[Option]:
     for index in range(len(outs)):
         wanted |= known.get((node, index), set())
     for placement in sorted(wanted, key=repr):
-        if seen(placement, lambda dim: None if dim == along else dim) is not None:
+        if _seen(placement, lambda dim: None if dim == along else dim) is not None:
             yield Option((placement,) * len(given), (placement,) * len(outs))

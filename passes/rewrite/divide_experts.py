@@ -44,10 +44,10 @@ class DivideExperts:
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
-        open_ = {fqn for fqn, entry in context.parameters.items() if entry.placements[position] == AUTO}
+        undecided = {fqn for fqn, entry in context.parameters.items() if entry.placements[position] == AUTO}
         experts = {fqn for fqn, entry in context.parameters.items() if position in entry.splits}
-        if open_:
-            experts |= open_ & find_experts(gm, self.axis, parts)
+        if undecided:
+            experts |= undecided & find_experts(gm, self.axis, parts)
         for fqn in context.parameters:
             record_placement(context, fqn, position, Shard(0) if fqn in experts else REPLICATE)
         chosen = choose_experts(gm, parts, experts)
