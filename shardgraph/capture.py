@@ -173,7 +173,7 @@ def _present_as_buffer(module: nn.Module, key: str, undo: list[Callable[[], None
 def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
     name = type(model).__name__
     try:
-        captured = _torch.dynamo_capture(traced, args, kwargs)
+        captured = _trace(traced, args, kwargs, model)
         try:
             return _torch.export_joint(captured, args, kwargs)
         except RuntimeError as error:
@@ -190,12 +190,32 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
         ) from error
 
 
+def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
+    try:
+        return _torch.dynamo_capture(traced, args, kwargs)
+    except _torch.DynamoError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+    # transformers hooks its modules for router logits and the like in the first call that wants them, under a lock.
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            maybe_install_capturing_hooks(module)
+    return _torch.dynamo_capture(traced, args, kwargs)
+
+
 def _explain(name: str, message: str) -> str:
     """Dynamo's long message, turned round: the user's line first, then the reason and the remedies."""
     line = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
     where = f"\n  at {line[-1][0]}:{line[-1][1]}, in {line[-1][2]}:  {line[-1][3].strip()}" if line else ""
     reason = message.partition("\n")[0].strip()
     hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
+    if "expert" in where:
+        hints += (
+            "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
+            "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
+        )
     return (
         f"{name} cannot be captured as one graph: {reason}{where}\n"
         "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."

@@ -23,6 +23,7 @@ from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
+from shardgraph.passes.rewrite.divide_experts import DivideExperts
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
 from shardgraph.passes.rewrite.recompute import Recompute
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
@@ -86,7 +87,7 @@ def lower(
     context = Context(plan, parameters, dict(shapes), joint.fake_mode)
     show("rewrite")
     gm = copy_graph(joint.module)
-    run_passes(gm, (*operator_passes(plan), *JOINT_PASSES), context)
+    run_passes(gm, (*placing_passes(plan), *JOINT_PASSES), context)
 
     show("split")
     forward, backward = split(gm, context)
@@ -104,19 +105,23 @@ def lower(
     return Program(joint, forward, backward, plan, context.parameters, shapes, context)
 
 
-def operator_passes(plan: Plan) -> list[Pass]:
-    """What divides operators: along sequences last, so that it sees what is left of each operation."""
+def placing_passes(plan: Plan) -> list[Pass]:
+    """The passes that divide the computation, and so find where parameters lie that it uses in parts.
+
+    Along sequences last, so that it sees what is left of each operation.
+    """
     axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
-    return [ShardOperators(axis, style) for axis, style in axes]
+    operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
+    return [*operators, DivideExperts(plan.experts)] if plan.experts else operators
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators."""
+    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators and experts."""
     if not plan.undecided(shapes):
         return plan
     context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode)
     gm = copy_graph(joint.module)
-    run_passes(gm, operator_passes(plan), context)
+    run_passes(gm, placing_passes(plan), context)
     return replace(plan, parameters=in_patterns(context.parameters))
 
 

@@ -32,7 +32,8 @@ class ParameterPlan:
         One per mesh axis. Along an axis of data: ``"replicate"``, or ``"shard(0)"`` (stored in parts and gathered
         before use), for at most one axis. Along an axis of operators: ``"split(d)"`` (used in parts of dimension
         ``d``, never gathered), ``"split(d, blocks=k)"`` (parts of each of ``k`` equal blocks, as a fused projection
-        of queries, keys and values needs), ``"replicate"``, or ``"auto"``.
+        of queries, keys and values needs), ``"replicate"``, or ``"auto"``. Along the axis of experts: ``"split(0)"``
+        for an expert in each row, of which a rank has some and to which tokens travel, ``"replicate"``, or ``"auto"``.
     ``gradient``
         ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
         ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).

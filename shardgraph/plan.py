@@ -25,6 +25,14 @@ instead of each having a batch of its own::
     annotations:
       - {'model.layers.*.mlp.up_proj.weight': "shard(0, 'tp')"}
       - {'model.layers.*': recompute()}
+
+``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
+
+    mesh: {dp: 2, ep: 4}
+    experts: ep
+    parameters:
+      '*': {placements: [shard(0), replicate], gradient: reduce_scatter, reshard_after_forward: true}
+      '*.experts.*': {placements: [shard(0), split(0)], gradient: reduce_scatter, reshard_after_forward: true}
 """
 
 from __future__ import annotations
@@ -51,6 +59,7 @@ from shardgraph.parameter_plan import (
     SHARD,
     ParameterPlan,
     parse_split,
+    split_text,
     unsharded,
     without_shards_of_blocks,
 )
@@ -87,6 +96,8 @@ class Plan:
         ``(axis name, style)`` pairs: the axes whose ranks have the same batch and divide the computation. What lies
         between divided products is held by every rank (style ``"whole"``) or cut along the sequence (``"sequence"``).
         With ``"context"`` nothing but sequences is cut, and parameters are ``"replicate"`` along the axis.
+    ``experts``
+        The axis whose ranks, each with a batch of its own, divide the experts among them; ``""`` for none.
     ``prefetch``
         How many parameter gathers may be under way ahead of the computation that needs them, and how
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
@@ -105,6 +116,7 @@ class Plan:
     prefetch: int = 4
     operators: tuple[tuple[str, str], ...] = ()
     annotations: tuple[Annotated, ...] = ()
+    experts: str = ""
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -141,7 +153,7 @@ class Plan:
         return found
 
     def undecided(self, shapes: Mapping[str, torch.Size]) -> list[str]:
-        """The parameters whose placement along an axis of operators is yet to be found."""
+        """The parameters whose placement along an axis of operators or experts is yet to be found."""
         return [fqn for fqn, entry in self.resolve(shapes).items() if AUTO in entry.placements]
 
     def storable(self, fqn: str, entry: ParameterPlan) -> ParameterPlan:
@@ -212,6 +224,7 @@ class Plan:
             "prefetch": self.prefetch,
             "operators": dict(self.operators),
             "annotations": [{pattern: str(annotation)} for pattern, annotation in self.annotations],
+            "experts": self.experts,
             "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in self.considered],
             "parameters": {
                 pattern: {
@@ -222,7 +235,7 @@ class Plan:
                 for pattern, entry in self.parameters
             },
         }
-        optional = ("considered", "operators", "annotations")
+        optional = ("considered", "operators", "experts", "annotations")
         data = {key: value for key, value in data.items() if key not in optional or value}
         return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
@@ -302,12 +315,19 @@ def _fit(fqn: str, entry: ParameterPlan, shape: torch.Size, mesh: Mesh) -> Param
         if dim >= len(shape) or not shape[dim] or shape[dim] % (blocks * parts):
             raise PlanError(
                 f"{fqn!r} of shape {list(shape)} cannot be {entry.placements[position]!r} over {axis!r}, which has "
-                f"{parts} ranks: the dimension must be a multiple of {blocks * parts}. Use another size of the axis, "
-                "another dimension, or 'replicate'"
+                f"{parts} ranks: the dimension must be a multiple of {blocks * parts}. "
+                f"Use {_sizes(shape, dim, blocks)}, another dimension, or 'replicate'"
             )
     if entry.shard_axis is not None and not (len(shape) and math.prod(shape)):
         return unsharded(entry)
     return without_shards_of_blocks(entry)
+
+
+def _sizes(shape: torch.Size, dim: int, blocks: int) -> str:
+    """The sizes of an axis that divide a dimension of a parameter."""
+    rows = shape[dim] if dim < len(shape) else 0
+    works = [size for size in range(2, rows + 1) if rows % (blocks * size) == 0]
+    return f"an axis of {' or '.join(map(str, works))} ranks" if works else "another size of the axis"
 
 
 def _annotated(
@@ -372,6 +392,10 @@ def _check_plan(plan: Plan) -> None:
             refuse("operators", axis, f"an axis of the mesh {dict(plan.mesh)}")
         if style not in _STYLES:
             refuse(f"operators.{axis}", style, " or ".join(map(repr, _STYLES)))
+    if plan.experts and plan.experts not in plan.axes:
+        refuse("experts", plan.experts, f"an axis of the mesh {dict(plan.mesh)}")
+    if plan.experts and plan.operators:
+        refuse("experts", plan.experts, "given beside axes of data, not of operators: 'ep' or 'tp', not both")
     for annotated in plan.annotations:
         if not (isinstance(annotated, tuple) and len(annotated) == 2 and isinstance(annotated[1], Annotation)):
             refuse("annotations", annotated, "pairs of a pattern and an annotation")
@@ -386,7 +410,9 @@ def _check_plan(plan: Plan) -> None:
                     refuse(f"{here}.placements", placement, f"{REPLICATE!r}: along {axis!r} sequences are cut")
             elif along and placement not in (REPLICATE, AUTO) and parse_split(placement) is None:
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(d)' for the axis {axis!r}")
-            elif not along and placement not in (REPLICATE, SHARD):
+            elif axis == plan.experts and placement not in (REPLICATE, AUTO, split_text(0)):
+                refuse(f"{here}.placements", placement, f"{REPLICATE!r}, {AUTO!r} or 'split(0)' for the axis {axis!r}")
+            elif not along and axis != plan.experts and placement not in (REPLICATE, SHARD):
                 refuse(f"{here}.placements", placement, f"{REPLICATE!r} or {SHARD!r} for the axis {axis!r}")
         if sum(p == SHARD for p in entry.placements) > 1:
             refuse(f"{here}.placements", list(entry.placements), "sharded over one mesh axis at most")
@@ -456,6 +482,7 @@ _PLAN_FIELDS = {
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
     "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
+    "experts": (str, "the mesh axis that divides experts"),
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),

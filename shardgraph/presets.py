@@ -1,4 +1,4 @@
-"""The plans that have a name: DDP, the three ZeRO stages, hybrid sharding, and operator sharding with each of them.
+"""The plans that have a name: DDP, the stages of ZeRO, hybrid sharding; with each of them operators or experts divided.
 
 One preset is one function from a mesh to a :class:`Plan`, registered in ``PRESETS``. The stages are those
 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D form is hybrid sharding
@@ -61,38 +61,39 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
 
     ``"tp"`` divides operators along the axis ``tp``, or the only one; ``"tp+sp"`` also cuts what lies between them
-    along the sequence. ``"cp"`` cuts sequences and nothing else along the axis ``cp``, or the only one. They go with a
-    plan for the other axes, and with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``. Alone they are
-    ``ddp`` there.
+    along the sequence. ``"cp"`` cuts sequences and nothing else along the axis ``cp``, ``"ep"`` divides experts along
+    the axis ``ep``, or each the only one. They go with a plan for the other axes, and some with each other:
+    ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``. Alone they are ``ddp`` there.
 
     Raises:
         PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
-    for operators, styles in _OPERATORS.items():
-        data = name.removesuffix(operators).removesuffix("+")
-        if name == operators or (name == f"{data}+{operators}" and data in PRESETS):
-            return _with_operators(name, data, styles, axes)
+    for dividing, styles in _DIVIDING.items():
+        data = name.removesuffix(dividing).removesuffix("+")
+        if name == dividing or (name == f"{data}+{dividing}" and data in PRESETS):
+            return _dividing(name, data, styles, axes)
     if name not in PRESETS:
         raise PlanError(
-            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_OPERATORS])}; the plans are "
-            f"{', '.join(PRESETS)}, {', '.join(map(repr, _OPERATORS))} (also after one of these, as in 'fsdp+tp'), "
+            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_DIVIDING])}; the plans are "
+            f"{', '.join(PRESETS)}, {', '.join(map(repr, _DIVIDING))} (also after one of these, as in 'fsdp+tp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     return PRESETS[name](axes)
 
 
-_OPERATORS = {
+_DIVIDING = {
     "tp": {"tp": "whole"},
     "tp+sp": {"tp": "sequence"},
     "cp": {"cp": "context"},
     "cp+tp": {"cp": "context", "tp": "whole"},
+    "ep": {"ep": "experts"},
 }
-"""The styles of the axes that divide operators, by how they are asked for."""
+"""The styles of the axes that divide operators, or experts, by how they are asked for."""
 
 
-def _with_operators(name: str, data: str, styles: Mapping[str, str], mesh: Mesh) -> Plan:
-    """The plan ``data`` on the other axes, with operators divided along those of ``styles``."""
+def _dividing(name: str, data: str, styles: Mapping[str, str], mesh: Mesh) -> Plan:
+    """The plan ``data`` on the other axes, with what is divided along those of ``styles``."""
     names = [axis for axis, _ in mesh]
     if not mesh:  # one process
         return replace(preset(data or "single", mesh), name=name)
@@ -100,8 +101,9 @@ def _with_operators(name: str, data: str, styles: Mapping[str, str], mesh: Mesh)
         styles = dict(zip(names, styles.values(), strict=True))
     if missing := [axis for axis in styles if axis not in names]:
         raise PlanError(
-            f"plan {name!r} divides operators along the axis {missing[0]!r}, and the mesh is {dict(mesh)}: call one of "
-            f"its axes {missing[0]!r}, such as mesh={{'dp': 2, {missing[0]!r}: 4}}"
+            f"plan {name!r} divides {'experts' if 'ep' in styles else 'operators'} along the axis {missing[0]!r}, and "
+            f"the mesh is {dict(mesh)}: call one of its axes {missing[0]!r}, "
+            f"such as mesh={{'dp': 2, {missing[0]!r}: 4}}"
         )
     rest = tuple((axis, size) for axis, size in mesh if axis not in styles)
     if data and not rest:
@@ -118,5 +120,6 @@ def _with_operators(name: str, data: str, styles: Mapping[str, str], mesh: Mesh)
         return replace(entry, placements=tuple(placed[axis] if axis in placed else next(of_data) for axis in names))
 
     entries = tuple((pattern, along_all(entry)) for pattern, entry in plan.parameters)
-    operators = tuple((axis, styles[axis]) for axis in names if axis in styles)
-    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=operators)
+    experts = next((axis for axis, style in styles.items() if style == "experts"), "")
+    operators = tuple((axis, styles[axis]) for axis in names if axis in styles and axis != experts)
+    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=operators, experts=experts)

@@ -124,10 +124,10 @@ def symbolic(source: Source) -> Symbolic:
     Raises:
         NotSizedError: the model does other things at other sizes.
     """
-    if source.plan.operators:
+    if source.plan.operators or source.plan.experts:
         raise NotSizedError(
-            f"plan {source.plan.name!r} divides operators, and how it does follows from their sizes: analyse each "
-            "size, or take a plan of data alone"
+            f"plan {source.plan.name!r} divides operators or experts, and how follows from their sizes: analyse "
+            "each size, or take a plan of data alone"
         )
     points = _points(source)
     entries, shapes = source.parameters, source.shapes

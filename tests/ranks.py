@@ -97,7 +97,7 @@ def parity(
     call = shorter(call, length) if length else call
     original = copy.deepcopy(model)
     example: dict[str, Any] = {}
-    if "tp" in plan:  # where parameters lie follows from what is computed with them
+    if "tp" in plan or "ep" in plan:  # where parameters lie follows from what is computed with them
         args, kwargs = part(call, preset(plan, mesh or {"tp": dist.get_world_size()}))
         example = {"example_inputs": args, "example_kwargs": kwargs}
     return train(shardgraph.compile(model, plan, mesh=mesh, **example), original, call, clip=clip)
@@ -135,6 +135,22 @@ def annotated_parity() -> float:
     sharded = shardgraph.compile(model, "tp", mesh=mesh, example_inputs=args, example_kwargs=kwargs)
     assert sharded.program.parameters["blocks.layers.0.linear1.weight"].placements == ("split(1)",)
     return train(sharded, original, (args, kwargs))
+
+
+def accumulated_norm(name: str, plan: str, mesh: dict[str, int]) -> tuple[float, float]:
+    """How far gradients added up over two microbatches, and their norm, are from those of the whole batch at once."""
+    model, call = prepared(name, 4 * dist.get_world_size())
+    original = copy.deepcopy(model)
+    args, kwargs = part(call, preset(plan, mesh))
+    halves = [tree_map_only(torch.Tensor, lambda t, i=i: t.chunk(2)[i], (args, kwargs)) for i in (0, 1)]
+    sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=halves[0][0], example_kwargs=halves[0][1])
+    with sharded.no_sync():
+        (scalar(sharded(*halves[0][0], **halves[0][1])) / 2).backward()
+    (scalar(sharded(*halves[1][0], **halves[1][1])) / 2).backward()
+    scalar(original(*call[0], **call[1])).backward()
+    worst = difference(sharded, original, gradients=True)
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (sharded, original)]
+    return worst, abs(whole(norms[0]).item() - norms[1].item())
 
 
 def parity_of_several(names: list[str], plan: str, mesh: dict[str, int] | None = None) -> dict[str, float]:

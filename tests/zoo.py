@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardgraph.nn import MoE
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -84,6 +86,36 @@ def _text(batch: int, vocabulary: int = 61, length: int = 9) -> Call:
     return (), {"input_ids": ids, "labels": ids}
 
 
+class Mixture(nn.Module):
+    """A language model whose second and third layer have experts, beside one that all tokens share."""
+
+    def __init__(self, vocabulary: int = 61, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.dense = nn.TransformerEncoderLayer(width, 2, 24, dropout=0.1, batch_first=True, norm_first=True)
+        self.moe = nn.ModuleList(
+            [
+                MoE(width, 24, experts, k=2, activation="swiglu"),
+                MoE(width, 20, experts, k=1, capacity_factor=None, bias=True),
+            ]
+        )
+        self.shared = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        x = self.dense(self.embedding(input_ids))
+        aux = x.new_zeros(())
+        for moe in self.moe:
+            out, balance = moe(self.norm(x))
+            x, aux = x + out + self.shared(x), aux + balance
+        logits = F.linear(x, self.embedding.weight)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.01 * aux}
+
+
+def _mixture(batch: int) -> tuple[nn.Module, Call]:
+    return Mixture(), _text(batch)
+
+
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 44}
 
 
@@ -91,6 +123,14 @@ def _llama(batch: int) -> tuple[nn.Module, Call]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**_SMALL, num_key_value_heads=2, vocab_size=61)), _text(batch)
+
+
+def mixtral(batch: int, implementation: str = "batched_mm") -> tuple[nn.Module, Call]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": implementation}
+    config = MixtralConfig(**_SMALL, **experts, num_key_value_heads=2, vocab_size=61, use_cache=False)
+    return MixtralForCausalLM(config), _text(batch)
 
 
 def _gpt2(batch: int) -> tuple[nn.Module, Call]:
@@ -129,7 +169,9 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Call]]] = {
     "odd-mlp": _mlp,
     "conv-batch-norm": _conv,
     "tied-transformer": _tied,
+    "mixture": _mixture,
     "llama": _llama,
+    "mixtral": mixtral,
     "gpt2": _gpt2,
     "bert": _bert,
     "vit": _vit,
@@ -151,7 +193,8 @@ def shorter(call: Call, length: int) -> Call:
 
 def scalar(output: Any) -> torch.Tensor:
     """A loss of any output: its own where it has one, else a sum over its floating tensors."""
-    if getattr(output, "loss", None) is not None:
-        return output.loss
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return sum((leaf.square().mean() for leaf in leaves if leaf.is_floating_point()), torch.zeros(()))

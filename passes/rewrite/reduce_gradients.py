@@ -21,7 +21,8 @@ class ReduceGradients:
     parameter then takes its rows of it, as in ZeRO-1) or a reduce-scatter over the axis that shards
     it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
     number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow. Summands
-    along axes of operators are added up in the same way, without being divided.
+    along axes of operators are added up in the same way, without being divided; along an axis that divides experts
+    their gradients are sums already.
 
     Every node made here has ``meta["reduces"]``, the parameter's name. Must not change: gradients of inputs.
     """
@@ -62,8 +63,11 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
         if full != rows:
             node = emit.pad_rows(node, full)
         node = emit.reduce_scatter(node, axis)
+    done = {mesh[position][0] for position in entry.splits}  # as of experts, whose gradients are of all ranks' tokens
+    if scattered:
+        done.add(mesh[shard_axis][0])
     for axis in (*(axis for axis, _ in context.plan.data_mesh), *sums):
-        if not (scattered and axis == mesh[shard_axis][0]):
+        if axis not in done:
             node = emit.all_reduce(node, axis)
     if not early and world > 1:
         node = emit.scale(node, world)

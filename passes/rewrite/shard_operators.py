@@ -26,6 +26,7 @@ from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
 from shardgraph.passes.sharding.problem import choose_options
+from shardgraph.passes.sharding.writer import Writer
 from shardgraph.sizes import format_bytes
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ class ShardOperators:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
         _bias_apart(gm, context)
+        _constants_apart(gm, context)
         _note_unknown(gm, context)
         constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
         try:
@@ -63,11 +65,11 @@ class ShardOperators:
             raise self._impossible(gm, context, constraints.parameters) or error from None
         for node, option in chosen.items():
             if isinstance(role := node.meta.get("role"), Parameter):
-                _record(context, role.fqn, position, option.results[0])
+                record_placement(context, role.fqn, position, option.results[0])
         for fqn, entry in context.parameters.items():  # and those that the graph does not use
             if entry.placements[position] == AUTO:
-                _record(context, fqn, position, REPLICATE)
-        for fqn in lower(gm, chosen, self.axis, parts, context.fake_mode):
+                record_placement(context, fqn, position, REPLICATE)
+        for fqn in lower(gm, chosen, Writer(fx.Graph(), context.fake_mode, self.axis, parts)):
             context.sums.setdefault(fqn, []).append(self.axis)
 
     def _impossible(self, gm: fx.GraphModule, context: Context, fixed: Mapping[str, Placement]) -> PlanError | None:
@@ -108,7 +110,7 @@ def _decided(context: Context, position: int) -> dict[str, Placement]:
     return found
 
 
-def _record(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
+def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
     """Write into the context where a parameter lies along the axis, and the shape of what is left of it."""
     text = REPLICATE_TEXT
     if is_cut(placement):
@@ -163,3 +165,19 @@ def _add_after(
         total.meta = dict(node.meta)
     node.replace_all_uses_with(total)
     gm.graph.erase_node(node)
+
+
+_CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
+
+
+def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
+    """``new_zeros`` as ``full``: the tensor that it takes dtype and device from may lie in any way."""
+    for node in list(gm.graph.nodes):
+        if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
+            value = node.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            with gm.graph.inserting_before(node):
+                constant = gm.graph.call_function(aten.full.default, (node.args[1], _CONSTANTS[node.target]), options)
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+            gm.graph.erase_node(node)

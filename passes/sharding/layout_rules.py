@@ -51,7 +51,7 @@ def _view_up(operation: Operation, cut: Placement) -> Placement | None:
 # -- permutations ------------------------------------------------------------------------------------------
 
 
-def _order(node: fx.Node) -> list[int]:
+def order_of(node: fx.Node) -> list[int]:
     """The dimension of the operand that each dimension of the result is."""
     rank = len(results(node)[0].shape)
     order = list(range(rank))
@@ -65,12 +65,12 @@ def _order(node: fx.Node) -> list[int]:
 
 def _permute_down(operation: Operation, cut: Placement) -> Placement | None:
     dim, count = cut_of(cut)
-    return blocks(_order(operation.node).index(dim), count)
+    return blocks(order_of(operation.node).index(dim), count)
 
 
 def _permute_up(operation: Operation, cut: Placement) -> Placement | None:
     dim, count = cut_of(cut)
-    return blocks(_order(operation.node)[dim], count)
+    return blocks(order_of(operation.node)[dim], count)
 
 
 # -- broadcasts --------------------------------------------------------------------------------------------

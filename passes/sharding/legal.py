@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding import dtensor_rules, image_rules  # noqa: F401  (registers rules)
+from shardgraph.passes.sharding import dtensor_rules, grouped, image_rules  # noqa: F401  (two register rules)
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
 from shardgraph.passes.sharding.options import Operation, Option, operands, replicated, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut
-from shardgraph.passes.sharding.rules import ANY_BLOCKS, REPLACES, RULES, own_options
+from shardgraph.passes.sharding.rules import ANY_BLOCKS, REPLACES, own_options, rule_of
 
 Value = tuple[fx.Node, int]
 """A tensor of a graph: the node that makes it and its position among what that returns."""
@@ -41,7 +41,7 @@ def placed_values(node: fx.Node, option: Option) -> list[tuple[Value, Placement]
 
 def has_rule(node: fx.Node) -> bool:
     """Whether anything says how the operation may be cut."""
-    return node.target in LAYOUTS or node.target in RULES or dtensor_rules.has_strategy(node.target)
+    return node.target in LAYOUTS or rule_of(node.target) is not None or dtensor_rules.has_strategy(node.target)
 
 
 class Legal:

@@ -38,8 +38,8 @@ _KEPT = (
 )
 
 
-def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any) -> list[str]:
-    """Rewrite ``gm`` in place: every operation on this rank's parts along ``axis``, and changes of placement between.
+def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: Writer) -> list[str]:
+    """Rewrite ``gm`` in place by ``write``: every operation on this rank's parts, and changes of placement between.
 
     ``chosen`` has an option for every node but the output and those that take one of several results. Returns the
     parameters of whose gradients the ranks are left with summands, to be added up with those of other batches.
@@ -47,17 +47,14 @@ def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts
     Raises:
         GraphInvariantError: an operation on local parts has not the shape that its option says.
     """
-    lowering = _Lowering(gm, chosen, axis, parts, fake_mode)
+    lowering = _Lowering(gm, chosen, write)
     lowering.run()
     return lowering.summands
 
 
 class _Lowering:
-    def __init__(
-        self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], axis: str, parts: int, fake_mode: Any
-    ) -> None:
-        self.gm, self.chosen, self.axis = gm, chosen, axis
-        self.write = Writer(fx.Graph(), fake_mode, axis, parts)
+    def __init__(self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: Writer) -> None:
+        self.gm, self.chosen, self.write, self.axis = gm, chosen, write, write.axis
         self.made: dict[Value, dict[Placement, fx.Node]] = {}
         self.scalars: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[Parameter, Placement] = {}
@@ -99,7 +96,7 @@ class _Lowering:
         if option.lowering:
             made = LOWERINGS[option.lowering](self.write, node, option, given)
             for part in filter(None, made):
-                part.meta["made_by"] = "shard-operators"
+                part.meta["made_by"] = self.write.maker
         else:
             made = self._same(node, option, given)
         self._check(node, option, made)
@@ -127,7 +124,7 @@ class _Lowering:
         copy = self.write.again(node, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             return [copy]
-        self.write.meta = {**self.write.meta, "made_by": "shard-operators"}
+        self.write.meta = {**self.write.meta, "made_by": self.write.maker}
         return [
             None if placement is None else self.write.call(operator.getitem, copy, index)
             for index, placement in enumerate(option.results)
@@ -137,14 +134,13 @@ class _Lowering:
         """The arguments with the sizes of local results in place of whole ones."""
         args = list(node.args)
         cut = option.results[0]
-        if not is_cut(cut):
+        if cut is None or cut == REPLICATE:
             return tuple(args)
-        assert cut is not None
         if node.target in _torch.size_arguments():
             args[_torch.size_arguments()[node.target]] = list(
                 local_shape(cut, results(node)[0].shape, self.write.parts)
             )
-        if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        if is_cut(cut) and node.target in (aten.split.Tensor, aten.split_with_sizes.default):
             dim, _ = cut_of(cut)
             whole = results(node)[0].dim()
             if dim == (args[2] if len(args) > 2 else 0) % whole:
@@ -179,7 +175,7 @@ class _Lowering:
             whole = results(value[0])[value[1]]
             here[wanted] = self.write.place(part, before, wanted, whole.shape)
             for node in list(self.write.graph.nodes)[first:]:
-                node.meta["made_by"] = "shard-operators"
+                node.meta["made_by"] = self.write.maker
                 if is_cut(before) and wanted == REPLICATE:
                     node.meta["again"] = True  # gathered again in backward rather than kept
             if wanted == REPLICATE and value[0].op == "call_function" and value[1] == 0:
@@ -193,7 +189,7 @@ class _Lowering:
         wanted: Placement = REPLICATE
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
             self.write.meta = {"subject": f"gradient of {role.of.fqn}"}
-            wanted = self.parameters[role.of]
+            wanted = self.write.gradient(self.parameters[role.of])
             if wanted == REPLICATE and PARTIAL in self.made[value_of(value)]:
                 self.summands.append(role.of.fqn)
                 wanted = PARTIAL

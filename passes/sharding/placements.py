@@ -10,12 +10,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
+
+
+@dataclass(frozen=True)
+class Exchanged(Placement):
+    """On an axis whose ranks have batches of their own: each has its part of ``experts``, for the tokens of all ranks.
+
+    What is cut is one dimension of the tensor that a rank computes on its own batch; the ranks' stand one after the
+    other along another. All-to-all turns the one into the other (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668).
+    """
+
+    experts: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Summed(Placement):
+    """On an axis whose ranks have batches of their own: the sum over them, each with its part of ``dim``."""
+
+    dim: int
 
 
 def blocks(dim: int, count: int) -> Placement:
@@ -38,6 +58,11 @@ def cut_of(placement: Placement) -> tuple[int, int]:
 
 def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
     """Whether a tensor of ``shape`` is cut into equal parts, none of them empty."""
+    if isinstance(placement, Exchanged):
+        inside = 0 <= placement.tokens < len(shape) and placement.tokens != placement.experts
+        return inside and divides(Shard(placement.experts), shape, parts)
+    if isinstance(placement, Summed):
+        return divides(Shard(placement.dim), shape, parts)
     if not is_cut(placement):
         return True
     dim, count = cut_of(placement)
@@ -45,7 +70,14 @@ def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
 
 
 def local_shape(placement: Placement, shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    """The shape of one rank's part."""
+    """The shape of what one rank holds."""
+    if isinstance(placement, Exchanged):
+        local = list(shape)
+        local[placement.experts] //= parts
+        local[placement.tokens] *= parts
+        return tuple(local)
+    if isinstance(placement, Summed):
+        return local_shape(Shard(placement.dim), shape, parts)
     if not is_cut(placement):
         return tuple(shape)
     dim, _ = cut_of(placement)
@@ -72,9 +104,13 @@ def through_view(placement: Placement, before: Sequence[int], after: Sequence[in
 
 
 def written(placement: Placement | None) -> str:
-    """``replicate``, ``partial``, ``shard(1)`` or ``shard(1, blocks=3)``."""
+    """``replicate``, ``partial``, ``shard(1)``, ``shard(1, blocks=3)`` or ``exchanged(0, 1)``."""
     if placement is None:
         return "-"
+    if isinstance(placement, Exchanged):
+        return f"exchanged({placement.experts}, {placement.tokens})"
+    if isinstance(placement, Summed):
+        return f"summed({placement.dim})"
     if not is_cut(placement):
         return "partial" if isinstance(placement, Partial) else "replicate"
     dim, count = cut_of(placement)

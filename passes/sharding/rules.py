@@ -28,7 +28,7 @@ REPLACES: set[Any] = set()
 
 
 def rule(*targets: Any, replaces: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for operators."""
+    """Register a rule for operators, given themselves or by name."""
 
     def register(function: Rule) -> Rule:
         for target in targets:
@@ -55,13 +55,6 @@ def constant_like(operation: Operation) -> Iterator[Option]:
     """Equal elements in another tensor's shape."""
     for dim in range(len(operation.result)):
         yield Option((Shard(dim),), (Shard(dim),))
-
-
-@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, replaces=True)
-def constant_new(operation: Operation) -> Iterator[Option]:
-    """Equal elements in a shape of their own."""
-    for dim in range(len(operation.result)):
-        yield Option((REPLICATE,), (Shard(dim),), "sized")
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -241,6 +234,22 @@ def _padded(operation: Operation, rows: int) -> bool:
 # -- in place of a value -----------------------------------------------------------------------------------
 
 
+@rule(aten.index_put.default, replaces=True)
+def index_put(operation: Operation) -> Iterator[Option]:
+    """Rows that are written or added to may be cut along dimensions that are not indexed, and sums may be added."""
+    indices = operation.args[1]
+    if any(index is None for index in indices):
+        return
+    values, first = operation.shape(2), len(indices)
+    offset = len(values) - len(operation.result)  # from the right, where values may lack dimensions
+    for dim in range(first, len(operation.result)):
+        if dim + offset >= 0 and values[dim + offset] == operation.result[dim]:
+            yield Option((Shard(dim), *(REPLICATE for _ in indices), Shard(dim + offset)), (Shard(dim),))
+    accumulates = len(operation.args) > 3 and operation.args[3]
+    if accumulates and results(operation.node)[0].is_floating_point():
+        yield Option((PARTIAL, *(REPLICATE for _ in indices), PARTIAL), (PARTIAL,))
+
+
 @rule(aten.copy.default, aten.fill.Tensor)
 def overwritten(operation: Operation) -> Iterator[Option]:
     """Elements of one tensor replace those of another of its shape."""
@@ -251,5 +260,10 @@ def overwritten(operation: Operation) -> Iterator[Option]:
 
 def own_options(operation: Operation) -> Iterable[Option]:
     """What our rules say of an operation; nothing where there is none."""
-    found = RULES.get(operation.target)
+    found = rule_of(operation.target)
     return [] if found is None else found(operation)
+
+
+def rule_of(target: Any) -> Rule | None:
+    """Our rule for an operator; one of a library that may not be there is known by its name."""
+    return RULES.get(target) or RULES.get(str(target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -22,6 +22,9 @@ class Writer:
 
     ``axis`` is the mesh axis along which there are ``parts`` ranks. ``meta`` is what new nodes are labelled with.
     """
+
+    maker: ClassVar[str] = "shard-operators"
+    """The pass that new nodes are of."""
 
     def __init__(self, graph: fx.Graph, fake_mode: Any, axis: str, parts: int) -> None:
         self.graph, self.fake_mode, self.axis, self.parts = graph, fake_mode, axis, parts
@@ -146,6 +149,10 @@ class Writer:
         if cut_of(before)[0] == cut_of(after)[0]:
             return self.part(self._gather(tensor, before, shape), after)
         return self._exchange(tensor, before, after, shape)
+
+    def gradient(self, placement: Placement) -> Placement:
+        """How the gradient of a parameter lies that lies as ``placement``."""
+        return placement
 
     def part(self, tensor: fx.Node, cut: Placement, back: int = 0) -> fx.Node:
         """This rank's part of a tensor that every rank has, or that of the rank ``back`` places before it."""

@@ -1,0 +1,75 @@
+"""Which parameters of a model are its experts, by what is computed with them."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from shardgraph.errors import PlanError
+from shardgraph.ir import Parameter, placeholders
+from shardgraph.passes.experts.problem import ExpertOptions
+from shardgraph.passes.experts.rules import same_on_all_ranks
+from shardgraph.passes.sharding.layout_rules import order_of
+
+aten = torch.ops.aten
+
+
+def find_experts(gm: fx.GraphModule, axis: str, parts: int) -> set[str]:
+    """The names of the parameters that have an expert in each row, to be divided among ``parts`` ranks of ``axis``.
+
+    These are those of three dimensions that ``bmm`` multiplies, over the first, with what follows from the batch, and
+    those that what comes of it meets row by row: biases.
+
+    Raises:
+        PlanError: there are none, or their number does not divide.
+    """
+    matrices = _matrices(gm)
+    if not matrices:
+        raise PlanError(
+            f"the axis {axis!r} is for experts, and this model has none that can be found: no parameter of three "
+            "dimensions is multiplied with the batch by bmm over its first, as those of shardgraph.nn.MoE are "
+            "(experts that are picked by index are not: docs/moe.md says what divides those). Use a plan without 'ep', "
+            "or write 'split(0)' for the experts' parameters in the plan"
+        )
+    counts = {fqn: node.meta["val"].shape[0] for fqn, node in matrices.items()}
+    for fqn, count in counts.items():
+        if count % parts:
+            works = [size for size in range(2, count + 1) if not any(each % size for each in counts.values())]
+            raise PlanError(
+                f"{fqn!r} has {count} experts, which {parts} ranks of {axis!r} cannot divide equally: "
+                f"{'give the axis ' + ' or '.join(map(str, works)) + ' ranks' if works else 'no size of it can'}"
+            )
+    legal = ExpertOptions(gm, parts, matrices)
+    return {
+        role.fqn
+        for role, node in placeholders(gm).items()
+        if isinstance(role, Parameter) and legal.known.get((node, 0))
+    }
+
+
+def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:
+    common = same_on_all_ranks(gm)
+    from_parameter: dict[fx.Node, fx.Node] = {}
+    found: dict[str, fx.Node] = {}
+    for node in gm.graph.nodes:
+        role = node.meta.get("role")
+        if isinstance(role, Parameter) and node.meta["val"].dim() == 3:
+            from_parameter[node] = node
+        elif node.op == "call_function" and node.target is not operator.getitem and _keeps_rows(node):
+            if node.args[0] in from_parameter:
+                from_parameter[node] = from_parameter[node.args[0]]
+        elif node.target in (aten.bmm.default, aten.baddbmm.default):
+            factors = node.args[-2:]
+            for factor, other in (factors, factors[::-1]):
+                if factor in from_parameter and other not in common:
+                    found[from_parameter[factor].meta["role"].fqn] = from_parameter[factor]
+    return found
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Whether the operation only casts or moves elements, each within its row."""
+    if node.target in (aten.permute.default, aten.transpose.int):
+        return order_of(node)[0] == 0
+    return node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)

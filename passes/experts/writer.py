@@ -1,0 +1,50 @@
+"""Writing a graph in which tokens are exchanged: the changes of placement along an axis of experts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed
+from shardgraph.passes.sharding.writer import Writer
+
+aten = torch.ops.aten
+
+
+class ExchangeWriter(Writer):
+    """A writer along an axis whose ranks have batches of their own; ``Replicate()`` is what each makes of its own."""
+
+    maker: ClassVar[str] = "divide-experts"
+
+    def place(self, tensor: fx.Node, before: Placement, after: Placement, shape: torch.Size) -> fx.Node:
+        """Bring a tensor, on its own batch of ``shape``, from one placement to another."""
+        if isinstance(before, Exchanged) and after != before:
+            own = self._swap(tensor, before.tokens, before.experts)
+            return self.place(own, REPLICATE, after, shape)
+        if isinstance(after, Exchanged) and before == REPLICATE:
+            return self._swap(tensor, after.experts, after.tokens)
+        if isinstance(after, Summed) and before == REPLICATE:
+            return super()._scatter(tensor, Shard(after.dim))
+        return super().place(tensor, before, after, shape)
+
+    def gradient(self, placement: Placement) -> Placement:
+        """The gradient of a weight of which each rank has its part is of all ranks' tokens."""
+        return Summed(placement.dim) if isinstance(placement, Shard) else placement
+
+    def _swap(self, tensor: fx.Node, cut: int, joined: int) -> fx.Node:
+        """Every rank sends each other its part of dim ``cut``, and joins what it gets along ``joined``."""
+        shape = tensor.meta["val"].shape
+        dims = list(range(len(shape)))
+        apart = self.view(tensor, (*shape[:cut], self.parts, shape[cut] // self.parts, *shape[cut + 1 :]))
+        received = self.all_to_all(self._permuted(apart, [cut, *dims[:cut], *(dim + 1 for dim in dims[cut:])]))
+        whole = list(received.meta["val"].shape[1:])
+        whole[joined] *= self.parts
+        order = [dim + 1 for dim in dims]
+        return self.view(self._permuted(received, [*order[:joined], 0, *order[joined:]]), tuple(whole))
+
+    def _permuted(self, tensor: fx.Node, order: list[int]) -> fx.Node:
+        return tensor if order == sorted(order) else self.call(aten.permute.default, tensor, order)

@@ -1,0 +1,106 @@
+"""Products of rows in groups with one matrix for each group: experts whose tokens lie one expert after another.
+
+``_grouped_mm`` with ``offs``, the row after the last of each group: ``[rows, inner] x [groups, inner, columns]``, and
+for the gradient of the matrices ``[inner, rows] x [rows, columns] -> [groups, inner, columns]``; transformers' fallback
+for dtypes that it does not take is another operator with the same meaning. Inner dimension and columns are cut as those
+of any product. Groups are cut too: a rank then multiplies its own groups' rows alone, and what the ranks have sums to
+the result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from shardgraph.passes.sharding.lowerings import lowering
+from shardgraph.passes.sharding.options import Operation, Option, operands
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
+from shardgraph.passes.sharding.rules import rule
+from shardgraph.passes.sharding.writer import Writer
+
+aten = torch.ops.aten
+
+
+@rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default", replaces=True)
+def product(operation: Operation) -> Iterator[Option]:
+    """Columns, the inner dimension, or groups are cut."""
+    dims = [operand.meta["val"].dim() for operand in operands(operation.node)]
+    if dims == [2, 3, 1]:
+        yield Option((REPLICATE, Shard(2), REPLICATE), (Shard(1),))
+        yield Option((Shard(1), Shard(1), REPLICATE), (PARTIAL,))
+        yield Option((PARTIAL, REPLICATE, REPLICATE), (PARTIAL,))
+        yield Option((REPLICATE, Shard(0), REPLICATE), (PARTIAL,), "grouped_product")
+    elif dims == [2, 2, 1]:
+        yield Option((Shard(0), REPLICATE, REPLICATE), (Shard(1),))
+        yield Option((REPLICATE, Shard(1), REPLICATE), (Shard(2),))
+        yield Option((REPLICATE, REPLICATE, REPLICATE), (Shard(0),), "grouped_gradient")
+
+
+@rule("transformers.grouped_mm_fallback_backward.default")
+def backward(operation: Operation) -> Iterator[Option]:
+    """Gradients of rows and matrices, from rows, matrices, ``offs`` and the gradient of the result."""
+    yield Option((REPLICATE, Shard(2), REPLICATE, Shard(1)), (PARTIAL, Shard(2)))
+    yield Option((Shard(1), Shard(1), REPLICATE, REPLICATE), (Shard(1), Shard(1)))
+    yield Option((REPLICATE, Shard(0), REPLICATE, REPLICATE), (PARTIAL, Shard(0)), "grouped_backward")
+
+
+@lowering
+def grouped_product(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """Own rows times own matrices, zeros for the others."""
+    rows, matrices, offs = given
+    mine = _Rows(write, offs, rows.meta["val"].shape[0])
+    return [mine.back(write.call(node.target, mine.first(rows), matrices, mine.offs))]
+
+
+@lowering
+def grouped_gradient(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """The gradients of own matrices, of own rows."""
+    left, right, offs = given
+    mine = _Rows(write, offs, right.meta["val"].shape[0])
+    rows = mine.first(write.call(aten.t.default, left))
+    return [write.call(node.target, write.call(aten.t.default, rows), mine.first(right), mine.offs)]
+
+
+@lowering
+def grouped_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+    """Both, of own rows and matrices."""
+    rows, matrices, offs, gradient = given
+    mine = _Rows(write, offs, rows.meta["val"].shape[0])
+    both = write.call(node.target, mine.first(rows), matrices, mine.offs, mine.first(gradient))
+    to_rows, to_matrices = (write.call(operator.getitem, both, index) for index in range(2))
+    return [mine.back(to_rows), to_matrices]
+
+
+class _Rows:
+    """Where this rank's groups are among ``count`` rows that every rank has; ``offs`` counts from the first of them."""
+
+    def __init__(self, write: Writer, offs: fx.Node, count: int) -> None:
+        self.write = write
+        none = write.call(aten.new_zeros.default, offs, [1])
+        before = write.call(aten.slice.Tensor, offs, 0, 0, offs.meta["val"].shape[0] - 1)
+        starts = write.part(write.call(aten.cat.default, [none, before]), Shard(0))
+        start = write.call(aten.slice.Tensor, starts, 0, 0, 1)
+        self.offs = write.call(aten.sub.Tensor, write.part(offs, Shard(0)), start)
+        numbers = write.call(aten.arange.default, count, device=offs.meta["val"].device)
+        own = self.offs.meta["val"].shape[0]
+        end = write.call(aten.slice.Tensor, self.offs, 0, own - 1, own)
+        self.own = write.call(aten.unsqueeze.default, write.call(aten.lt.Tensor, numbers, end), 1)
+        self.there = self._turned(aten.add.Tensor, numbers, start, count)
+        self.here = self._turned(aten.sub.Tensor, numbers, start, count)
+
+    def first(self, rows: fx.Node) -> fx.Node:
+        """The rows in turn from the first of this rank's."""
+        return self.write.call(aten.index_select.default, rows, 0, self.there)
+
+    def back(self, rows: fx.Node) -> fx.Node:
+        """Where they were; rows of other ranks' groups, which no product has written, are 0."""
+        zero = self.write.call(aten.new_zeros.default, rows, [])
+        kept = self.write.call(aten.where.self, self.own, rows, zero)
+        return self.write.call(aten.index_select.default, kept, 0, self.here)
+
+    def _turned(self, step: torch._ops.OpOverload, numbers: fx.Node, start: fx.Node, count: int) -> fx.Node:
+        return self.write.call(aten.remainder.Scalar, self.write.call(step, numbers, start), max(count, 1))
