@@ -19,7 +19,7 @@ from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
 from shardgraph.mesh import Mesh
 from shardgraph.plan import Plan
-from shardgraph.planner import choose_plan, meshes_of
+from shardgraph.planner import choose_plan, plans_of, plans_on
 from shardgraph.source import Source
 
 
@@ -74,8 +74,8 @@ def analyze(
         backend == "inductor", fold,
     )  # fmt: skip
     if plan == "auto":
-        meshes, said = meshes_of(ranks, machine) if mesh is None else [axes], nothing.annotations
-        chosen = choose_plan(source.joint(), source.shapes, meshes, machine, said, optimizer=optimizer)
+        groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
+        chosen = choose_plan(source.joint(), source.shapes, groups, machine, said, optimizer=optimizer)
         return analyze_source(replace(source, plan=chosen))
     return analyze_source(replace(source, plan=annotated(resolve_plan(plan, axes), model)))
 

@@ -24,7 +24,7 @@ from shardgraph.mesh import Mesh
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
 from shardgraph.plan import ParameterPlan, Plan
-from shardgraph.planner import choose_plan, meshes_of
+from shardgraph.planner import choose_plan, plans_of, plans_on
 
 
 def compile(
@@ -164,14 +164,13 @@ def _fastest(
     machine = resolve_cluster(cluster, ranks)
     if cluster is None:  # ranks may be more than a machine has cores
         machine = replace(machine, devices_per_node=max(machine.devices_per_node, ranks))
-    meshes = meshes_of(ranks, machine)
     if isinstance(mesh, DeviceMesh):
-        meshes = [tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))]
-    elif mesh is not None:
-        meshes = [tuple(mesh.items())]
+        groups = plans_on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
+    else:
+        groups = plans_of(ranks, machine) if mesh is None else plans_on(tuple(mesh.items()))
     said = remembered(model)
     joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn, annotations=said)
-    return choose_plan(joint, named_shapes(model), meshes, machine, said)
+    return choose_plan(joint, named_shapes(model), groups, machine, said)
 
 
 def _agree_on_plan(

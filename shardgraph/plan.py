@@ -74,7 +74,8 @@ _STYLES = ("whole", "sequence", "context")
 class Candidate:
     """A plan that ``"auto"`` priced: predicted peak ``memory`` of a rank in bytes and ``seconds`` of a step.
 
-    ``fits`` says whether the memory is within what the device has, or the budget.
+    ``fits`` says whether the memory is within what the device has, or the budget; ``batches`` how many batches a step
+    has, one of the given inputs each.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Candidate:
     memory: int
     seconds: float
     fits: bool
+    batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -254,11 +256,14 @@ class Plan:
             return (
                 f"plan {self.name!r} was not chosen among others: plan='auto' with example inputs prices every preset"
             )
-        lines = [f"plan {self.name!r}: {self.note}", f"  {'plan':<12}{'mesh':<34}{'memory of a rank':>18}{'step':>12}"]
+        lines = [
+            f"plan {self.name!r}: {self.note}",
+            f"  {'plan':<12}{'mesh':<34}{'memory of a rank':>18}{'step':>12}{'batches':>9}",
+        ]
         for candidate in self.considered:
             mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
             chosen = "  <- chosen" if (candidate.name, candidate.mesh) == (self.name, self.mesh) else ""
-            cells = f"{format_bytes(candidate.memory):>18}{format_seconds(candidate.seconds):>12}"
+            cells = f"{format_bytes(candidate.memory):>18}{format_seconds(candidate.seconds):>12}{candidate.batches:>9}"
             lines.append(
                 f"  {candidate.name:<12}{mesh:<34}{cells}{chosen or ('' if candidate.fits else '  too large')}"
             )
@@ -326,7 +331,7 @@ def _fit(fqn: str, entry: ParameterPlan, shape: torch.Size, mesh: Mesh) -> Param
 def _sizes(shape: torch.Size, dim: int, blocks: int) -> str:
     """The sizes of an axis that divide a dimension of a parameter."""
     rows = shape[dim] if dim < len(shape) else 0
-    works = [size for size in range(2, rows + 1) if rows % (blocks * size) == 0]
+    works = [size for size in range(2, min(rows, 512) + 1) if rows % (blocks * size) == 0][:8]
     return f"an axis of {' or '.join(map(str, works))} ranks" if works else "another size of the axis"
 
 
@@ -498,9 +503,10 @@ _CANDIDATE_FIELDS = {
     "memory": (int, "a number of bytes"),
     "seconds": (float, "a number of seconds"),
     "fits": (bool, "true or false"),
+    "batches": (int, "a whole number from 1"),
 }
 _REQUIRED: dict[type, set[str]] = {
-    Candidate: set(_CANDIDATE_FIELDS),
+    Candidate: set(_CANDIDATE_FIELDS) - {"batches"},
     Plan: {"schema", "name", "mesh", "parameters"},
     ParameterPlan: {"placements"},
 }

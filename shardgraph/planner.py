@@ -1,4 +1,4 @@
-"""``plan="auto"``: price every preset that the ranks allow, and take the fastest that fits."""
+"""``plan="auto"``: price the presets that the ranks allow, and take the fastest that fits."""
 
 from __future__ import annotations
 
@@ -15,48 +15,51 @@ from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
 from shardgraph.plan import Candidate, Plan
-from shardgraph.presets import PRESETS, preset
+from shardgraph.presets import DIVIDING, PRESETS, preset
 from shardgraph.sizes import format_bytes, format_seconds
 
 
 def choose_plan(
     joint: JointGraph,
     shapes: Mapping[str, torch.Size],
-    meshes: list[Mesh],
+    groups: list[list[Plan]],
     cluster: Cluster,
     annotations: tuple[Annotated, ...] = (),
     *,
     optimizer: str = "adamw",
     memory: int | None = None,
 ) -> Plan:
-    """The fastest preset on one of ``meshes`` whose predicted peak fits; of equally fast ones the smaller.
+    """The fastest plan for a batch whose predicted peak fits; of equally fast ones the smaller.
 
     Args:
         joint: the captured model, left as it is.
         shapes: unsharded shapes of its parameters by name.
-        meshes: the meshes to try; a preset that a mesh does not suit is passed over.
+        groups: the plans to try, a group only if nothing of those before it fits; see :func:`plans_of`.
         cluster: what prices them.
-        annotations: what the plan must have, as ``joint`` was captured with; a preset that cannot is passed over.
+        annotations: what the plan must have, as ``joint`` was captured with; one that cannot is passed over.
         optimizer: whose state and update are counted.
         memory: bytes that a rank may use; default: what the device has.
 
     Raises:
-        PlanError: no preset fits, and the message says what the smallest would take; or none can be as annotated.
+        PlanError: no plan fits, and the message says what the smallest would take; or none can be as annotated.
     """
     budget = memory or cluster.device.memory
     priced: list[tuple[Plan, Candidate]] = []
     refused: list[PlanError] = []
-    for plan in [replace(plan, annotations=annotations) for mesh in meshes for plan in _presets(mesh)]:
-        try:
-            program = lower(joint, plan, shapes)
-        except PlanError as error:
-            refused.append(error)
-        else:
-            priced.append((plan, _candidate(plan, analyze_program(program, cluster, optimizer=optimizer), budget)))
+    for group in groups:
+        for plan in [replace(plan, annotations=annotations) for plan in group]:
+            try:
+                program = lower(joint, plan, shapes)
+            except PlanError as error:
+                refused.append(error)
+            else:
+                priced.append((plan, _candidate(plan, analyze_program(program, cluster, optimizer=optimizer), budget)))
+        if any(candidate.fits for _, candidate in priced):
+            break
     if not priced:
         reasons = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, refused)))
         raise PlanError(f"no plan can be as the model is annotated:{reasons}")
-    considered = tuple(candidate for _, candidate in sorted(priced, key=lambda pair: pair[1].seconds))
+    considered = tuple(sorted((candidate for _, candidate in priced), key=_price))
     fitting = [pair for pair in priced if pair[1].fits]
     if not fitting:
         _, least = min(priced, key=lambda pair: pair[1].memory)
@@ -64,7 +67,7 @@ def choose_plan(
             f"no plan fits {format_bytes(budget)} per rank: the smallest is {least.name!r} on {dict(least.mesh)} with "
             f"{format_bytes(least.memory)}. Use more ranks, a smaller batch, or give it more memory"
         )
-    plan, best = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].memory))
+    plan, best = min(fitting, key=lambda pair: _price(pair[1]))
     note = (
         f"chosen by 'auto': the fastest of {len(fitting)} that fit {format_bytes(budget)}, predicted "
         f"{format_seconds(best.seconds)} a step and {format_bytes(best.memory)} on {cluster.name}"
@@ -72,22 +75,46 @@ def choose_plan(
     return replace(plan, note=note, considered=considered)
 
 
-def meshes_of(ranks: int, cluster: Cluster) -> list[Mesh]:
-    """The meshes to try for as many ranks: one axis, and nodes times the devices of a node where there are several."""
-    found: list[Mesh] = [(("dp", ranks),)]
+def _price(candidate: Candidate) -> tuple[float, int]:
+    """The time of one batch: plans differ in how many they have in a step."""
+    return candidate.seconds / candidate.batches, candidate.memory
+
+
+def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
+    """The plans to try for as many ranks, in groups of which a later one is tried when nothing of the earlier fits.
+
+    First those in which every rank has a batch of its own, on one axis and on nodes times the devices of a node. Then
+    those in which the devices of a node divide operators too: a rank then has less of the activations.
+    """
     inside = cluster.devices_per_node
+    meshes: list[Mesh] = [(("dp", ranks),)]
     if ranks > inside and ranks % inside == 0:
-        found.append((("dp_replicate", ranks // inside), ("dp_shard", inside)))
-    return found
+        meshes.append((("dp_replicate", ranks // inside), ("dp_shard", inside)))
+    degrees = [2**i for i in range(1, inside.bit_length()) if ranks % 2**i == 0 and 2**i <= inside]
+    divided = [_divided(ranks // degree, degree, name) for degree in degrees for name in ("tp", "tp+sp")]
+    return [[plan for mesh in meshes for plan in _presets(mesh)], divided]
+
+
+def plans_on(mesh: Mesh) -> list[list[Plan]]:
+    """Every preset that can be on ``mesh``, as one group of :func:`plans_of`.
+
+    With an axis that is called as presets call those that they divide operators or experts along, those that do.
+    """
+    return [_presets(mesh)]
+
+
+def _divided(batches: int, degree: int, name: str) -> Plan:
+    if batches == 1:
+        return preset(name, {"tp": degree})
+    return preset(f"fsdp+{name}", {"dp": batches, "tp": degree})
 
 
 def _presets(mesh: Mesh) -> list[Plan]:
-    """Every preset that can be on ``mesh``, with operators divided where it has an axis for that.
-
-    One that leaves ranks unused (``single``) is none.
-    """
-    operators = ("tp", "tp+sp") if "tp" in dict(mesh) else ()
-    names = [*PRESETS, *operators, *(f"{data}+{divided}" for data in PRESETS for divided in operators)]
+    """The presets that a mesh suits; one that leaves ranks unused (``single``) is none."""
+    names = [*PRESETS]
+    if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
+        dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]
+        names = [*dividing, *(f"{data}+{name}" for data in PRESETS for name in dividing)]
     found = []
     for name in names:
         try:
@@ -101,4 +128,4 @@ def _presets(mesh: Mesh) -> list[Plan]:
 
 def _candidate(plan: Plan, analysis: Analysis, budget: int) -> Candidate:
     memory = analysis.peak_memory
-    return Candidate(plan.name, plan.mesh, memory, analysis.time.total, memory <= budget)
+    return Candidate(plan.name, plan.mesh, memory, analysis.time.total, memory <= budget, plan.data_size)

@@ -69,20 +69,20 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
         PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
-    for dividing, styles in _DIVIDING.items():
+    for dividing, styles in DIVIDING.items():
         data = name.removesuffix(dividing).removesuffix("+")
         if name == dividing or (name == f"{data}+{dividing}" and data in PRESETS):
             return _dividing(name, data, styles, axes)
     if name not in PRESETS:
         raise PlanError(
-            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *_DIVIDING])}; the plans are "
-            f"{', '.join(PRESETS)}, {', '.join(map(repr, _DIVIDING))} (also after one of these, as in 'fsdp+tp'), "
+            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *DIVIDING])}; the plans are "
+            f"{', '.join(PRESETS)}, {', '.join(map(repr, DIVIDING))} (also after one of these, as in 'fsdp+tp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     return PRESETS[name](axes)
 
 
-_DIVIDING = {
+DIVIDING = {
     "tp": {"tp": "whole"},
     "tp+sp": {"tp": "sequence"},
     "cp": {"cp": "context"},

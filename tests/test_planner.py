@@ -9,7 +9,7 @@ import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.capture import capture
 from shardgraph.parameters import named_shapes
-from shardgraph.planner import choose_plan, meshes_of
+from shardgraph.planner import choose_plan, plans_of
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make
@@ -22,7 +22,7 @@ def captured():
 
 
 def choose(captured, memory, ranks=8, **cluster):
-    return choose_plan(*captured, meshes_of(ranks, toy_cluster(**cluster)), toy_cluster(memory=memory, **cluster))
+    return choose_plan(*captured, plans_of(ranks, toy_cluster(**cluster)), toy_cluster(memory=memory, **cluster))
 
 
 def test_with_less_memory_more_is_sharded(captured):
@@ -37,13 +37,26 @@ def test_the_choice_is_the_fastest_of_those_that_fit(captured):
     assert (plan.name, plan.mesh) == (fastest.name, fastest.mesh)
 
 
+def test_when_no_plan_of_data_fits_operators_are_divided(captured):
+    least = min(candidate.memory for candidate in choose(captured, GIB).considered)
+    plan = choose(captured, least - 1)
+    assert plan.operators and plan.mesh[-1][0] == "tp"
+    assert {candidate.batches for candidate in plan.considered} >= {1, 2, 4, 8}
+
+
+def test_plans_are_compared_by_the_time_of_a_batch(captured):
+    considered = choose(captured, 1 << 17).considered
+    times = [candidate.seconds / candidate.batches for candidate in considered]
+    assert times == sorted(times)
+
+
 def test_several_nodes_bring_hybrid_sharding_into_play(captured):
     plan = choose(captured, GIB, ranks=16, nodes=2)
     assert ("hsdp", (("dp_replicate", 2), ("dp_shard", 8))) in {(c.name, c.mesh) for c in plan.considered}
 
 
 def test_without_a_plan_that_fits_the_error_says_what_the_smallest_takes(captured):
-    with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is 'fsdp' on {'dp': 8} with"):
+    with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is 'fsdp\+tp\+sp' on"):
         choose(captured, 1024)
 
 
