@@ -1,0 +1,138 @@
+"""The YAML form of a plan: what :mod:`shardgraph.plan` describes, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from shardgraph.annotations.kinds import parse
+from shardgraph.annotations.match import Annotated
+from shardgraph.errors import PlanError, nearest
+from shardgraph.mesh import Mesh
+from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
+from shardgraph.plan import GRADIENTS, SCHEMA, Candidate, Plan
+
+
+def written_plan(plan: Plan) -> str:
+    """The YAML form of ``plan``."""
+    data = {
+        "schema": plan.schema,
+        "name": plan.name,
+        "note": plan.note,
+        "mesh": dict(plan.mesh),
+        "prefetch": plan.prefetch,
+        "operators": dict(plan.operators),
+        "annotations": [{pattern: str(annotation)} for pattern, annotation in plan.annotations],
+        "experts": plan.experts,
+        "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in plan.considered],
+        "parameters": {
+            pattern: {
+                "placements": list(entry.placements),
+                "gradient": entry.gradient,
+                "reshard_after_forward": entry.reshard_after_forward,
+            }
+            for pattern, entry in plan.parameters
+        },
+    }
+    optional = ("considered", "operators", "experts", "annotations")
+    data = {key: value for key, value in data.items() if key not in optional or value}
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def read_plan(text: str, source: str) -> Plan:
+    """The plan that is written; ``source`` names the text in errors.
+
+    Raises:
+        PlanError: it is not YAML, or a field of it is not what it may be.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PlanError(f"{source} is not YAML: {error}") from error
+    return _from_data(data, source)
+
+
+def _from_data(data: Any, source: str) -> Plan:
+    def take(mapping: Any, path: str, kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(mapping, dict):
+            raise PlanError(
+                f"{source}: {path or 'the file'} is {mapping!r}; it may be a mapping of {', '.join(fields)}"
+            )
+        prefix = f"{path}." if path else ""
+        for key in mapping:
+            if key not in fields:
+                known = nearest(str(key), fields) or f"; the fields are {', '.join(fields)}"
+                raise PlanError(f"{source}: unknown field {prefix}{key}{known}")
+        for key, expected in fields.items():
+            if key not in mapping:
+                required = {f for f in fields if f in _REQUIRED[kind]}
+                if key in required:
+                    raise PlanError(f"{source}: the field {prefix}{key} is missing; it may be {expected[1]}")
+            elif not isinstance(mapping[key], expected[0]):
+                raise PlanError(f"{source}: {prefix}{key} is {mapping[key]!r}; it may be {expected[1]}")
+        return mapping
+
+    top = take(data, "", Plan, _PLAN_FIELDS)
+    entries = []
+    for pattern, value in top["parameters"].items():
+        entry = take(value, f"parameters.{pattern}", ParameterPlan, _PARAMETER_FIELDS)
+        entries.append((str(pattern), ParameterPlan(**{**entry, "placements": tuple(entry["placements"])})))
+    considered = []
+    for i, value in enumerate(top.get("considered", [])):
+        fields = take(value, f"considered.{i}", Candidate, _CANDIDATE_FIELDS)
+        considered.append(Candidate(**{**fields, "mesh": _mesh(fields["mesh"])}))
+    changed = {"mesh": _mesh(top["mesh"]), "parameters": tuple(entries), "considered": tuple(considered)}
+    if "operators" in top:
+        changed["operators"] = tuple((str(axis), style) for axis, style in top["operators"].items())
+    if "annotations" in top:
+        changed["annotations"] = tuple(_annotation(each, source) for each in top["annotations"])
+    return Plan(**{**top, **changed})
+
+
+def _annotation(data: Any, source: str) -> Annotated:
+    if not isinstance(data, dict) or len(data) != 1:
+        raise PlanError(f"{source}: annotations has {data!r}; it may have one pattern with its annotation")
+    ((pattern, text),) = data.items()
+    try:
+        return str(pattern), parse(str(text))
+    except PlanError as error:
+        raise PlanError(f"{source}: annotations.{pattern}: {error}") from None
+
+
+def _mesh(data: Mapping[Any, Any]) -> Mesh:
+    return tuple((str(axis), size) for axis, size in data.items())
+
+
+_PLAN_FIELDS = {
+    "schema": (int, f"{SCHEMA}"),
+    "name": (str, "a text"),
+    "note": (str, "a text"),
+    "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
+    "prefetch": (int, "a whole number from 0"),
+    "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
+    "experts": (str, "the mesh axis that divides experts"),
+    "annotations": (list, "a list of patterns, each with what is said of what it matches"),
+    "considered": (list, "a list of the plans that were priced"),
+    "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
+}
+_PARAMETER_FIELDS = {
+    "placements": (list, f"a list of {REPLICATE!r}, {SHARD!r}, 'split(d)' or {AUTO!r}, one for each mesh axis"),
+    "gradient": (str, " or ".join(map(repr, GRADIENTS))),
+    "reshard_after_forward": (bool, "true or false"),
+}
+_CANDIDATE_FIELDS = {
+    "name": (str, "a text"),
+    "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
+    "memory": (int, "a number of bytes"),
+    "seconds": (float, "a number of seconds"),
+    "fits": (bool, "true or false"),
+    "batches": (int, "a whole number from 1"),
+}
+_REQUIRED: dict[type, set[str]] = {
+    Candidate: set(_CANDIDATE_FIELDS) - {"batches"},
+    Plan: {"schema", "name", "mesh", "parameters"},
+    ParameterPlan: {"placements"},
+}
