@@ -12,10 +12,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
 # Types are checked on an installed wheel: in the source tree the packages do not have their names.
 lint: $(VENV)/.lint

@@ -556,6 +556,7 @@ def test_a_malformed_annotation_is_refused(make_it, message):
         ("tp", {"tp": 3}, {"head.weight": shard(0, "tp")}, r"\[4, 8\].*3 ranks and dimension 0 is 4: .* such as 6"),
         ("tp", TP, {"head.weight": shard(2, "tp")}, r"it has 2 dimensions: dim may be -2 to 1"),
         ("tp", {"tp": 4}, {"part": output(shard(1, "tp"))}, r"value of part, of shape \[4, 6, 8\].* such as 8"),
+        ("cp", {"cp": 2}, {"head.weight": shard(0, "cp")}, r"sequences, along which parameters are whole"),
         ("tp", TP, {"part": output(shard(1, "tp"), at=7)}, r"constrains nothing: in this call none.*number 7"),
         ("tp", TP, {"part": input(shard(1, "tp"), at="y")}, r"forward of Part has no argument 'y'; it has x, scale"),
     ],

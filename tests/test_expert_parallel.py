@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import shardgraph
 from shardgraph import CaptureError, Plan, PlanError
 from shardgraph.analysis import analyze_program
+from shardgraph.annotations.annotate import annotated
 from shardgraph.compiler import build_program, place_operators, resolve_plan
 from shardgraph.ir import ALL_TO_ALL, collectives
 from shardgraph.nn import MoE
@@ -306,3 +307,13 @@ def test_experts_in_a_loop_are_refused_with_the_setting_that_works():
     model.set_experts_implementation("eager")
     with pytest.raises(CaptureError, match="experts_implementation='grouped_mm' or 'batched_mm'"):
         program(model, ((torch.zeros(2, 4, dtype=torch.long),), {}), "fsdp", {"dp": 2})
+
+
+def test_experts_are_annotated_along_their_axis():
+    model, (args, kwargs) = make("mixture", 4)
+    shardgraph.annotate(model, {"**.experts.*": shardgraph.shard(0, "ep")})
+    check(model, (args, kwargs), "ep", {"ep": 2})
+    other, _ = make("mixture", 4)
+    shardgraph.annotate(other, {"**.experts.w_in": shardgraph.shard(1, "ep")})
+    with pytest.raises(PlanError, match="divides experts, which lie along dimension 0"):
+        build_program(other, annotated(resolve_plan("ep", (("ep", 2),)), other), args, kwargs)

@@ -116,10 +116,19 @@ class shard(Placement):
         return dim
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Plan) -> ParameterPlan:
-        """``split(dim)`` along an axis of operators, ``shard(0)`` along one of data."""
+        """``split(dim)`` along an axis of operators or experts, ``shard(0)`` along one of data."""
         position = plan.axes.index(self.mesh_dim)
-        if self.mesh_dim in dict(plan.operators):
+        if dict(plan.operators).get(self.mesh_dim) == "context":
+            raise PlanError(
+                f"{self.mesh_dim!r} cuts sequences, along which parameters are whole: "
+                f"replicate({self.mesh_dim!r}) works"
+            )
+        if self.mesh_dim in (*dict(plan.operators), plan.experts):
             dim = self.part(shape, plan.mesh[position][1])
+            if self.mesh_dim == plan.experts and (dim or self.blocks > 1):
+                raise PlanError(
+                    f"{self.mesh_dim!r} divides experts, which lie along dimension 0: shard(0, {self.mesh_dim!r}) works"
+                )
             return _placed(entry, position, split_text(dim, self.blocks))
         if not shape or not math.prod(shape):
             raise PlanError("it has no rows to store in parts; replicate() works")
@@ -148,7 +157,7 @@ class replicate(Placement):
         """Whole on every rank of the axis, also between steps."""
         for position, axis in enumerate(plan.axes):
             if self.mesh_dim in (None, axis):
-                if axis in dict(plan.operators):
+                if axis in (*dict(plan.operators), plan.experts):
                     entry = _placed(entry, position, REPLICATE)
                 elif entry.shard_axis == position:
                     entry = unsharded(entry)
