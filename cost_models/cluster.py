@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardgraph.errors import ClusterError, nearest
-from shardgraph.mesh import Mesh, position_of
+from shardgraph.mesh import Mesh, axes_of, position_of
 
 FLOP_KINDS = ("matmul", "convolution", "attention")
 """Kinds of work counted in FLOPs; their rates are by dtype, as ``"matmul/bfloat16"``."""
@@ -201,18 +201,21 @@ class Cluster:
             )
 
     def link_of(self, mesh: Mesh, axis: str) -> Link:
-        """What a rank can send to its neighbour in a ring over ``axis`` of ``mesh``, ranks filling node by node.
+        """What a rank can send to its neighbour in a ring over ``axis`` of ``mesh`` (or several, as ``"dp+ep"``).
+
+        Ranks fill node by node.
 
         A group inside a node uses ``intra``. One that spans nodes runs through the network: as many rings as the
         group has members in a node share their network interfaces, so the bandwidth is that many shares, at most
         ``intra``'s (how NCCL builds its rings: https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/).
         """
-        position = position_of(mesh, axis)
-        stride = math.prod(size for _, size in mesh[position + 1 :])
-        size = mesh[position][1]
-        if stride * size <= self.devices_per_node or self.inter is None:
+        spans = [
+            (math.prod(size for _, size in mesh[position + 1 :]), mesh[position][1])
+            for position in (position_of(mesh, each) for each in axes_of(axis))
+        ]
+        if self.inter is None or all(stride * size <= self.devices_per_node for stride, size in spans):
             return self.intra
-        inside = max(1, min(size, self.devices_per_node // stride))
+        inside = math.prod(max(1, min(size, self.devices_per_node // stride)) for stride, size in spans)
         return Link(min(self.intra.bandwidth, self.inter.bandwidth * inside), self.inter.latency)
 
 

@@ -51,7 +51,7 @@ class Emitter:
         return self.call(ir.WAIT, (start,), shape, value)
 
     def all_reduce(self, tensor: fx.Node, axis: str) -> fx.Node:
-        """Start and wait: the sum over ``axis``, on every rank of it."""
+        """Start and wait: the sum over ``axis`` (or several, :func:`shardgraph.mesh.together`), on every rank of it."""
         value = tensor.meta["val"]
         start = self.call(ir.ALL_REDUCE, (tensor, "sum", axis), tuple(value.shape), value, axis=axis)
         return self.call(ir.WAIT, (start,), tuple(value.shape), value)

@@ -80,6 +80,14 @@ def ordered_gloo() -> str:
     return name
 
 
+def group_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The process group along one axis of ``mesh`` or several, made the first time; all ranks must ask alike."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    backend = dist.get_backend(mesh.get_group(axes[0]))
+    return mesh[axes]._flatten("+".join(axes), backend).get_group()
+
+
 def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_default_device()]

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph import ir
+from shardgraph import _torch, ir
+from shardgraph.mesh import axes_of
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
             if node.target is ir.send:
                 _send(node, mesh)
             elif ir.is_collective(node):
-                node.args = (*node.args[:-1], mesh.get_group(node.args[-1]).group_name)
+                node.args = (*node.args[:-1], _torch.group_along(mesh, axes_of(node.args[-1])).group_name)
             elif node.target in (ir.trim_shard, ir.local_chunk):
                 _cut(node, mesh)
             elif node.target is ir.local_part:

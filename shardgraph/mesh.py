@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Iterable
 
 Mesh = tuple[tuple[str, int], ...]
 """``(axis name, size)`` pairs, outermost first; empty for one process without a group."""
@@ -22,9 +25,26 @@ def position_of(mesh: Mesh, axis: str) -> int:
     return [name for name, _ in mesh].index(axis)
 
 
-def group_along(mesh: Mesh, axis: str, rank: int) -> tuple[int, ...]:
-    """The ranks, ascending, whose coordinates differ from those of ``rank`` along ``axis`` only."""
-    position = position_of(mesh, axis)
-    stride = math.prod(size for _, size in mesh[position + 1 :])
-    first = rank - coordinates(mesh, rank)[position] * stride
-    return tuple(range(first, first + mesh[position][1] * stride, stride))
+def together(axes: Iterable[str]) -> str:
+    """The name of the group that spans several axes, as ``"dp+ep"``; of one axis its own."""
+    return "+".join(axes)
+
+
+def axes_of(group: str) -> tuple[str, ...]:
+    """The axes that a group spans."""
+    return tuple(group.split("+"))
+
+
+def size_along(mesh: Mesh, group: str) -> int:
+    """How many ranks are in a group along one axis or several."""
+    sizes = dict(mesh)
+    return math.prod(sizes[axis] for axis in axes_of(group))
+
+
+def group_along(mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
+    """The ranks, ascending, whose coordinates differ from those of ``rank`` along the axes of ``group`` only."""
+    here = coordinates(mesh, rank)
+    spanned = axes_of(group)
+    choices = [range(size) if axis in spanned else (at,) for (axis, size), at in zip(mesh, here, strict=True)]
+    strides = [math.prod(size for _, size in mesh[position + 1 :]) for position in range(len(mesh))]
+    return tuple(sum(map(operator.mul, place, strides)) for place in itertools.product(*choices))

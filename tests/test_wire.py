@@ -7,9 +7,13 @@ import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.cost_models.collectives import wire_bytes as price
 from shardgraph.errors import ShardGraphError
+from shardgraph.ir import collectives, group_of
+from shardgraph.mesh import group_along, size_along
 from shardgraph.passes.analysis.wire import Traffic, summarize_communication, wire_bytes
+from tests.test_analysis import llama, text
 
 MESH = (("replica", 2), ("shard", 4))
 
@@ -84,3 +88,19 @@ def test_the_summary_counts_per_operation_and_axis() -> None:
         Traffic("reduce_scatter_tensor", "shard", 1, 768),
         Traffic("all_reduce", "replica", 1, 256),
     )
+
+
+def test_a_group_along_several_axes_has_the_ranks_that_differ_along_them_only():
+    mesh = (("a", 2), ("b", 3), ("c", 2))
+    assert group_along(mesh, "b", 7) == (7, 9, 11)
+    assert group_along(mesh, "a+c", 3) == (2, 3, 8, 9)
+    assert size_along(mesh, "a+c") == 4
+
+
+@pytest.mark.parametrize(("plan", "mesh"), [("ddp", {"a": 2, "b": 2}), ("ddp+tp+sp", {"dp": 2, "tp": 2})])
+def test_gradients_that_two_axes_add_up_are_reduced_once_over_both(plan, mesh):
+    model = llama(2, hidden_size=256, intermediate_size=512, vocab_size=512)
+    made = build_program(model, resolve_plan(plan, tuple(mesh.items())), (), text(2, 256))
+    norm = "model.layers.1.input_layernorm.weight"
+    sent = [node for node in collectives(made.backward) if node.meta.get("subject") == f"gradient of {norm}"]
+    assert [group_of(node) for node in sent] == ["+".join(mesh)]

@@ -15,7 +15,7 @@ from torch import fx
 
 from shardgraph.errors import DeadlockError, nearest
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, WAIT, collectives, describe_collective, group_of
-from shardgraph.mesh import Mesh, group_along
+from shardgraph.mesh import Mesh, axes_of, group_along, size_along
 from shardgraph.passes.analysis.wire import operation_of
 
 _GROUP_SIZE_ARGUMENT: dict[Any, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
@@ -53,9 +53,8 @@ def check_program(gm: fx.GraphModule, mesh: Mesh) -> None:
     Raises:
         DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
     """
-    sizes = dict(mesh)
     for node in collectives(gm):
-        _check_group(node, sizes)
+        _check_group(node, mesh)
 
 
 def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective]:
@@ -66,35 +65,36 @@ def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective
     Raises:
         DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
     """
-    sizes = dict(mesh)
-    groups = {axis: group_along(mesh, axis, rank) for axis in sizes}
+    groups: dict[str, tuple[int, ...]] = {}
     calls = []
     for node in collectives(gm):
-        _check_group(node, sizes)
+        _check_group(node, mesh)
+        if (axis := group_of(node)) not in groups:
+            groups[axis] = group_along(mesh, axis, rank)
         tensor = node.args[0].meta["val"]
         calls.append(
             Collective(
                 id=describe_collective(node),
                 operation=operation_of(node),
-                group=groups[group_of(node)],
+                group=groups[axis],
                 signature=f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}",
             )
         )
     return calls
 
 
-def _check_group(node: fx.Node, sizes: Mapping[str, int]) -> None:
-    axis = group_of(node)
-    if axis not in sizes:
+def _check_group(node: fx.Node, mesh: Mesh) -> None:
+    group, sizes = group_of(node), dict(mesh)
+    if unknown := [axis for axis in axes_of(group) if axis not in sizes]:
         raise DeadlockError(
-            f"{describe_collective(node)} names the mesh axis {axis!r}, and the mesh is {dict(sizes)}"
-            f": nobody would answer; give the collective an axis of the mesh{nearest(axis, sizes)}"
+            f"{describe_collective(node)} names the mesh axis {unknown[0]!r}, and the mesh is {sizes}"
+            f": nobody would answer; give the collective an axis of the mesh{nearest(unknown[0], sizes)}"
         )
     position = _GROUP_SIZE_ARGUMENT.get(node.target)
-    if position is not None and node.args[position] != sizes[axis]:
+    if position is not None and node.args[position] != size_along(mesh, group):
         raise DeadlockError(
-            f"{describe_collective(node)} expects {node.args[position]} ranks, and the mesh axis {axis!r} has "
-            f"{sizes[axis]}: compile the program for the mesh that it runs on"
+            f"{describe_collective(node)} expects {node.args[position]} ranks, and the mesh axis {group!r} has "
+            f"{size_along(mesh, group)}: compile the program for the mesh that it runs on"
         )
 
 

@@ -12,7 +12,7 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.ir import WAIT, group_of
-from shardgraph.mesh import Mesh
+from shardgraph.mesh import Mesh, size_along
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
 from shardgraph.passes.analysis.liveness import MemoryProfile
 from shardgraph.passes.analysis.modules import module_of
@@ -89,7 +89,7 @@ class Prices:
         """Seconds of a collective on its stream."""
         axis = group_of(node)
         given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
-        link, ranks = self.cluster.link_of(self.mesh, axis), dict(self.mesh)[axis]
+        link, ranks = self.cluster.link_of(self.mesh, axis), size_along(self.mesh, axis)
         return collective_seconds(operation_of(node), given, gotten, ranks, link, self.cluster.efficiency)
 
     def computation(self, cost: NodeCost) -> float:

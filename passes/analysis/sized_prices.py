@@ -12,7 +12,7 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.arithmetic import EXPRESSIONS
 from shardgraph.cost_models.collectives import collective_seconds, wire_bytes
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, group_of
-from shardgraph.mesh import position_of
+from shardgraph.mesh import axes_of, position_of
 from shardgraph.passes.analysis.costs import NodeCost
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.analysis.sized import Sizes
@@ -45,11 +45,14 @@ class SizedPrices(Prices):
         if cluster.inter is None:
             return seconds(cluster.intra)
         # As Cluster.link_of: in a node, or as many rings through the network as the group has members in a node.
-        inner = self.mesh[position_of(self.mesh, group_of(node)) + 1 :]
-        stride = sympy.Mul(*(self.sizes.axes[name] for name, _ in inner))
-        members = sympy.Max(1, sympy.Min(ranks, sympy.floor(cluster.devices_per_node / stride)))
+        members, inside = sympy.Integer(1), sympy.true
+        for axis in axes_of(group_of(node)):
+            inner = self.mesh[position_of(self.mesh, axis) + 1 :]
+            stride = sympy.Mul(*(self.sizes.axes[name] for name, _ in inner))
+            here = sympy.Min(self.sizes.axes[axis], sympy.floor(cluster.devices_per_node / stride))
+            members *= sympy.Max(1, here)
+            inside &= sympy.Le(stride * self.sizes.axes[axis], cluster.devices_per_node)
         spanning = _Link(sympy.Min(cluster.intra.bandwidth, cluster.inter.bandwidth * members), cluster.inter.latency)
-        inside = sympy.Le(stride * ranks, cluster.devices_per_node)
         return sympy.Piecewise((seconds(cluster.intra), inside), (seconds(spanning), True))
 
     def computation(self, cost: NodeCost) -> Any:
@@ -61,7 +64,7 @@ class SizedPrices(Prices):
     def _sizes(self, node: fx.Node) -> tuple[Any, Any, Any]:
         """Bytes given and gotten, and ranks. Only of parts is it said what a mesh that does not divide them adds."""
         given, gotten = (self.sizes.expression(n.meta["val"].nbytes) for n in (node.args[0], node))
-        ranks = self.sizes.axes[group_of(node)]
+        ranks = sympy.Mul(*(self.sizes.axes[axis] for axis in axes_of(group_of(node))))
         if node.target is ALL_GATHER:
             gotten = given * ranks
         elif node.target is REDUCE_SCATTER:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
 
 from shardgraph.cost_models import collectives as prices
 from shardgraph.ir import collectives, group_of
-from shardgraph.mesh import Mesh
+from shardgraph.mesh import Mesh, size_along
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,17 @@ def summarize_communication(gm: fx.GraphModule, mesh: Mesh) -> CommunicationSumm
 
 
 def wire_bytes(gm: fx.GraphModule, mesh: Mesh) -> dict[str, int]:
-    """Bytes that each rank sends over each axis of ``mesh`` in one run of a symbolic graph."""
-    total = {axis: 0 for axis, _ in mesh}
+    """Bytes that each rank sends over each axis of ``mesh`` (or several at once) in one run of a symbolic graph."""
+    total: Counter[str] = Counter({axis: 0 for axis, _ in mesh})
     for row in summarize_communication(gm, mesh).rows:
         total[row.axis] += row.nbytes
-    return total
+    return dict(total)
 
 
 def node_wire_bytes(node: fx.Node, mesh: Mesh) -> int:
     """Bytes that each rank sends in one collective."""
     given, gotten = node.args[0].meta["val"], node.meta["val"]
-    return prices.wire_bytes(operation_of(node), given.nbytes, gotten.nbytes, dict(mesh)[group_of(node)])
+    return prices.wire_bytes(operation_of(node), given.nbytes, gotten.nbytes, size_along(mesh, group_of(node)))
 
 
 def operation_of(node: fx.Node) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from shardgraph.ir import Buffer, Mutation, Role, outputs, set_outputs
+from shardgraph.mesh import together
 from shardgraph.passes.base import Context
 from shardgraph.passes.emitter import Emitter
 
@@ -40,9 +41,7 @@ def _average(gm: fx.GraphModule, context: Context, fqn: str, value: fx.Node) -> 
     if context.plan.data_size == 1 or not value.meta["val"].is_floating_point():
         return value
     emit = Emitter(gm, context, value, f"buffer {fqn}", value.meta.get("source", ""))
-    node = value
-    for axis, _ in context.plan.data_mesh:
-        node = emit.all_reduce(node, axis)
+    node = emit.all_reduce(value, together(axis for axis, _ in context.plan.data_mesh))
     node = emit.scale(node, context.plan.data_size)
     node.meta["averages"] = value.name
     return node

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, set_outputs, trim_shard
+from shardgraph.mesh import together
 from shardgraph.passes.base import Context
 from shardgraph.passes.emitter import Emitter, padded_rows
 
@@ -66,9 +67,9 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
     done = {mesh[position][0] for position in entry.splits}  # as of experts, whose gradients are of all ranks' tokens
     if scattered:
         done.add(mesh[shard_axis][0])
-    for axis in (*(axis for axis, _ in context.plan.data_mesh), *sums):
-        if axis not in done:
-            node = emit.all_reduce(node, axis)
+    summed = {*(axis for axis, _ in context.plan.data_mesh), *sums} - done
+    if summed:  # in one collective over all of them
+        node = emit.all_reduce(node, together(axis for axis in context.plan.axes if axis in summed))
     if not early and world > 1:
         node = emit.scale(node, world)
     if shard_axis is not None:
