@@ -173,8 +173,14 @@ def main() -> None:
     for (model, plan), p, m, times, error in zip(cases, predicted, measured, seconds, errors, strict=True):
         spread = f"{1e3 * min(times):.0f} to {1e3 * max(times):.0f}"
         print(f"{model + ', ' + plan:<30}{1e3 * p['seconds']:>14.0f}{1e3 * m:>14.0f}{spread:>16}{error:>8.1%}")
+    rows = list(zip(cases, predicted, measured, strict=True))
     rank = spearmanr([p["seconds"] for p in predicted], measured).statistic
-    print(f"{len(cases)} cases: median |error| {statistics.median(map(abs, errors)):.1%}, Spearman {rank:.3f}")
+    within = [
+        spearmanr(*zip(*[(p["seconds"], m) for (name, _), p, m in rows if name == model], strict=True)).statistic
+        for model in options.models
+    ]
+    error, mean = statistics.median(map(abs, errors)), statistics.fmean(within)
+    print(f"{len(cases)} cases: median |error| {error:.1%}, Spearman {rank:.3f}, mean within a model {mean:.3f}")
     path = Path(__file__).parent / "results" / f"{options.name}.json"
     figures = {
         f"{model}, {plan}": {"predicted": p, "measured": times}

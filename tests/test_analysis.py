@@ -160,8 +160,16 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
 # -- stacks of equal layers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
-@pytest.mark.parametrize("model", [llama(6), gpt2(6)], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(llama(6), "fsdp", id="llama-fsdp"),
+        pytest.param(llama(6), "zero2", id="llama-zero2"),
+        pytest.param(gpt2(6), "ddp", id="gpt2-ddp"),
+        pytest.param(gpt2(6), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
+        pytest.param(gpt2(6), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
+    ],
+)
 def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, plan, monkeypatch):
     source = importlib.import_module("shardgraph.source")
 

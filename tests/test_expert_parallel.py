@@ -242,8 +242,15 @@ def test_a_mesh_that_does_not_suit_is_refused(name, mesh, message):
 # -- Mixtral -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "mesh"), [("tp", {"tp": 2}), ("fsdp+tp+sp", {"dp": 2, "tp": 2})])
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("implementation", "plan", "mesh"),
+    [
+        ("batched_mm", "fsdp+tp+sp", {"dp": 2, "tp": 2}),
+        ("grouped_mm", "tp", {"tp": 2}),
+        pytest.param("batched_mm", "tp", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("grouped_mm", "fsdp+tp+sp", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_mixtral_trains_as_unsharded_with_the_width_of_experts_divided(implementation, plan, mesh):
     torch.manual_seed(0)
     call = mixtral(4, implementation)
@@ -253,7 +260,7 @@ def test_mixtral_trains_as_unsharded_with_the_width_of_experts_divided(implement
     assert placed["model.layers.0.mlp.experts.down_proj"] == "split(2)"
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mixtral_trains_as_unsharded_with_whole_experts_divided_along_an_axis_of_operators(degree):
     torch.manual_seed(0)
     mesh = {"tp": degree}

@@ -52,7 +52,7 @@ _COPY = """
     cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor
     copy fill repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
     linspace upsample_nearest2d upsample_bilinear2d reflection_pad2d pad_shard masked_fill to_copy contiguous
-    as_strided_scatter
+    as_strided_scatter native_dropout_backward
 """
 _KIND = {
     name: kind
@@ -122,6 +122,8 @@ def _cost(node: fx.Node) -> NodeCost:
         causal = _causal_length(node) if kind == "attention" else 0
         return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, causal)
     known = _kind_by_bytes(node, name)
+    if name == "_safe_softmax":  # a softmax, a comparison of its input, and a choice between its output and 0
+        read, written = 3 * read, 2 * written
     if known == "gather" and "backward" not in name:  # reads as much of its table as it writes
         read = written + _bytes([n.meta.get("val") for n in node.all_input_nodes[1:]])
     return NodeCost(known or "pointwise", dtype, 0, read, written, known=known is not None)
@@ -161,9 +163,10 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
-    base = name.strip("_").removesuffix("_backward_data").removesuffix("_backward")
-    if base in _KIND:
-        return _KIND[base]
+    own = name.strip("_")
+    base = own.removesuffix("_backward_data").removesuffix("_backward")
+    if own in _KIND or base in _KIND:
+        return _KIND.get(own) or _KIND[base]
     tags = getattr(node.target, "tags", ())
     return "reduction" if torch.Tag.reduction in tags else "pointwise" if torch.Tag.pointwise in tags else None
 

@@ -27,8 +27,9 @@ T = TypeVar("T")
 class Block(nn.Module):
     """A layer of a transformer: of the older kind (biases, gelu, dropout), or of the newer (gated silu, rotated)."""
 
-    def __init__(self, width: int, gated: bool) -> None:
+    def __init__(self, width: int, gated: bool, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout  # with it, attention is products and a softmax
         self.heads = max(2, width // 32)
         self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.ModuleList(nn.Linear(width, width, bias=not gated) for _ in range(3))
@@ -43,11 +44,11 @@ class Block(nn.Module):
         query, key, value = (linear(normed).view(batch, length, self.heads, -1).transpose(1, 2) for linear in self.qkv)
         if self.gate is not None:
             query, key = _rotated(query), _rotated(key)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.gate is not None)
+        attended = F.scaled_dot_product_attention(query, key, value, None, self.dropout, self.gate is not None)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         normed = self.norm(x)
         if self.gate is None:
-            return x + F.dropout(self.down(F.gelu(self.up(normed))), 0.1)
+            return x + F.dropout(self.down(F.gelu(self.up(normed))), self.dropout)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
@@ -60,10 +61,10 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 class Transformer(nn.Module):
     """A language model and its loss."""
 
-    def __init__(self, width: int, layers: int, vocabulary: int, gated: bool) -> None:
+    def __init__(self, width: int, layers: int, vocabulary: int, gated: bool, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.Sequential(*(Block(width, gated) for _ in range(layers)))
+        self.layers = nn.Sequential(*(Block(width, gated, dropout) for _ in range(layers)))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -98,15 +99,15 @@ def reference_steps(device: torch.device, dtype: torch.dtype) -> Iterator[Step]:
     On a GPU batches are 8 times as large: smaller ones do not fill it.
     """
     scale = 1 if device.type == "cpu" else 8
-    for width, layers, vocabulary, batch, length, gated in (
-        (64, 1, 512, 4, 32, False),
-        (128, 2, 1024, 4, 64, True),
-        (256, 1, 2048, 4, 128, False),
-        (512, 1, 2048, 2, 128, True),
-        (384, 1, 4096, 1, 512, False),
+    for width, layers, vocabulary, batch, length, gated, dropout in (
+        (64, 1, 512, 4, 32, False, 0.1),
+        (128, 2, 1024, 4, 64, True, 0.0),
+        (256, 1, 2048, 4, 128, False, 0.1),
+        (512, 1, 2048, 2, 128, True, 0.0),
+        (384, 1, 4096, 1, 512, False, 0.0),
     ):
         tokens = torch.randint(vocabulary, (batch * scale, length), device=device)
-        yield Step(Transformer(width, layers, vocabulary, gated).to(device, dtype), tokens)
+        yield Step(Transformer(width, layers, vocabulary, gated, dropout).to(device, dtype), tokens)
     for channels, stages, batch, size in ((16, 3, 4, 32), (64, 4, 4, 64), (64, 3, 8, 32), (192, 1, 4, 96)):
         images = torch.randn(batch * scale, 3, size, size, device=device, dtype=dtype)
         yield Step(ConvNet(channels, stages).to(device, dtype), images)
