@@ -50,8 +50,8 @@ def compile(
         model: any ``nn.Module``, on any device or on ``meta``. Every rank must build the same one: the same seed, or a
             checkpoint.
         plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``; ``"tp"``,
-            ``"tp+sp"`` and ``"ep"``, also after one of these, as in ``"fsdp+tp"``), ``"auto"``, a :class:`Plan`, or the
-            path of a plan file (``.yaml``).
+            ``"tp+sp"``, ``"cp"`` and ``"ep"``, also after one of these, as in ``"fsdp+tp"``), ``"auto"``, a
+            :class:`Plan`, or the path of a plan file (``.yaml``).
         example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or
             with ``example_kwargs``, compilation happens now. Otherwise at the first call. A plan that divides operators
             or experts and leaves it to be found where parameters lie (``"tp"``, ``"ep"``) needs them.

@@ -61,7 +61,7 @@ from shardgraph.parameter_plan import (
     unsharded,
     without_shards_of_blocks,
 )
-from shardgraph.sizes import format_bytes, format_seconds
+from shardgraph.sizes import divisors, format_bytes, format_seconds
 
 SCHEMA = 1
 GRADIENTS = ("all_reduce", "reduce_scatter")
@@ -308,7 +308,7 @@ def _fit(fqn: str, entry: ParameterPlan, shape: torch.Size, mesh: Mesh) -> Param
 def _sizes(shape: torch.Size, dim: int, blocks: int) -> str:
     """The sizes of an axis that divide a dimension of a parameter."""
     rows = shape[dim] if dim < len(shape) else 0
-    works = [size for size in range(2, min(rows, 512) + 1) if rows % (blocks * size) == 0][:8]
+    works = [] if rows % blocks else divisors(rows // blocks)
     return f"an axis of {' or '.join(map(str, works))} ranks" if works else "another size of the axis"
 
 

@@ -50,3 +50,9 @@ def parse_bytes(size: int | float | str) -> int:
     except (KeyError, ValueError):
         raise ShardGraphError(f"{size!r} is no size: it may be {SIZE}") from None
     return int(nbytes)
+
+
+def divisors(*lengths: int) -> list[int]:
+    """The first numbers from 2 that divide all ``lengths``: the sizes of a mesh axis that an error names as working."""
+    most = min(*lengths, 512) if lengths else 0
+    return [size for size in range(2, most + 1) if not any(length % size for length in lengths)][:8]

@@ -25,7 +25,7 @@ from shardgraph.program import Program
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.test_analysis import llama, text
-from tests.zoo import make, shorter
+from tests.zoo import Loss, make, shorter
 
 aten = torch.ops.aten
 
@@ -234,17 +234,6 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model():
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------
-
-
-class Loss(nn.Module):
-    """A language model that gives its loss alone: no rank needs all logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **call: torch.Tensor) -> torch.Tensor:
-        return self.model(**call).loss
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -19,7 +19,7 @@ from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, loca
 from shardgraph.program import Program
 from tests import ranks
 from tests.test_analysis import gpt2, llama, text
-from tests.zoo import ZOO, make
+from tests.zoo import ZOO, Loss, make
 
 MESHES = {
     "tp": {"tp": 2},
@@ -129,17 +129,6 @@ def test_column_and_row_parallel_layers_are_found_by_what_they_cost():
     assert {layer[f"{name}.weight"] for name in columns} == {"split(0)"}
     assert {layer[f"{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {"split(1)"}
     assert {layer[f"{name}.weight"] for name in ("input_layernorm", "post_attention_layernorm")} == {"replicate"}
-
-
-class Loss(nn.Module):
-    """A language model that gives its loss alone: no rank needs all logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **call: torch.Tensor) -> torch.Tensor:
-        return self.model(**call).loss
 
 
 def test_a_tied_vocabulary_is_cut_and_no_rank_sees_all_logits():

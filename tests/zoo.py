@@ -69,6 +69,17 @@ class TiedTransformer(nn.Module):
         return self.head(self.blocks(self.embedding(ids), mask=mask, is_causal=True))
 
 
+class Loss(nn.Module):
+    """A language model that gives its loss alone: no rank needs all logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: torch.Tensor) -> torch.Tensor:
+        return self.model(**call).loss
+
+
 def _mlp(batch: int) -> tuple[nn.Module, Call]:
     return OddMLP(), ((torch.randn(batch, 5),), {"shift": torch.randn(batch, 3)})
 

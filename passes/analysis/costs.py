@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardgraph import ir
 from shardgraph.cost_models.cluster import VIEW
+from shardgraph.cost_models.compute import causal_part
 
 aten = torch.ops.aten
 
@@ -89,6 +90,11 @@ class NodeCost:
     def moved(self) -> int:
         """Bytes read and written."""
         return self.read + self.written
+
+    @property
+    def executed(self) -> float:
+        """FLOPs that are carried out: a flash kernel skips what a causal mask hides."""
+        return self.flops * (causal_part(self.causal) if self.causal else 1.0)
 
 
 def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCost]:
@@ -164,9 +170,9 @@ def _is_free(node: fx.Node) -> bool:
 
 def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
     own = name.strip("_")
-    base = own.removesuffix("_backward_data").removesuffix("_backward")
-    if own in _KIND or base in _KIND:
-        return _KIND.get(own) or _KIND[base]
+    for each in (own, own.removesuffix("_backward_data").removesuffix("_backward")):
+        if each in _KIND:
+            return _KIND[each]
     tags = getattr(node.target, "tags", ())
     return "reduction" if torch.Tag.reduction in tags else "pointwise" if torch.Tag.pointwise in tags else None
 

@@ -94,8 +94,7 @@ class Prices:
 
     def computation(self, cost: NodeCost) -> float:
         """Seconds of one operation that is no view."""
-        flops = cost.flops * (compute.causal_part(cost.causal) if cost.causal else 1)
-        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, cost.moved)
+        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, cost.executed, cost.moved)
 
 
 def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices: Prices, fused: bool) -> Iterator[Row]:

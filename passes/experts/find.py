@@ -12,6 +12,7 @@ from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.experts.problem import ExpertOptions
 from shardgraph.passes.experts.rules import same_on_all_ranks
 from shardgraph.passes.sharding.layout_rules import order_of
+from shardgraph.sizes import divisors
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ def find_experts(gm: fx.GraphModule, axis: str, parts: int) -> set[str]:
     counts = {fqn: node.meta["val"].shape[0] for fqn, node in matrices.items()}
     for fqn, count in counts.items():
         if count % parts:
-            works = [size for size in range(2, count + 1) if not any(each % size for each in counts.values())]
+            works = divisors(*counts.values())
             raise PlanError(
                 f"{fqn!r} has {count} experts, which {parts} ranks of {axis!r} cannot divide equally: "
                 f"{'give the axis ' + ' or '.join(map(str, works)) + ' ranks' if works else 'no size of it can'}"

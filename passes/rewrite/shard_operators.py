@@ -86,7 +86,7 @@ class ShardOperators:
         for pattern, annotation in context.plan.annotations:
             wanted = {fqn: placement for fqn, placement in fixed.items() if matches(pattern, fqn)}
             here = isinstance(annotation, PlacementAnnotation) and annotation.mesh_dim in (None, self.axis)
-            if here and not possible(wanted):
+            if here and wanted and not possible(wanted):
                 first = next(iter(wanted))
                 fqn = next((fqn for fqn, placement in wanted.items() if not possible({fqn: placement})), first)
                 shape = context.shapes[fqn]

@@ -17,6 +17,7 @@ from shardgraph.passes.sharding.legal import Legal, Value, placed_values, value_
 from shardgraph.passes.sharding.options import named_arguments, results
 from shardgraph.passes.sharding.placements import blocks, is_cut
 from shardgraph.passes.sharding.rules import ATTENTION
+from shardgraph.sizes import divisors
 
 Cuts = Mapping[Value, set[Placement]]
 
@@ -72,8 +73,8 @@ def _described(value: Value) -> str:
 
 
 def _sizes_that_divide(length: int) -> str:
-    fitting = [str(size) for size in range(2, min(length, 64) + 1) if length % size == 0]
-    return f", such as {' or '.join(fitting[:3])}" if fitting else ""
+    fitting = divisors(length)[:3]
+    return f", such as {' or '.join(map(str, fitting))}" if fitting else ""
 
 
 def connected(legal: Legal, starts: Cuts) -> dict[Value, set[Placement]]:

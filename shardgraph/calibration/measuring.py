@@ -22,7 +22,6 @@ from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.compiler import resolve_mesh
 from shardgraph.cost_models.cluster import FLOP_KINDS
-from shardgraph.cost_models.compute import causal_part
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
@@ -130,8 +129,7 @@ class Training:
         *operations, update = seconds
         for cost, taken in zip(self.step.costs, operations, strict=True):
             if cost.kind in FLOP_KINDS:
-                flops = cost.flops * (causal_part(cost.causal) if cost.causal else 1.0)
-                yield Sample(f"{cost.kind}/{cost.dtype}", flops, taken, cost.moved)
+                yield Sample(f"{cost.kind}/{cost.dtype}", cost.executed, taken, cost.moved)
             elif cost.kind != "free":
                 yield Sample(cost.kind, cost.moved, taken)
         count = len(self.parameters)
