@@ -25,6 +25,7 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
@@ -38,6 +39,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OutputType",
+    "PipelineStageBase",
     "as_placed",
     "ask_strategy",
     "autocast_state",

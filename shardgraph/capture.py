@@ -7,7 +7,7 @@ for by fake tensors while the module is traced, then put back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardgraph import _torch
 from shardgraph._torch import FakeTensorMode, OutputType, pytree
 from shardgraph.annotations import constrain
 from shardgraph.annotations.match import Annotated
-from shardgraph.errors import CaptureError
+from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import (
     Buffer,
     Gradient,
@@ -41,15 +41,36 @@ _LOSS_PREFIX = "model."
 
 
 class WithLoss(nn.Module):
-    """``loss_fn(model(*args, **kwargs), target)`` as one module, so that the loss is part of the graph."""
+    """``loss_fn(model(*args, **kwargs), target)`` as one module, so that the loss is part of the graph.
+
+    Without a ``target`` among the inputs ``loss_fn`` is given the output alone.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
 
-    def forward(self, *args: Any, target: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "target" not in kwargs:
+            return self.loss_fn(self.model(*args, **kwargs))
+        target = kwargs.pop("target")
         return self.loss_fn(self.model(*args, **kwargs), target)
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """The loss that a model returns as ``output.loss`` or ``output["loss"]``.
+
+    Raises:
+        ShardGraphError: it returns none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise ShardGraphError(
+            "train_step needs a loss: give shardgraph.compile a loss_fn(output, target) and train_step a target, or call "
+            "a model that returns its loss as output.loss with what that takes, such as labels"
+        )
+    return loss
 
 
 def capture(
@@ -64,7 +85,7 @@ def capture(
     """Trace ``model(*args, **kwargs)``, in its current mode, into a joint graph on ``device``.
 
     With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken
-    from ``kwargs``. Under ``torch.no_grad()``, or when nothing requires a gradient, the graph is
+    from ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing requires a gradient, the graph is
     the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``): only names, shapes and
     dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in the graph.
 

@@ -7,7 +7,7 @@ any number of ranks, because parameters are DTensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from shardgraph._torch import local_tensor
 from shardgraph.errors import CheckpointError, nearest
 
+Whole = Callable[[str, Tensor, bool], Tensor]
+
 
 class LoadedKeys(NamedTuple):
     """What ``strict=False`` passed over; the fields are named as those of ``nn.Module.load_state_dict``."""
@@ -29,10 +31,11 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, Tensor]:
     """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks.
 
-    All ranks must call it. Parameters are gathered one at a time, so that only rank 0 ever holds them all. The tensors
+    ``whole(name, tensor, keep)`` gives the whole of a tensor in CPU memory where it is to be kept; by default it is
+    gathered over the mesh that it lies on. All ranks must call it. Parameters are gathered one at a time, so that only rank 0 ever holds them all. The tensors
     are copies; names that are tied in ``module`` share one. What is no tensor (``get_extra_state``) is left out.
     """
     keep = _rank() == 0
@@ -40,13 +43,13 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     copies: dict[int, Tensor] = {}
     for name, tensor in _state(module).items():
         if id(tensor) not in copies:
-            copies[id(tensor)] = _gather(tensor, keep)
+            copies[id(tensor)] = gathered(tensor, keep) if whole is None else whole(name, tensor, keep)
         if keep:
             state[name] = copies[id(tensor)]
     return state
 
 
-def save_safetensors(module: nn.Module, path: str | Path) -> None:
+def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = None) -> None:
     """Write a file that the original, unsharded model loads with ``safetensors.torch.load_model(original, path)``.
 
     All ranks must call it; rank 0 writes and the others wait. Of tied names the file holds the first in
@@ -56,7 +59,7 @@ def save_safetensors(module: nn.Module, path: str | Path) -> None:
     Raises:
         CheckpointError: rank 0 could not write the file; on every rank.
     """
-    state = full_state_dict(module)
+    state = full_state_dict(module, whole)
     failure: list[str | None] = [None]
     if _rank() == 0:
         try:
@@ -103,7 +106,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
         )
     with torch.no_grad():
         for name, value in state.items():
-            if name in own:
+            if name in own and not own[name].is_meta:  # which is on the ranks of another pipeline stage
                 local_tensor(own[name]).copy_(_own_part(value.detach(), own[name]))
     return LoadedKeys(missing, unexpected)
 
@@ -136,13 +139,13 @@ def _rank() -> int:
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    # keep_vars: the parameters themselves, so that tied names are recognised.
-    state = module.state_dict(keep_vars=True)
+    # keep_vars: the parameters themselves, so that tied names are recognised. Also those of other pipeline stages.
+    state = nn.Module.state_dict(module, keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 @torch.no_grad()
-def _gather(tensor: Tensor, keep: bool) -> Tensor:
+def gathered(tensor: Tensor, keep: bool) -> Tensor:
     """A copy of the whole of ``tensor`` on the CPU; an empty tensor where it is not to be kept."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgraph._torch import ordered_gloo
@@ -31,17 +31,21 @@ from shardgraph.passes.rewrite.remove_constraints import RemoveConstraints
 from shardgraph.passes.rewrite.shard_operators import ShardOperators
 from shardgraph.passes.rewrite.shard_parameters import ShardParameters
 from shardgraph.passes.rewrite.split import split
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan, in_patterns
 from shardgraph.presets import preset
 from shardgraph.program import Program
 
-JOINT_PASSES: tuple[Pass, ...] = (
+WHOLE_PASSES: tuple[Pass, ...] = (
     RemoveConstraints(),  # annotated activations have their placements
     Recompute(),  # which values backward computes again, while modules are all that made them
+)
+RANK_PASSES: tuple[Pass, ...] = (
     ShardParameters(),  # whole parameters become shards and gathers
     ReduceGradients(),  # local gradients become their mean over ranks
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
+JOINT_PASSES = (*WHOLE_PASSES, *RANK_PASSES)
 HALF_PASSES: tuple[Pass, ...] = (OverlapCollectives(),)  # start gathers early, await reductions late
 
 STAGES = 5  # capture, rewrite, split, schedule, check: what a progress line counts
@@ -100,9 +104,14 @@ def lower(
     show("check")
     for half in (forward, backward):
         if half is not None:
-            check_waits(half)
-            check_program(half, plan.mesh)
+            check_half(half, plan)
     return Program(joint, forward, backward, plan, context.parameters, shapes, context)
+
+
+def check_half(half: fx.GraphModule, plan: Plan) -> None:
+    """Raise DeadlockError if the collectives of a graph could block for ever."""
+    check_waits(half)
+    check_program(half, plan.mesh)
 
 
 def placing_passes(plan: Plan) -> list[Pass]:
@@ -128,8 +137,10 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
 # -- which plan, on which mesh ---------------------------------------------------------------------
 
 
-def resolve_plan(plan: str | Path | Plan, mesh: Mesh) -> Plan:
+def resolve_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None = None) -> Plan:
     """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs.
+
+    ``pipeline`` says what a preset's pipeline is to be.
 
     Raises:
         PlanError: no such preset or file, or a plan made for another mesh.
@@ -139,12 +150,14 @@ def resolve_plan(plan: str | Path | Plan, mesh: Mesh) -> Plan:
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
         plan = Plan.load(plan)
     if isinstance(plan, str):
-        return preset(plan, mesh)
+        return preset(plan, mesh, pipeline)
+    if pipeline is not None:
+        raise PlanError("pipeline is for a plan that is asked for by name: this one says itself what its pipeline is")
     if not isinstance(plan, Plan):
         raise PlanError(f"a plan is a name, a Plan or the path of a plan file, and this is a {type(plan).__name__}")
-    if tuple(size for _, size in plan.mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
+    if tuple(size for _, size in plan.whole_mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
         raise PlanError(
-            f"plan {plan.name!r} is for the mesh {dict(plan.mesh)} ({plan.world_size} ranks), and this run has "
+            f"plan {plan.name!r} is for the mesh {dict(plan.whole_mesh)} ({plan.world_size} ranks), and this run has "
             f"{dict(mesh)} ("
             f"{math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan's mesh"
         )
@@ -176,7 +189,7 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
                 "the mesh has no dimension names: make it with init_device_mesh(..., mesh_dim_names=('dp',))"
             )
         return mesh
-    wanted = dict(mesh) if mesh is not None else dict(plan.mesh) if isinstance(plan, Plan) else None
+    wanted = dict(mesh) if mesh is not None else dict(plan.whole_mesh) if isinstance(plan, Plan) else None
     if not dist.is_initialized():
         if wanted and math.prod(wanted.values()) > 1:
             raise PlanError(
@@ -199,7 +212,7 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
 
 def _default_mesh(world: int, plan: str | Path | Plan) -> dict[str, int]:
     if plan != "hsdp":
-        return {"dp": world}
+        return {"pp" if plan == "pp" else "dp": world}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node or world == per_node:
         raise PlanError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph.agreement import Agreement
 from shardgraph.analyze import resolve_cluster
 from shardgraph.annotations.annotate import annotated, remembered
-from shardgraph.capture import capture
+from shardgraph.capture import capture, own_loss
 from shardgraph.compiler import place_operators, resolve_mesh, resolve_plan
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError, ShardGraphError
@@ -23,8 +23,16 @@ from shardgraph.materialize import is_meta, materialize
 from shardgraph.mesh import Mesh
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
+from shardgraph.pipeline.module import PipelinedModule
+from shardgraph.pipeline.placing import place_pipeline
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.planner import choose_plan, plans_of, plans_on
+
+Owners = Mapping[str, tuple[int, ...]]
+"""The pipeline stages that use each parameter; empty without a pipeline."""
+
+_Found = TypeVar("_Found")
 
 
 def compile(
@@ -34,6 +42,7 @@ def compile(
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | Mapping[str, int] | None = None,
+    pipeline: Pipeline | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     backend: str = "eager",
     cluster: Cluster | str | Path | None = None,
@@ -51,12 +60,14 @@ def compile(
             checkpoint.
         plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``; ``"tp"``,
             ``"tp+sp"``, ``"cp"`` and ``"ep"``, also after one of these, as in ``"fsdp+tp"``), ``"auto"``, a
-            :class:`Plan`, or the path of a plan file (``.yaml``).
+            :class:`Plan`, or the path of a plan file (``.yaml``). With ``"pp"`` before any of these, as in ``"pp+fsdp"``,
+            ranks along the outermost axis have different stages of the model.
         example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or
             with ``example_kwargs``, compilation happens now. Otherwise at the first call. A plan that divides operators
             or experts and leaves it to be found where parameters lie (``"tp"``, ``"ep"``) needs them.
         example_kwargs: keyword inputs likewise.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
+        pipeline: of a preset with ``"pp"``: microbatches, schedule, stages and checkpointing.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
         cluster: what ``plan="auto"`` prices plans by, as for :func:`shardgraph.analyze`; None: this machine. Without
@@ -82,14 +93,14 @@ def compile(
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
-    if dist.is_initialized() and device_mesh is not None:
-        inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs)
-        plan = _placed(model, plan, axes, inputs, loss_fn, agreement)
-    chosen, entries = _agree_on_plan(agreement, plan, axes, model)
+    inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
+    placed, owners = _placed(model, plan, axes, pipeline, inputs, loss_fn, agreement)
+    chosen, entries = _agree_on_plan(agreement, placed, axes, pipeline, model)
     device = _device(device_mesh, model)
 
-    shared = device_mesh if chosen.mesh else None
-    _shard_parameters(model, entries, shared, device, initialize)
+    shared = device_mesh if chosen.whole_mesh else None
+    stages = _Stages(chosen, shared, owners)
+    _shard_parameters(model, entries, stages, device, initialize)
     for module in model.modules():
         for key, value in module._buffers.items():
             if value is not None:
@@ -97,11 +108,13 @@ def compile(
 
     if automatic and (device_mesh is None or device_mesh.get_rank() == 0):
         print(f"shardgraph: {chosen}", flush=True)
-    sharded = ShardedModule(
-        model, chosen, shared, device=device, loss_fn=loss_fn, agreement=agreement, progress=progress
-    )
-    if example_inputs is not None or example_kwargs is not None:
-        sharded.compile_for(*(example_inputs or ()), **(example_kwargs or {}))
+    common: dict[str, Any] = dict(device=device, loss_fn=loss_fn, agreement=agreement, progress=progress)
+    if chosen.pipeline is not None:
+        sharded: ShardedModule = PipelinedModule(model, chosen, shared, stage_mesh=stages.mesh, owners=owners, **common)
+    else:
+        sharded = ShardedModule(model, chosen, shared, **common)
+    if inputs is not None:
+        sharded.compile_for(*inputs[0], **inputs[1])
     return sharded
 
 
@@ -109,36 +122,48 @@ def _placed(
     model: nn.Module,
     plan: str | Path | Plan,
     axes: Mesh,
-    inputs: tuple[tuple[Any, ...], Mapping[str, Any] | None] | None,
+    pipeline: Pipeline | None,
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
     loss_fn: Callable[..., torch.Tensor] | None,
     agreement: Agreement,
-) -> str | Path | Plan:
-    """The plan with a placement for every parameter that it leaves to be found, as rank 0 finds it."""
+) -> tuple[str | Path | Plan, Owners]:
+    """The plan with a placement for every parameter that it leaves to be found, as rank 0 finds it.
+
+    Of a pipeline also where stages begin, and beside the plan which stages use each parameter.
+    """
     try:
-        chosen, shapes = annotated(resolve_plan(plan, axes), model), named_shapes(model)
-        if not chosen.undecided(shapes):
-            return plan
+        chosen, shapes = annotated(resolve_plan(plan, axes, pipeline), model), named_shapes(model)
+        if chosen.pipeline is None and (not chosen.undecided(shapes) or not dist.is_initialized()):
+            return plan, {}
     except ShardGraphError:
-        return plan  # all ranks are told of it together when they agree on the plan
+        return plan, {}  # all ranks are told of it together when they agree on the plan
     if inputs is None:
+        what = "where stages begin and parameters lie" if chosen.pipeline else "where parameters lie"
         raise PlanError(
-            f"plan {chosen.name!r} finds where parameters lie by what is computed with them: give example_inputs or "
+            f"plan {chosen.name!r} finds {what} by what is computed with them: give example_inputs or "
             "example_kwargs, or a plan that says where they lie (sharded.plan.save(path) of an earlier run writes one)"
+            if chosen.pipeline is None
+            else f"plan {chosen.name!r} finds {what} by what is computed: give example_inputs or example_kwargs"
         )
     args, kwargs = inputs
     agreement.agree("the plan", chosen.to_yaml())
 
-    def find() -> Plan:
-        loss = loss_fn if "target" in (kwargs or {}) else None
+    def find() -> tuple[Plan, Owners]:
         cpu = torch.device("cpu")
-        joint = capture(model, args, dict(kwargs or {}), device=cpu, loss_fn=loss, annotations=chosen.annotations)
-        return place_operators(joint, chosen, shapes)
+        if chosen.pipeline is not None:
+            loss = (loss_fn if "target" in kwargs else own_loss) if model.training else None
+            return place_pipeline(model, chosen, args, dict(kwargs), loss)
+        loss = loss_fn if "target" in kwargs else None
+        joint = capture(model, args, dict(kwargs), device=cpu, loss_fn=loss, annotations=chosen.annotations)
+        return place_operators(joint, chosen, shapes), {}
 
     return _from_first_rank(find)
 
 
-def _from_first_rank(find: Callable[[], Plan]) -> Plan:
+def _from_first_rank(find: Callable[[], _Found]) -> _Found:
     """What ``find`` gives on rank 0, or its error, on every rank."""
+    if not dist.is_initialized():
+        return find()
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -174,12 +199,12 @@ def _fastest(
 
 
 def _agree_on_plan(
-    agreement: Agreement, plan: str | Path | Plan, axes: tuple[tuple[str, int], ...], model: nn.Module
+    agreement: Agreement, plan: str | Path | Plan, axes: Mesh, pipeline: Pipeline | None, model: nn.Module
 ) -> tuple[Plan, dict[str, ParameterPlan]]:
     """The plan and its entries, once all ranks have the same; a rank that has none tells the others."""
     text, error = "", None
     try:
-        chosen = annotated(resolve_plan(plan, axes), model)
+        chosen = annotated(resolve_plan(plan, axes, None if isinstance(plan, Plan) else pipeline), model)
         entries = chosen.resolve(named_shapes(model))
         text = _fingerprint(model, chosen)
     except ShardGraphError as failure:
@@ -195,23 +220,47 @@ def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:
     return real or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+class _Stages:
+    """Which parameters this rank has, and the mesh that they lie on: all of them and ``mesh``, without a pipeline."""
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh | None, owners: Owners) -> None:
+        self.mesh, self._pipeline, self._owners = mesh, plan.pipeline, owners
+        if plan.pipeline is not None and mesh is not None:
+            self._place, self._group = mesh.get_local_rank(plan.pipeline.axis), mesh.get_group(plan.pipeline.axis)
+            self.mesh = mesh[plan.axes] if plan.axes else None
+
+    def has(self, fqn: str) -> bool:
+        """Whether a stage of this rank uses the parameter."""
+        if self._pipeline is None or self._pipeline.ranks == 1:
+            return True
+        return self._place in map(self._pipeline.rank_of, self._owners[fqn])
+
+    def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
+        """``whole`` as the ranks have it that have the parameter, on every rank."""
+        if self._pipeline is not None and self._pipeline.ranks > 1:
+            first = self._pipeline.rank_of(self._owners[fqn][0])
+            dist.broadcast(whole, src=dist.get_global_rank(self._group, first), group=self._group)
+        return whole
+
+
 def _shard_parameters(
-    model: nn.Module,
-    entries: Mapping[str, ParameterPlan],
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    initialize: bool,
+    model: nn.Module, entries: Mapping[str, ParameterPlan], stages: _Stages, device: torch.device, initialize: bool
 ) -> None:
     """Replace every parameter by this rank's part of it; what is on ``meta`` is initialised on the way."""
-    shapes = named_shapes(model)
+    shapes, mesh = named_shapes(model), stages.mesh
+    dtypes = {fqn: parameter.dtype for fqn, parameter in model.named_parameters()}
     shards: dict[str, torch.Tensor] = {}
 
     def store(fqn: str, full: torch.Tensor) -> None:
-        shards[fqn] = cut_shard(full.detach(), entries[fqn], mesh, device)
+        shards[fqn] = (
+            cut_shard(full.detach(), entries[fqn], mesh, device) if stages.has(fqn) else full.detach().to("meta")
+        )
 
     def fetch(fqn: str) -> torch.Tensor:
+        if not stages.has(fqn):
+            return stages.on_all(fqn, torch.empty(shapes[fqn], dtype=dtypes[fqn], device=device))
         whole = shards[fqn] if mesh is None else as_dtensor(shards[fqn], entries[fqn], shapes[fqn], mesh).full_tensor()
-        return whole.clone()
+        return stages.on_all(fqn, whole.clone())
 
     if initialize and is_meta(model):
         materialize(model, device, store=store, fetch=fetch)
@@ -219,7 +268,7 @@ def _shard_parameters(
     for fqn, parameter in list(model.named_parameters()):
         if fqn not in shards:
             store(fqn, parameter)
-        slots.place(fqn, shards.pop(fqn), entries[fqn], mesh)
+        slots.place(fqn, shards.pop(fqn), entries[fqn], mesh if stages.has(fqn) else None)
 
 
 def _fingerprint(model: nn.Module, plan: Plan) -> str:

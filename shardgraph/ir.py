@@ -92,7 +92,48 @@ class Accumulated:
     of: Parameter
 
 
-Role = Parameter | Buffer | Input | Tangent | Saved | Output | IntermediateBase | Mutation | Gradient | Accumulated
+@dataclass(frozen=True)
+class Gathered:
+    """The whole parameter ``fqn``, gathered once for all microbatches of a step."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """The ``index``-th value that a pipeline stage gives the next in forward: a result of the one, an input of the
+    other."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The ``index``-th value that a pipeline stage gives the one before in backward, where it is as a tangent."""
+
+    index: int
+
+
+Role = (
+    Parameter
+    | Buffer
+    | Input
+    | Tangent
+    | Saved
+    | Output
+    | IntermediateBase
+    | Mutation
+    | Gradient
+    | Accumulated
+    | Gathered
+    | Forwarded
+    | Returned
+)
+
+
+def of_backward(role: Role | None) -> bool:
+    """Whether an input or a result with this role is backward's and not forward's."""
+    return isinstance(role, (Tangent, Gradient, Returned))
 
 
 def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardgraph import _torch, checkpoint
 from shardgraph._torch import pytree
 from shardgraph.agreement import Agreement
+from shardgraph.capture import own_loss
 from shardgraph.compiler import STAGES, build_program
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.plan import Plan
@@ -56,8 +58,8 @@ class ShardedModule(nn.Module):
         self._agreement = agreement
         self._progress = progress
         self._state = State(model, mesh, {}, device)
-        self._programs: OrderedDict[Any, Executable] = OrderedDict()
-        self._latest: tuple[Any, Executable] | None = None
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
+        self._latest: tuple[list[Any], list[Any]] | None = None
         self._numbers = _Numbers()
         self._sync = True
 
@@ -79,21 +81,41 @@ class ShardedModule(nn.Module):
         """What the original's forward returns, for this rank's part of the batch."""
         return self._run(args, kwargs, None)
 
-    def train_step(self, *args: Any, target: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward, ``loss_fn(output, target)`` and backward; returns this rank's loss, detached.
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward, the loss and backward; returns this rank's loss, detached.
 
-        Gradients are added to ``parameter.grad``; the optimizer step is the caller's.
+        Gradients are added to ``parameter.grad``; the optimizer step is the caller's. The loss is ``loss_fn(output,
+        target)`` of what :func:`shardgraph.compile` was given, with ``target`` among the keyword arguments here; of a
+        model that returns its own as ``output.loss``, that.
 
         Raises:
-            ShardGraphError: the module was compiled without ``loss_fn``.
+            ShardGraphError: there is neither, or a ``target`` for no ``loss_fn``.
         """
-        if self.loss_fn is None:
-            raise ShardGraphError(
-                "train_step needs the loss in the program: give shardgraph.compile a loss_fn(output, target)"
-            )
-        loss = self._run(args, {**kwargs, "target": target}, self.loss_fn)
+        loss = self._run(args, kwargs, self._loss_of(kwargs))
         loss.backward()
         return loss.detach()
+
+    def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+        """What makes the loss of a training step with these keyword arguments."""
+        if "target" not in kwargs:
+            if self.loss_fn is None:
+                return own_loss
+            raise ShardGraphError("train_step needs the target of loss_fn(output, target): give it target=...")
+        if self.loss_fn is None:
+            raise ShardGraphError(
+                "train_step has a target and no loss to make of it: give shardgraph.compile a loss_fn(output, target)"
+            )
+        return self.loss_fn
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients down to a total norm of at most ``max_norm``; returns the norm that they had.
+
+        As ``torch.nn.utils.clip_grad_norm_``, over all ranks and all pipeline stages. All ranks must call it.
+        """
+        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,22 +143,31 @@ class ShardedModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self._executable(leaves, spec, self.loss_fn if "target" in kwargs else None)
 
-    def _executable(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Executable:
-        self._numbers.see(leaves, spec)
-        key = self._key(self._numbers.lift(leaves, spec), spec, loss_fn)
-        if self._latest is not None and self._latest[0] == key:
+    def _executable(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
+        (executable,) = self._executables([leaves], spec, loss_fn)
+        return executable
+
+    def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
+        """What runs calls with these flattened inputs, all of one structure; compiled where it is not yet."""
+        for leaves in calls:
+            self._numbers.see(leaves, spec)
+        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn) for leaves in calls]
+        if self._latest is not None and self._latest[0] == keys:
             return self._latest[1]
         # Ranks change programs together or not at all: one that went on alone would block the others.
-        self._agreement.agree("the inputs of a call (shapes, dtypes, mode)", _describe(key))
-        if key not in self._programs:
-            self._programs[key] = self._compile(leaves, spec, loss_fn)
-            if len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
-        self._latest = (key, self._programs[key])
-        return self._programs[key]
+        self._agreement.agree(
+            "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
+        )
+        for key, leaves in zip(keys, calls, strict=True):
+            if key not in self._programs:
+                self._programs[key] = self._compile(leaves, spec, loss_fn)
+                if len(self._programs) > _MAX_PROGRAMS:
+                    self._programs.popitem(last=False)
+            self._programs.move_to_end(key)
+        self._latest = keys, [self._programs[key] for key in keys]
+        return self._latest[1]
 
-    def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Executable:
+    def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
         model, text = self.__dict__["original"], ""
         error: Exception | None = None
         try:
@@ -147,12 +178,16 @@ class ShardedModule(nn.Module):
             error = failure
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
+        return self._bound(program)
+
+    def _bound(self, program: Any) -> Any:
+        """What this rank runs of a program."""
         return Executable(program, self._state)
 
     def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
         def build(values: list[Any]) -> Any:
             args, kwargs = pytree.tree_unflatten(values, spec)
-            return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
+            return self._program(model, args, kwargs, loss_fn, show)
 
         lifted = self._numbers.lift(leaves, spec)
         try:
@@ -161,6 +196,9 @@ class ShardedModule(nn.Module):
             if not self._numbers.give_up(spec):
                 raise
             return build(leaves)  # the number decides shapes or control flow: a constant after all
+
+    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
+        return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
 
     def _key(self, leaves: list[Any], spec: Any, loss_fn: Any) -> tuple[Any, ...]:
         model = self.__dict__["original"]
@@ -193,12 +231,12 @@ class ShardedModule(nn.Module):
         """The latest program: its graphs as all ranks have them, and its plan."""
         return self._compiled().program
 
-    def _compiled(self) -> Executable:
+    def _compiled(self) -> Any:
         if self._latest is None:
             raise ShardGraphError(
                 "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"
             )
-        return self._latest[1]
+        return self._latest[1][0]
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -223,11 +261,15 @@ class ShardedModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
-        return checkpoint.full_state_dict(self)
+        return checkpoint.full_state_dict(self, self._whole())
+
+    def _whole(self) -> checkpoint.Whole | None:
+        """How the whole of a tensor is had on rank 0; None: from the mesh that it lies on."""
+        return None
 
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
-        checkpoint.save_safetensors(self, path)
+        checkpoint.save_safetensors(self, path, self._whole())
 
 
 def _describe(key: tuple[Any, ...]) -> str:

@@ -26,6 +26,12 @@ instead of each having a batch of its own::
       - {'model.layers.*.mlp.up_proj.weight': "shard(0, 'tp')"}
       - {'model.layers.*': recompute()}
 
+``pipeline`` cuts the model into stages, of which ranks along an axis of its own have one or more each; ``mesh`` is then
+the mesh of a stage::
+
+    mesh: {dp: 2}
+    pipeline: {ranks: 2, schedule: 1f1b, microbatches: 8, stages: [model.layers.4]}
+
 ``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
 
     mesh: {dp: 2, ep: 4}
@@ -42,7 +48,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -61,6 +67,7 @@ from shardgraph.parameter_plan import (
     unsharded,
     without_shards_of_blocks,
 )
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.sizes import divisors, format_bytes, format_seconds
 
 SCHEMA = 1
@@ -89,7 +96,8 @@ class Plan:
     """A partition plan; see the module's text for its YAML form.
 
     ``mesh``
-        ``(axis name, size)`` pairs, outermost first; empty for one process without a group.
+        ``(axis name, size)`` pairs, outermost first; empty for one process without a group. Of a pipeline it is the mesh
+        of a stage.
     ``parameters``
         ``(pattern, ParameterPlan)`` pairs; the last matching pattern wins.
     ``operators``
@@ -98,6 +106,8 @@ class Plan:
         With ``"context"`` nothing but sequences is cut, and parameters are ``"replicate"`` along the axis.
     ``experts``
         The axis whose ranks, each with a batch of its own, divide the experts among them; ``""`` for none.
+    ``pipeline``
+        The stages and schedule of a pipeline, whose axis is outside of ``mesh``; None for none.
     ``prefetch``
         How many parameter gathers may be under way ahead of the computation that needs them, and how
         many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
@@ -117,6 +127,7 @@ class Plan:
     operators: tuple[tuple[str, str], ...] = ()
     annotations: tuple[Annotated, ...] = ()
     experts: str = ""
+    pipeline: Pipeline | None = None
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -127,7 +138,17 @@ class Plan:
     @property
     def world_size(self) -> int:
         """How many ranks the plan is for."""
-        return math.prod(size for _, size in self.mesh)
+        return math.prod(size for _, size in self.whole_mesh)
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all ranks: that of a stage, and outermost the axis of the pipeline."""
+        return ((self.pipeline.axis, self.pipeline.ranks), *self.mesh) if self.pipeline else self.mesh
+
+    @property
+    def of_stage(self) -> Plan:
+        """What the plan says of the ranks of one stage."""
+        return replace(self, pipeline=None)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -247,8 +268,10 @@ class Plan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh) or "one process"
+        mesh = " x ".join(f"{name}={size}" for name, size in self.whole_mesh) or "one process"
         lines = [f"plan {self.name} on {mesh}, prefetch {self.prefetch}" + (f": {self.note}" if self.note else "")]
+        if self.pipeline:
+            lines.append(f"  pipeline {self.pipeline}")
         width = max((len(pattern) for pattern, _ in self.parameters), default=0)
         for pattern, entry in self.parameters:
             where = ", ".join(f"{p} over {axis}" for p, axis in zip(entry.placements, self.axes, strict=True))
@@ -374,6 +397,8 @@ def _check_plan(plan: Plan) -> None:
             refuse("operators", axis, f"an axis of the mesh {dict(plan.mesh)}")
         if style not in _STYLES:
             refuse(f"operators.{axis}", style, " or ".join(map(repr, _STYLES)))
+    if plan.pipeline and plan.pipeline.axis in plan.axes:
+        refuse("pipeline.axis", plan.pipeline.axis, "an axis outside of the mesh, which is that of a stage")
     if plan.experts and plan.experts not in plan.axes:
         refuse("experts", plan.experts, f"an axis of the mesh {dict(plan.mesh)}")
     if plan.experts and plan.operators:

@@ -13,6 +13,7 @@ from shardgraph.annotations.match import Annotated
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
 from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
+from shardgraph.pipeline_plan import CHECKPOINTS, SCHEDULES, Pipeline
 from shardgraph.plan import GRADIENTS, SCHEMA, Candidate, Plan
 
 
@@ -27,6 +28,7 @@ def written_plan(plan: Plan) -> str:
         "operators": dict(plan.operators),
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan.annotations],
         "experts": plan.experts,
+        "pipeline": _written_pipeline(plan.pipeline) if plan.pipeline else None,
         "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in plan.considered],
         "parameters": {
             pattern: {
@@ -37,9 +39,14 @@ def written_plan(plan: Plan) -> str:
             for pattern, entry in plan.parameters
         },
     }
-    optional = ("considered", "operators", "experts", "annotations")
+    optional = ("considered", "operators", "experts", "pipeline", "annotations")
     data = {key: value for key, value in data.items() if key not in optional or value}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def _written_pipeline(pipeline: Pipeline) -> dict[str, Any]:
+    data = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(pipeline).items()}
+    return {key: value for key, value in data.items() if value != [] and (key, value) != ("axis", "pp")}
 
 
 def read_plan(text: str, source: str) -> Plan:
@@ -85,6 +92,8 @@ def _from_data(data: Any, source: str) -> Plan:
         fields = take(value, f"considered.{i}", Candidate, _CANDIDATE_FIELDS)
         considered.append(Candidate(**{**fields, "mesh": _mesh(fields["mesh"])}))
     changed = {"mesh": _mesh(top["mesh"]), "parameters": tuple(entries), "considered": tuple(considered)}
+    if "pipeline" in top:
+        changed["pipeline"] = Pipeline(**take(top["pipeline"], "pipeline", Pipeline, _PIPELINE_FIELDS))
     if "operators" in top:
         changed["operators"] = tuple((str(axis), style) for axis, style in top["operators"].items())
     if "annotations" in top:
@@ -114,6 +123,7 @@ _PLAN_FIELDS = {
     "prefetch": (int, "a whole number from 0"),
     "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
     "experts": (str, "the mesh axis that divides experts"),
+    "pipeline": (dict, "a mapping of ranks, schedule, microbatches and stages"),
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
@@ -122,6 +132,15 @@ _PARAMETER_FIELDS = {
     "placements": (list, f"a list of {REPLICATE!r}, {SHARD!r}, 'split(d)' or {AUTO!r}, one for each mesh axis"),
     "gradient": (str, " or ".join(map(repr, GRADIENTS))),
     "reshard_after_forward": (bool, "true or false"),
+}
+_PIPELINE_FIELDS = {
+    "ranks": (int, "a whole number from 1"),
+    "schedule": (str, " or ".join(map(repr, SCHEDULES))),
+    "microbatches": (int, "a whole number from 0"),
+    "stages": (list, "a list of the modules with which stages begin"),
+    "balance": (list, "a list of how many layers each stage has"),
+    "checkpoint": (str, " or ".join(map(repr, CHECKPOINTS))),
+    "axis": (str, "the name of a mesh axis"),
 }
 _CANDIDATE_FIELDS = {
     "name": (str, "a text"),
@@ -135,4 +154,5 @@ _REQUIRED: dict[type, set[str]] = {
     Candidate: set(_CANDIDATE_FIELDS) - {"batches"},
     Plan: {"schema", "name", "mesh", "parameters"},
     ParameterPlan: {"placements"},
+    Pipeline: {"ranks"},
 }

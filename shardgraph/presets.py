@@ -13,6 +13,7 @@ from dataclasses import replace
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
 from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan
 
 
@@ -57,18 +58,24 @@ PRESETS: dict[str, Callable[[Mesh], Plan]] = {
 }
 
 
-def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
+def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None = None) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
 
     ``"tp"`` divides operators along the axis ``tp``, or the only one; ``"tp+sp"`` also cuts what lies between them
     along the sequence. ``"cp"`` cuts sequences and nothing else along the axis ``cp``, ``"ep"`` divides experts along
     the axis ``ep``, or each the only one. They go with a plan for the other axes, and some with each other:
-    ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``. Alone they are ``ddp`` there.
+    ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``. Alone they are ``ddp`` there. Any of all these may
+    follow ``"pp"``, which cuts the model into stages along the axis ``pp``, or the only one, as ``pipeline`` says:
+    ``"pp"``, ``"pp+fsdp"``, ``"pp+fsdp+tp"``.
 
     Raises:
         PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
+    if name.split("+")[0] == "pp":
+        return _pipelined(name, axes, pipeline or Pipeline())
+    if pipeline is not None:
+        raise PlanError(f"plan {name!r} has no pipeline: ask for 'pp+{name}', with an axis 'pp' in the mesh")
     for dividing, styles in DIVIDING.items():
         data = name.removesuffix(dividing).removesuffix("+")
         if name == dividing or (name == f"{data}+{dividing}" and data in PRESETS):
@@ -76,10 +83,35 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh) -> Plan:
     if name not in PRESETS:
         raise PlanError(
             f"there is no plan called {name!r}{nearest(name, [*PRESETS, *DIVIDING])}; the plans are "
-            f"{', '.join(PRESETS)}, {', '.join(map(repr, DIVIDING))} (also after one of these, as in 'fsdp+tp'), "
+            f"{', '.join(PRESETS)}, {', '.join(map(repr, DIVIDING))} (also after one of these, as in 'fsdp+tp'), 'pp' "
+            "(also before any of these, as in 'pp+fsdp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     return PRESETS[name](axes)
+
+
+def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
+    """The rest of ``name`` on the axes beside the pipeline's."""
+    inside = name.removeprefix("pp").removeprefix("+")
+    if len(mesh) == 1:
+        pipeline = replace(pipeline, axis=mesh[0][0])
+    if mesh and pipeline.axis not in dict(mesh):
+        raise PlanError(
+            f"plan {name!r} puts stages along the axis {pipeline.axis!r}, and the mesh is {dict(mesh)}: call one of its "
+            f"axes {pipeline.axis!r}, such as mesh={{{pipeline.axis!r}: 2, 'dp': 4}}"
+        )
+    rest = tuple((axis, size) for axis, size in mesh if axis != pipeline.axis)
+    if mesh and mesh[0][0] != pipeline.axis:
+        raise PlanError(
+            f"the axis {pipeline.axis!r} of a pipeline is the outermost, since its ranks send least: give mesh="
+            f"{dict(((pipeline.axis, dict(mesh)[pipeline.axis]), *rest))}"
+        )
+    if inside and mesh and not rest:
+        raise PlanError(
+            f"plan {name!r} needs an axis for {inside!r} beside {pipeline.axis!r}, and the mesh is {dict(mesh)}"
+        )
+    plan = preset(inside or ("ddp" if rest else "single"), rest)
+    return replace(plan, name=name, pipeline=replace(pipeline, ranks=dict(mesh).get(pipeline.axis, 1)))
 
 
 DIVIDING = {

@@ -125,8 +125,8 @@ class Executable:
 
     def __init__(self, program: Program, state: State) -> None:
         self.program, self.state = program, state
-        self.forward = _Bound(program.forward, state.mesh)
-        self._backwards: dict[tuple[str, frozenset[Tangent]], _Bound] = {}
+        self.forward = Bound(program.forward, state.mesh)
+        self._backwards: dict[tuple[str, frozenset[Tangent]], Bound] = {}
 
     @cached_property
     def through_autograd(self) -> list[int]:
@@ -138,11 +138,11 @@ class Executable:
 
         return [i for i, (role, value) in enumerate(self.forward.gives) if passes(role, value)]
 
-    def backward(self, name: str, absent: frozenset[Tangent] = frozenset()) -> _Bound:
+    def backward(self, name: str, absent: frozenset[Tangent] = frozenset()) -> Bound:
         """The bound backward variant; see :meth:`Program.backward_variant`."""
         if (name, absent) not in self._backwards:
             variant = self.program.backward_variant(name, absent)
-            self._backwards[name, absent] = _Bound(variant, self.state.mesh)
+            self._backwards[name, absent] = Bound(variant, self.state.mesh)
         return self._backwards[name, absent]
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
@@ -174,15 +174,20 @@ class Executable:
 
     def _rebuild(self, results: list[Any], leaves: Sequence[Any]) -> Any:
         by_role = {role: value for (role, _), value in zip(self.forward.gives, results, strict=True)}
-        values = {role.index: value for role, value in by_role.items() if isinstance(role, Output)}
-        for index, alias in self.program.aliases.items():
-            base = leaves[alias.base.index] if isinstance(alias.base, Input) else by_role.get(alias.base)
-            base = self.state.value(alias.base, leaves) if isinstance(alias.base, Buffer) else base
-            if alias.size is None:
-                values[index] = base
-            else:
-                values[index] = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
-        return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.out_spec)
+        return rebuild(self.program, by_role, leaves, self.state)
+
+
+def rebuild(program: Any, by_role: Mapping[Any, Any], leaves: Sequence[Any], state: State) -> Any:
+    """What the model returns, from the results of its program by role."""
+    values = {role.index: value for role, value in by_role.items() if isinstance(role, Output)}
+    for index, alias in program.aliases.items():
+        base = leaves[alias.base.index] if isinstance(alias.base, Input) else by_role.get(alias.base)
+        base = state.value(alias.base, leaves) if isinstance(alias.base, Buffer) else base
+        if alias.size is None:
+            values[index] = base
+        else:
+            values[index] = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+    return pytree.tree_unflatten([values[i] for i in range(len(values))], program.out_spec)
 
 
 def mesh_rank(mesh: DeviceMesh) -> int:
@@ -193,7 +198,7 @@ def mesh_rank(mesh: DeviceMesh) -> int:
     return rank
 
 
-class _Bound:
+class Bound:
     """One graph bound to this rank, called with a list that it empties."""
 
     def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None) -> None:

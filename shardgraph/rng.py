@@ -16,7 +16,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of data-parallel ``rank`` in a step whose common draw was ``seed``; rank 0 keeps it."""
+    """The seed of data-parallel ``rank`` (or of any other that draws by itself) in a step whose common draw was ``seed``; rank 0 keeps it."""
     return (seed + _GOLDEN * rank) % 2**63
 
 
@@ -30,8 +30,22 @@ def rank_generator(rank: int, world_size: int, device: torch.device) -> Iterator
     if world_size == 1:
         yield
         return
-    common = int(torch.randint(2**62, (), device="cpu").item())
+    with seeded(rank_seed(common_draw(), rank), device):
+        yield
+
+
+def common_draw() -> int:
+    """A number from the default generator: the same on every rank, as they are seeded alike."""
+    return int(torch.randint(2**62, (), device="cpu").item())
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Run the body with ``device``'s (and the CPU's) generator seeded, and put it back; None leaves it as it is."""
+    if seed is None:
+        yield
+        return
     accelerators = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
-        torch.manual_seed(rank_seed(common, rank))
+        torch.manual_seed(seed)
         yield

@@ -8,7 +8,8 @@ is what data parallelism means. The emitted program runs on all ranks in lockste
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from shardgraph._torch import pytree
 from shardgraph.annotations.annotate import annotated
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
+from shardgraph.capture import capture
 from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import (
@@ -34,11 +36,19 @@ from shardgraph.ir import (
     placeholders,
 )
 from shardgraph.mesh import coordinates
-from shardgraph.parameters import part_of
+from shardgraph.parameters import named_shapes, part_of
+from shardgraph.pipeline.lockstep import LockstepStep
+from shardgraph.pipeline.microbatches import batch_size, microbatches, shares
+from shardgraph.pipeline.placing import place_stages
+from shardgraph.pipeline.program import PipelineProgram, lower_pipeline
+from shardgraph.pipeline.statistics import combined
 from shardgraph.plan import Plan
 from shardgraph.program import Program
 from shardgraph.rng import rank_generator
 from shardgraph.simulate import run_lockstep
+
+Step = tuple[list[list[tuple[Any, torch.Tensor]]], list[dict[str, torch.Tensor]] | None, dict[str, torch.Tensor]]
+"""Of a step: ``(output, loss)`` of each rank's microbatches, each rank's gradients by name, and buffers."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _NOISE = 1e-5  # of the model's largest gradient: below it a gradient is rounding, and Adam makes noise of it
@@ -140,8 +150,9 @@ def verify(
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
     chosen = annotated(_plan(plan, world_size, mesh), model)
     parts, batch = _cut_batch(call, chosen.data_size)
-    program = build_program(original, chosen, *parts[0])
-    run = _Comparison(original, program, parts, loss_fn or default_loss, seed, exact=fp64)
+    cut = [_microbatches(part, chosen) for part in parts]
+    chosen, programs = _programs(original, chosen, cut[0])
+    run = _Comparison(original, chosen, programs, cut, loss_fn or default_loss, seed, exact=fp64)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     limit = tolerance if tolerance is not None else _default_tolerance(original, fp64)
     divergence = run.train(make, steps, limit)
@@ -172,6 +183,24 @@ def _default_tolerance(model: nn.Module, fp64: bool) -> float:
     return max((_TOLERANCES.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
 
 
+def _microbatches(part: Any, plan: Plan) -> list[Any]:
+    """What a step does one after the other of a rank's part of the batch."""
+    return [part] if plan.pipeline is None else microbatches(part, plan.pipeline.parts)
+
+
+def _programs(model: nn.Module, plan: Plan, parts: list[Any]) -> tuple[Plan, list[Program] | list[PipelineProgram]]:
+    """The program of each microbatch; the plan, once the stages are found that it leaves open."""
+    if plan.pipeline is None:
+        return plan, [build_program(model, plan, *parts[0])]
+    shapes, built = named_shapes(model), {}
+    for part in parts:
+        if (size := batch_size(part)) not in built:
+            joint = capture(model, *part, device=_CPU, annotations=plan.annotations)
+            plan = place_stages(joint, plan, shapes)
+            built[size] = lower_pipeline(joint, plan, shapes)
+    return plan, [built[batch_size(part)] for part in parts]
+
+
 def _cut_batch(call: Any, ranks: int) -> tuple[list[Any], str]:
     sizes = {leaf.shape[:1] for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)}
     rows = next(iter(sizes))[0] if len(sizes) == 1 and next(iter(sizes)) else 0
@@ -185,13 +214,23 @@ class _Comparison:
     """The original and the program, trained side by side."""
 
     def __init__(
-        self, original: nn.Module, program: Program, parts: list[Any], loss_fn: Any, seed: int, *, exact: bool
+        self,
+        original: nn.Module,
+        plan: Plan,
+        programs: Sequence[Program] | Sequence[PipelineProgram],
+        parts: list[list[Any]],
+        loss_fn: Any,
+        seed: int,
+        *,
+        exact: bool,
     ) -> None:
-        self.original, self.program, self.parts = original, program, parts
+        self.original, self.programs, self.parts = original, programs, parts
+        self.parameters, self.shapes = programs[0].parameters, programs[0].shapes
         self.loss_fn, self.seed, self.exact = loss_fn, seed, exact
-        self.mesh, self.world = program.plan.mesh, program.plan.world_size
-        self.batches = program.plan.data_size
-        self.batch_of = [program.plan.data_rank(rank) for rank in range(self.world)]
+        self.mesh, self.world = plan.mesh, math.prod(size for _, size in plan.mesh)
+        self.batches = plan.data_size
+        self.batch_of = [plan.data_rank(rank) for rank in range(self.world)]
+        self.shares = shares(parts[0])
         self.shards = [self._cut(rank) for rank in range(self.world)]
         self.buffers = {name: buffer.clone() for name, buffer in _tensors(original).items()}
         self.noise: dict[str, torch.Tensor] = {}
@@ -202,14 +241,14 @@ class _Comparison:
     def _cut(self, rank: int) -> dict[str, torch.Tensor]:
         shards = {}
         for fqn, parameter in self.original.named_parameters():
-            entry = self.program.parameters[fqn]
+            entry = self.parameters[fqn]
             value = part_of(parameter.detach(), entry, self.mesh, coordinates(self.mesh, rank))
             shards[fqn] = value.contiguous().clone().requires_grad_(parameter.requires_grad)
         return shards
 
     def _join(self, fqn: str, pieces: list[torch.Tensor]) -> torch.Tensor:
         """The whole tensor of which every rank has its part."""
-        entry, shape = self.program.parameters[fqn], self.program.shapes[fqn]
+        entry, shape = self.parameters[fqn], self.shapes[fqn]
         where = torch.arange(shape.numel()).view(shape)
         whole = pieces[0].new_zeros(shape.numel())
         for rank, piece in enumerate(pieces):
@@ -239,18 +278,22 @@ class _Comparison:
     def _compare_step(self, step: int) -> None:
         start = {name: buffer.clone() for name, buffer in self.buffers.items()}
         expected = self._reference(step)
-        outputs, saved, mutated = self._forward(step, start)
-        for rank, (output, loss) in ((rank, expected[batch]) for rank, batch in enumerate(self.batch_of)):
-            mine = pytree.tree_leaves(outputs[rank][0])
-            for i, (a, b) in enumerate(zip(mine, pytree.tree_leaves(output), strict=True)):
-                if isinstance(b, torch.Tensor):
-                    self._record(f"output {i} of rank {rank} at step {step}", a, b)
-            self._record(f"loss of rank {rank} at step {step}", outputs[rank][1], loss)
+        run = self._run_program if isinstance(self.programs[0], Program) else self._run_pipeline
+        outputs, gradients, mutated = run(step, start)
+        for rank, results in enumerate(outputs):
+            for number, (mine, theirs) in enumerate(zip(results, expected[self.batch_of[rank]], strict=True)):
+                where = f"rank {rank} at step {step}" + (f", microbatch {number}" if len(results) > 1 else "")
+                pairs = zip(pytree.tree_leaves(mine[0]), pytree.tree_leaves(theirs[0]), strict=True)
+                for i, (a, b) in enumerate(pairs):
+                    if isinstance(b, torch.Tensor):
+                        self._record(f"output {i} of {where}", a, b)
+                self._record(f"loss of {where}", mine[1], theirs[1])
         for fqn, value in mutated.items():
             self._record(f"buffer {fqn} after step {step}", value, self.buffers[fqn])
-        if self.program.backward is None:
-            return
-        gradients = self._backward(saved, [tangents for _, _, tangents in outputs])
+        if gradients is not None:
+            self._compare_gradients(step, gradients)
+
+    def _compare_gradients(self, step: int, gradients: list[dict[str, torch.Tensor]]) -> None:
         parameters = dict(self.original.named_parameters())
         largest = max((p.grad.abs().max().item() for p in parameters.values() if _has(p.grad)), default=0.0)
         for fqn, parameter in parameters.items():
@@ -266,38 +309,72 @@ class _Comparison:
             for rank, piece in enumerate(pieces):
                 self.shards[rank][fqn].grad = piece.clone()
 
-    def _reference(self, step: int) -> list[tuple[Any, torch.Tensor]]:
+    def _reference(self, step: int) -> list[list[tuple[Any, torch.Tensor]]]:
+        """``(output, loss)`` of every microbatch of every rank, and the gradients and buffers of the step."""
         results, after = [], []
-        for rank, (args, kwargs) in enumerate(self.parts):
-            _write(self.original, self.buffers)
+        for rank, several in enumerate(self.parts):
             torch.manual_seed(self.seed + step)
             with rank_generator(rank, self.batches, _CPU):
-                output = self.original(*args, **kwargs)
-            loss = self.loss_fn(output)
-            if loss.requires_grad:
-                (loss / self.batches).backward()
-            results.append((pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()))
-            after.append({name: buffer.clone() for name, buffer in _tensors(self.original).items()})
-        for name, first in after[0].items():
-            values = [each[name] for each in after]
-            self.buffers[name] = torch.stack(values).mean(0) if first.is_floating_point() else first
+                done, written = zip(
+                    *(self._reference_part(part, share) for part, share in self._shared(several)), strict=True
+                )
+            results.append(list(done))
+            after.append(combined(self.programs, self.buffers, written) if len(written) > 1 else written[0])
+        for name in self.buffers:
+            values = [each.get(name, self.buffers[name]) for each in after]
+            self.buffers[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
         return results
 
-    def _forward(
-        self, step: int, buffers: dict[str, torch.Tensor]
-    ) -> tuple[list[Any], list[dict[Saved, Any]], dict[str, torch.Tensor]]:
+    def _shared(self, several: list[Any]) -> Iterable[tuple[Any, float]]:
+        return zip(several, self.shares, strict=True)
+
+    def _reference_part(self, part: Any, share: float) -> tuple[tuple[Any, torch.Tensor], dict[str, torch.Tensor]]:
+        _write(self.original, self.buffers)
+        args, kwargs = part
+        output = self.original(*args, **kwargs)
+        loss = self.loss_fn(output)
+        if loss.requires_grad:
+            (loss * (share / self.batches)).backward()
+        written = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
+        return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()), written
+
+    def _run_program(self, step: int, buffers: dict[str, torch.Tensor]) -> Step:
+        """One step of the emitted forward and backward graph."""
+        (program,) = self.programs
+        assert isinstance(program, Program)
         inputs = self._inputs(self.shards, buffers)
-        results = [dict(r) for r in run_lockstep(self.program.forward, self.mesh, inputs, rng=self.generators(step))]
-        saved = [{role: v for role, v in result.items() if isinstance(role, Saved)} for result in results]
+        results = [dict(r) for r in run_lockstep(program.forward, self.mesh, inputs, rng=self.generators(step))]
         outputs = [self.evaluate(result, rank) for rank, result in enumerate(results)]
         mutated = {role.of.fqn: v for role, v in results[-1].items() if isinstance(role, Mutation)}
-        return outputs, saved, mutated
+        gradients = None
+        if program.backward is not None:
+            saved = [{role: v for role, v in result.items() if isinstance(role, Saved)} for result in results]
+            gradients = self._backward(program, saved, [tangents for _, _, tangents in outputs])
+        return [[(output, loss)] for output, loss, _ in outputs], gradients, mutated
 
-    def _inputs(self, parameters: list[dict[str, torch.Tensor]], buffers: dict[str, torch.Tensor]) -> list[Any]:
+    def _run_pipeline(self, step: int, buffers: dict[str, torch.Tensor]) -> Step:
+        """One step of all stages of a pipeline."""
+        outputs: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in range(self.world)]
+
+        def tangents(number: int, results: list[dict[Any, Any]]) -> list[dict[Tangent, Any]]:
+            found = [self.evaluate(result, rank, number) for rank, result in enumerate(results)]
+            for mine, (output, loss, _) in zip(outputs, found, strict=True):
+                mine.append((output, loss))
+            share = self.shares[number]
+            return [{role: None if t is None else t * share for role, t in given.items()} for _, _, given in found]
+
+        inputs = [self._inputs(self.shards, buffers, number) for number in range(len(self.programs))]
+        run = LockstepStep(self.programs, inputs, self.generators(step), tangents)  # type: ignore[arg-type]
+        gradients, mutated = run.run()
+        return outputs, gradients, mutated
+
+    def _inputs(
+        self, parameters: list[dict[str, torch.Tensor]], buffers: dict[str, torch.Tensor], number: int = 0
+    ) -> list[Any]:
         return [
             {Parameter(n): p.detach() for n, p in parameters[rank].items()}
             | {Buffer(n): b for n, b in buffers.items()}
-            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[self.batch_of[rank]]))}
+            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[self.batch_of[rank]][number]))}
             for rank in range(self.world)
         ]
 
@@ -310,8 +387,10 @@ class _Comparison:
                 states.append(torch.get_rng_state())
         return states
 
-    def evaluate(self, result: Mapping[Any, Any], rank: int) -> tuple[Any, torch.Tensor, dict[Tangent, Any]]:
-        """``(output, loss, tangents)`` of one rank from its forward results by role.
+    def evaluate(
+        self, result: Mapping[Any, Any], rank: int, number: int = 0
+    ) -> tuple[Any, torch.Tensor, dict[Tangent, Any]]:
+        """``(output, loss, tangents)`` of one rank from its forward results by role, for one microbatch.
 
         A tangent is None where the loss does not depend on the output.
         """
@@ -321,13 +400,13 @@ class _Comparison:
                 differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
                 leaves[role] = value.detach().clone().requires_grad_() if differentiable else value
         values = {role.index: leaf for role, leaf in leaves.items() if isinstance(role, Output)}
-        inputs = pytree.tree_leaves(self.parts[self.batch_of[rank]])
-        for index, alias in self.program.aliases.items():
+        inputs, program = pytree.tree_leaves(self.parts[self.batch_of[rank]][number]), self.programs[number]
+        for index, alias in program.aliases.items():
             base = inputs[alias.base.index] if isinstance(alias.base, Input) else leaves[alias.base]
             values[index] = base if alias.size is None else base.as_strided(alias.size, alias.stride, alias.offset)
-        output = pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.out_spec)
+        output = pytree.tree_unflatten([values[i] for i in range(len(values))], program.out_spec)
         loss = self.loss_fn(output)
-        wanted = placeholders(self.program.backward) if self.program.backward is not None else {}
+        wanted = placeholders(program.joint.module)
         tangents: dict[Tangent, Any] = {}
         for role, leaf in leaves.items():
             tangent = Tangent(role.index if isinstance(role, Output) else -1 - role.index)
@@ -336,9 +415,8 @@ class _Comparison:
                 tangents[tangent] = grad
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
 
-    def _backward(self, saved: list[Any], tangents: list[Any]) -> list[dict[str, torch.Tensor]]:
-        assert self.program.backward is not None
-        backward = self.program.backward_variant("reduce", absent_of(tangents))
+    def _backward(self, program: Program, saved: list[Any], tangents: list[Any]) -> list[dict[str, torch.Tensor]]:
+        backward = program.backward_variant("reduce", absent_of(tangents))
         inputs = [s | with_zeros(t, backward) for s, t in zip(saved, tangents, strict=True)]
         results = run_lockstep(backward, self.mesh, inputs)
         return [
@@ -368,10 +446,13 @@ class _Comparison:
 
     def _bisect(self, step: int, parameters: Any, buffers: Any, limit: float) -> Divergence | None:
         """Run the captured graph and the emitted ones again from the same state, and compare node by node."""
+        (program, *more) = self.programs
+        if more or not isinstance(program, Program):
+            return None
         whole = self._inputs([parameters] * self.world, buffers)
         _restore(self.original, parameters)
         local = self._inputs([self._cut(rank) for rank in range(self.world)], buffers)
-        return first_divergence(self.program, whole, local, self.evaluate, lambda: self.generators(step), limit)
+        return first_divergence(program, whole, local, self.evaluate, lambda: self.generators(step), limit)
 
 
 def _has(grad: torch.Tensor | None) -> bool:

@@ -27,7 +27,7 @@ class KeepGradientsLocal:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         results: list[tuple[Role | None, Any]] = []
         for role, value in outputs(gm):
-            results.append((role, _local(value) if isinstance(value, fx.Node) else value))
+            results.append((role, local_gradient(value) if isinstance(value, fx.Node) else value))
         set_outputs(gm, results)
         for node in [n for n in reversed(gm.graph.nodes) if "reduces" in n.meta]:
             gm.graph.erase_node(node)
@@ -51,7 +51,7 @@ class AddAccumulated:
         for role, value in outputs(gm):
             if not (isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node)):
                 continue
-            local = _local(value)
+            local = local_gradient(value)
             if local is value:
                 continue
             users = [user for user in local.users if "reduces" in user.meta]
@@ -65,7 +65,7 @@ class AddAccumulated:
                 user.replace_input_with(local, total)
 
 
-def _local(reduced: fx.Node) -> fx.Node:
+def local_gradient(reduced: fx.Node) -> fx.Node:
     """This rank's own gradient, from the end of the chain that reduces it."""
     node: Any = reduced
     while "reduces" in node.meta:

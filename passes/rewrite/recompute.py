@@ -39,18 +39,26 @@ class Recompute:
             return
         inside = forward_nodes(gm)
         regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
-        written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
-        once: set[fx.Node] = set()
+        once = computed_once(gm)
         for node in gm.graph.nodes:
-            if node.op != "call_function" or node not in inside:
-                continue
-            if getattr(node.target, "is_view", False) and node.args[0] in written:
-                written.add(node)
-            elif _draws(node, once) or not written.isdisjoint(node.all_input_nodes):
-                once.add(node)
-            if region := regions[node]:
+            if node.op == "call_function" and node in inside and (region := regions[node]):
                 alone = all(regions.get(user, region) == region for user in node.users)
                 node.meta["again"] = region != _SAVED and node not in once and alone
+
+
+def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
+    """The operations of forward that backward cannot repeat: random numbers, and what reads buffers that are written."""
+    inside = forward_nodes(gm)
+    written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
+    once: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node not in inside:
+            continue
+        if getattr(node.target, "is_view", False) and node.args[0] in written:
+            written.add(node)
+        elif _draws(node, once) or not written.isdisjoint(node.all_input_nodes):
+            once.add(node)
+    return once
 
 
 _SAVED = "save()"

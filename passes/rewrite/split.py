@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Role, Saved, Tangent, outputs, placeholders
+from shardgraph.ir import Role, Saved, of_backward, outputs, placeholders
 from shardgraph.passes.base import Context
 
 
@@ -23,13 +23,13 @@ def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.Grap
 
     The forward graph takes what the joint graph takes but tangents and returns its non-gradient
     results, then the values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and
-    ``Tangent(i)`` and returns the ``Gradient`` results.
+    ``Tangent(i)`` and returns the ``Gradient`` results. Of a pipeline stage ``Returned`` values are as these.
     """
     context.facts.add("split")
     inside = forward_nodes(gm)
-    gradients = [(role, value) for role, value in outputs(gm) if isinstance(role, Gradient)]
-    results = [(role, value) for role, value in outputs(gm) if not isinstance(role, Gradient) and role is not None]
-    if not any(isinstance(role, Tangent) for role in placeholders(gm)):
+    gradients = [(role, value) for role, value in outputs(gm) if of_backward(role)]
+    results = [(role, value) for role, value in outputs(gm) if not of_backward(role) and role is not None]
+    if not any(of_backward(role) for role in placeholders(gm)):
         return _forward(gm, inside, results), None
     backward = _Backward(gm, inside)
     backward_gm = backward.build(gradients)
@@ -38,7 +38,7 @@ def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.Grap
 
 def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes that forward's results depend on, and the pieces of multi-output nodes among them."""
-    stack = [v for role, v in outputs(gm) if not isinstance(role, Gradient) and isinstance(v, fx.Node)]
+    stack = [v for role, v in outputs(gm) if not of_backward(role) and isinstance(v, fx.Node)]
     inside: set[fx.Node] = set()
     while stack:
         node = stack.pop()
@@ -53,7 +53,7 @@ def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role 
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        takes = node.op == "placeholder" and not isinstance(node.meta["role"], Tangent)
+        takes = node.op == "placeholder" and not of_backward(node.meta["role"])
         if takes or (node in inside and node.op not in ("placeholder", "output")):
             env[node] = graph.node_copy(node, env.__getitem__)
     return _finish(gm, graph, env, results)
@@ -93,7 +93,7 @@ class _Backward:
         for index, node in enumerate(self.saved):
             self.env[node] = self._placeholder(f"saved_{node.name}", Saved(index), node)
         for role, node in placeholders(self.gm).items():
-            if isinstance(role, Tangent):
+            if of_backward(role):
                 self.env[node] = self._placeholder(node.name, role, node)
         for node in order:
             self.env[node] = self.graph.node_copy(node, self._value)
@@ -114,7 +114,7 @@ class _Backward:
         stack = [node]
         while stack:
             node = stack.pop()
-            tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
+            tangent = node.op == "placeholder" and of_backward(node.meta["role"])
             if node in needed or tangent or node.op == "get_attr" or node in self.seen:
                 continue
             self.seen.add(node)

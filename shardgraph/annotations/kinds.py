@@ -3,7 +3,7 @@
 A kind of parameters says what becomes of the parameter's plan (:meth:`ParameterAnnotation.changed`). What applies a
 kind of modules reads it from the plan: placements of activations are put into the graph at capture
 (:mod:`shardgraph.annotations.constrain`), ``recompute`` and ``save`` are applied by
-:mod:`shardgraph.passes.rewrite.recompute`.
+:mod:`shardgraph.passes.rewrite.recompute`, ``stage`` by :mod:`shardgraph.passes.pipeline.cuts`.
 """
 
 from __future__ import annotations
@@ -268,6 +268,23 @@ class save(ModuleAnnotation):
 
     def contradicts(self, other: Annotation) -> bool:
         return isinstance(other, recompute)
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class stage(ModuleAnnotation):
+    """The module is in stage ``index`` of the pipeline, and so is what runs after it until the next stage begins.
+
+    The first stage, 0, begins with forward. Passes by without effect where the plan has no pipeline.
+    """
+
+    index: int
+
+    def __post_init__(self) -> None:
+        _expect(isinstance(self.index, int) and self.index >= 0, self, "index", "a whole number from 0")
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, stage) and other != self
 
 
 # -- text --------------------------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""Which stage computes each operation of a joint graph."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardgraph.ir import WAIT, Buffer, Input, Mutation, Parameter, is_collective, outputs, placeholders
+from shardgraph.passes.rewrite.split import forward_nodes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``home`` is the stage of every operation; those in ``anywhere`` are computed by each stage that needs them.
+
+    What is anywhere depends on inputs and buffers alone, which all ranks have, or is a view or cast of a parameter:
+    positions, masks, rotary tables. ``inside`` is what belongs to forward. ``count`` is the number of stages.
+    """
+
+    home: dict[fx.Node, int]
+    anywhere: set[fx.Node]
+    inside: set[fx.Node]
+    count: int
+
+
+def assign_stages(gm: fx.GraphModule, begins: Sequence[fx.Node]) -> Assignment:
+    """The stage of every operation when stage ``i + 1`` begins with the forward operation ``begins[i]``.
+
+    Forward is cut in its order. An operation of backward is in the stage of the operation that it differentiates, and
+    a sum of gradients where the last of them is made, so that one value and not each summand goes on; gradients only
+    ever go to earlier stages.
+    """
+    inside = forward_nodes(gm)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    starts = [order[node] for node in begins]
+    anywhere = _anywhere(gm)
+    home = {node: bisect_right(starts, order[node]) for node in gm.graph.nodes if node in inside}
+    for node in gm.graph.nodes:
+        if node in inside and node.target is WAIT:
+            home[node.args[0]] = home[node]  # a collective is awaited where it starts
+    _sink(gm, home, inside, anywhere)
+    _assign_backward(gm, home, inside, anywhere, len(begins))
+    return Assignment(home, anywhere, inside, len(begins) + 1)
+
+
+def _anywhere(gm: fx.GraphModule) -> set[fx.Node]:
+    free = {node for role, node in placeholders(gm).items() if isinstance(role, (Input, Buffer, Parameter))}
+    of_parameters = {node for role, node in placeholders(gm).items() if isinstance(role, Parameter)}
+    written = {v for role, v in outputs(gm) if isinstance(role, Mutation)}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            free.add(node)
+        if node.op != "call_function" or node in written or not _repeatable(node):
+            continue
+        if not all(value in free for value in node.all_input_nodes):
+            continue
+        if of_parameters.isdisjoint(node.all_input_nodes):
+            free.add(node)
+        elif _moves_data(node):
+            free.add(node)
+            of_parameters.add(node)
+    return free
+
+
+def _repeatable(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags and not is_collective(node) and node.target is not WAIT
+
+
+def _moves_data(node: fx.Node) -> bool:
+    return bool(getattr(node.target, "is_view", False)) or node.target is aten._to_copy.default
+
+
+def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node]) -> None:
+    """Move what only later stages use there, where its one operand is no larger: it is the operand that is sent then."""
+    for node in reversed(gm.graph.nodes):
+        if node not in inside or node in anywhere or node.op != "call_function":
+            continue
+        users = [home.get(user) for user in node.users]
+        if not users or None in users or min(users) <= home[node]:
+            continue
+        operands = [value for value in node.all_input_nodes if value not in anywhere]
+        light = _moves_data(node) or is_collective(node) or node.target in (WAIT, aten.expand.default)
+        if light and len(operands) == 1 and operands[0] in home and _bytes(operands[0]) <= _bytes(node):
+            home[node] = min(users)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _assign_backward(
+    gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node], last: int
+) -> None:
+    forward = {node.meta["seq_nr"]: home[node] for node in gm.graph.nodes if node in inside and "seq_nr" in node.meta}
+    waiting: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node not in anywhere and node not in home:
+            home[node] = last  # a tangent
+        if node.op != "call_function" or node in inside or node in anywhere:
+            continue
+        gradients = [home[value] for value in node.all_input_nodes if value not in inside and value in home]
+        own = None if node.target is aten.add.Tensor else forward.get(node.meta.get("seq_nr"))
+        if gradients or own is not None:
+            home[node] = min([*gradients, *([] if own is None else [own])])
+        else:
+            waiting.append(node)
+    for node in reversed(waiting):  # made of forward's values alone: where they are used
+        users = [home[user] for user in node.users if user in home]
+        home[node] = max(users, default=0)

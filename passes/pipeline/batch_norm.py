@@ -1,0 +1,80 @@
+"""Running statistics of batch norms as if a stage had seen all microbatches at once: deferred batch norm.
+
+A microbatch moves the statistics by its own mean and variance. FairScale's ``DeferredBatchNorm`` (after Kim et al.,
+2020, "torchgpipe", https://arxiv.org/abs/2004.09910) waits for the last microbatch and moves them once, by those of the
+whole batch. The same comes out of what every microbatch would have written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Buffer, Mutation, outputs
+
+aten = torch.ops.aten
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_WITH_UPDATE = aten._batch_norm_with_update_functional.default
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """A batch norm that moves the buffers ``mean`` and ``variance`` by ``momentum``; a channel has ``count`` values."""
+
+    mean: str
+    variance: str
+    momentum: float
+    count: int
+
+
+def batch_norms(gm: fx.GraphModule) -> Iterator[BatchNorm]:
+    """The batch norms of a graph whose running statistics it writes."""
+    written: dict[tuple[fx.Node, int], str] = {}
+    for role, value in outputs(gm):
+        if isinstance(role, Mutation) and isinstance(role.of, Buffer) and isinstance(value, fx.Node):
+            if value.target is operator.getitem and value.args[0].target in (_BATCH_NORM, _WITH_UPDATE):
+                written[value.args[0], value.args[1]] = role.of.fqn
+    for node in dict.fromkeys(node for node, _ in written):
+        mean, variance = (fqn for (of, _), fqn in sorted(written.items(), key=lambda item: item[0][1]) if of is node)
+        shape = node.args[0].meta["val"].shape
+        yield BatchNorm(mean, variance, _momentum(node), shape.numel() // shape[1])
+
+
+def _momentum(node: fx.Node) -> float:
+    return float(node.args[6] if node.target is _BATCH_NORM else node.args[5])
+
+
+def whole_batch(
+    norm: BatchNorm,
+    start: tuple[torch.Tensor, torch.Tensor],
+    written: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    counts: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The running mean and variance after all microbatches.
+
+    Args:
+        norm: whose they are.
+        start: mean and variance before the step.
+        written: what each microbatch would have written, from ``start``.
+        counts: how many values a channel has in each microbatch.
+    """
+    kept, moved = 1 - norm.momentum, norm.momentum
+    total = sum(counts)
+    means = [(mean.double() - kept * start[0].double()) / moved for mean, _ in written]
+    # Running variances are of the unbiased estimate; moments add up in the biased one.
+    squares = [
+        (variance.double() - kept * start[1].double()) / moved * (count - 1) / count + mean**2
+        for (_, variance), mean, count in zip(written, means, counts, strict=True)
+    ]
+    shares = [count / total for count in counts]
+    mean = torch.stack([share * each for share, each in zip(shares, means, strict=True)]).sum(0)
+    square = torch.stack([share * each for share, each in zip(shares, squares, strict=True)]).sum(0)
+    variance = (square - mean**2) * total / max(total - 1, 1)
+    return (
+        (kept * start[0].double() + moved * mean).to(start[0].dtype),
+        (kept * start[1].double() + moved * variance).to(start[1].dtype),
+    )

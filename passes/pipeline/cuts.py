@@ -1,0 +1,143 @@
+"""Where a captured model may be cut into stages: before the first operation of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardgraph.annotations.kinds import stage
+from shardgraph.annotations.match import Annotated, matches, written
+from shardgraph.errors import PlanError, nearest
+from shardgraph.passes.rewrite.split import forward_nodes
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """A place where a stage may begin: before ``node``, the first operation of the module called ``name``."""
+
+    name: str
+    node: fx.Node
+
+
+def cut_points(gm: fx.GraphModule) -> list[CutPoint]:
+    """Every place where a stage may begin, in the order of forward; modules that begin together count as the outermost.
+
+    The first operation of forward is none: no stage would be before it.
+    """
+    first: dict[str, fx.Node] = {}
+    for path, node in _beginnings(gm):
+        first.setdefault(path, node)
+    outermost: dict[fx.Node, str] = {}
+    for path, node in first.items():
+        if node not in outermost or len(path) < len(outermost[node]):
+            outermost[node] = path
+    start = next((node for _, node in _beginnings(gm)), None)
+    return [CutPoint(path, node) for node, path in outermost.items() if node is not start and path]
+
+
+def _beginnings(gm: fx.GraphModule) -> Iterable[tuple[str, fx.Node]]:
+    """The modules that an operation of forward is in, operation after operation."""
+    inside = forward_nodes(gm)
+    for node in gm.graph.nodes:
+        if node in inside and node.op == "call_function":
+            yield "", node
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                yield path, node
+
+
+def beginnings_of(gm: fx.GraphModule, names: Sequence[str]) -> list[fx.Node]:
+    """The operations at which the stages that begin with the modules ``names`` begin.
+
+    Raises:
+        PlanError: there is no such module in forward, or they do not run in this order.
+    """
+    known: dict[str, fx.Node] = {}
+    for path, node in _beginnings(gm):
+        known.setdefault(path, node)
+    found = []
+    for name in names:
+        if name not in known:
+            raise PlanError(
+                f"a stage is to begin with the module {name!r}, in which nothing is computed"
+                f"{nearest(name, known) or ''}; {_possible(gm)}"
+            )
+        found.append(known[name])
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    start = next((node for _, node in _beginnings(gm)), None)
+    for earlier, later, name in zip([start, *found], found, names, strict=False):
+        if earlier is None or order[later] <= order[earlier]:
+            raise PlanError(
+                f"the stage that begins with the module {name!r} would be empty or before the one that precedes it: "
+                f"name modules in the order in which forward runs them; {_possible(gm)}"
+            )
+    return found
+
+
+def _possible(gm: fx.GraphModule) -> str:
+    names = [point.name for point in cut_points(gm)]
+    shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"this model can be cut before {shown}" if names else "this model cannot be cut at all"
+
+
+def annotated_stages(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> tuple[str, ...]:
+    """The modules at which stages begin by annotations ``stage(i)``; empty where there are none.
+
+    A stage begins with the first module in the order of forward that is annotated with it.
+
+    Raises:
+        PlanError: a stage is left out, or an earlier one follows a later one.
+    """
+    said = [each for each in annotations if isinstance(each[1], stage)]
+    begins: dict[int, str] = {}
+    latest, latest_said = 0, None
+    for path in dict.fromkeys(path for path, _ in _beginnings(gm)) if said else ():
+        for each in said:
+            if not matches(each[0], path):
+                continue
+            number = each[1].index
+            if number < latest and latest_said is not None:
+                raise PlanError(
+                    f"{written(each)} and {written(latest_said)} contradict each other: {path!r} runs after what is in "
+                    f"stage {latest}, and stages follow each other"
+                )
+            if number > latest:
+                latest, latest_said = number, each
+                begins[number] = path
+    if missing := [number for number in range(1, latest) if number not in begins]:
+        raise PlanError(
+            f"stages up to {latest} are annotated and none is stage({missing[0]}): every stage from 1 needs a module"
+        )
+    return tuple(begins[number] for number in sorted(begins))
+
+
+def balanced(gm: fx.GraphModule, balance: Sequence[int]) -> tuple[str, ...]:
+    """The modules at which stages begin when each has so many layers of the model's longest stack.
+
+    What runs before the first layer is in the first stage, what runs after the last layer in the last.
+
+    Raises:
+        PlanError: the model has no stack of layers, or the numbers do not add up to them.
+    """
+    layers = stack_of_layers(gm)
+    if sum(balance) != len(layers) or any(count < 1 for count in balance):
+        raise PlanError(
+            f"balance {list(balance)} gives {sum(balance)} layers to {len(balance)} stages, and the model has "
+            f"{len(layers)} ({', '.join(map(repr, layers[:3]))}{', ...' if len(layers) > 3 else ''}): give each stage "
+            "one or more, so that they add up"
+        )
+    starts = [sum(balance[:i]) for i in range(1, len(balance))]
+    return tuple(layers[at] for at in starts)
+
+
+def stack_of_layers(gm: fx.GraphModule) -> list[str]:
+    """The names of the layers of the longest numbered stack that forward runs, in its order."""
+    stacks: dict[str, list[str]] = {}
+    for point in [CutPoint(path, node) for path, node in _beginnings(gm)]:
+        parent, _, number = point.name.rpartition(".")
+        if number.isdigit():
+            layers = stacks.setdefault(parent, [])
+            if point.name not in layers:
+                layers.append(point.name)
+    return max(stacks.values(), key=len, default=[])

@@ -1,0 +1,194 @@
+"""Each stage's own joint graph, with what it takes from its neighbours and what it gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.ir import (
+    Forwarded,
+    Gradient,
+    IntermediateBase,
+    Output,
+    Parameter,
+    Returned,
+    Role,
+    Tangent,
+    outputs,
+    placeholders,
+)
+from shardgraph.passes.pipeline.assign import Assignment
+
+aten = torch.ops.aten
+Results = list[tuple[Role | None, Any]]
+
+
+def stage_graphs(gm: fx.GraphModule, assignment: Assignment) -> list[fx.GraphModule]:
+    """The joint graph of every stage, from the joint graph of all.
+
+    A stage takes parameters, buffers and inputs as the whole does, ``Forwarded`` values from the stage before it and
+    ``Returned`` ones from the stage after it, and gives values of the same roles to its neighbours: what goes further
+    is handed on. Outputs are given by the last stage, tangents taken by it; a buffer is written by the stage that
+    computes it. A parameter that several stages use is taken by each, and each gives its own part of the gradient.
+    """
+    parts = [_Part(number) for number in range(assignment.count)]
+    for number, results in enumerate(_results(gm, assignment)):
+        parts[number].results = results
+    _Crossings(gm, assignment, parts).find()
+    return [_graph(gm, assignment, parts, number) for number in range(assignment.count)]
+
+
+class _Part:
+    """What one stage takes from and gives to its neighbours, besides its ``results``."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.results: Results = []
+        self.received: dict[fx.Node, None] = {}  # forward's values, from the stage before
+        self.tangents: dict[fx.Node, None] = {}  # backward's values, from the stage after
+
+
+def _results(gm: fx.GraphModule, assignment: Assignment) -> list[Results]:
+    """What the whole graph gives, by the stage that gives it; sums of gradients of several stages come apart."""
+    found: list[Results] = [[] for _ in range(assignment.count)]
+    for role, value in outputs(gm):
+        if isinstance(role, (Output, IntermediateBase)) or not isinstance(value, fx.Node):
+            if not (isinstance(role, Gradient) and value is None):
+                found[-1].append((role, value))
+        elif isinstance(role, Gradient) and isinstance(role.of, Parameter):
+            for number, total in _gradient_parts(gm, assignment, value).items():
+                found[number].append((role, total))
+        else:
+            found[assignment.home.get(value, 0)].append((role, value))
+    return found
+
+
+def _gradient_parts(gm: fx.GraphModule, assignment: Assignment, gradient: fx.Node) -> dict[int, fx.Node]:
+    """The sum of the terms of ``gradient`` that each stage makes."""
+    terms: dict[int, list[fx.Node]] = {}
+    for term in _terms(gradient, assignment):
+        terms.setdefault(assignment.home.get(term, 0), []).append(term)
+    return {number: _sum(gm, assignment, number, several) for number, several in terms.items()}
+
+
+def _terms(node: fx.Node, assignment: Assignment) -> list[fx.Node]:
+    operands = [value for value in node.args if isinstance(value, fx.Node)]
+    adds = node.target is aten.add.Tensor and len(operands) == 2 and len(node.users) == 1 and not node.kwargs
+    if not adds or any(operand.meta["val"].shape != node.meta["val"].shape for operand in operands):
+        return [node]
+    found = [term for operand in operands for term in _terms(operand, assignment)]
+    apart = {assignment.home.get(term) for term in found} != {assignment.home.get(node)}
+    return found if apart else [node]
+
+
+def _sum(gm: fx.GraphModule, assignment: Assignment, number: int, terms: list[fx.Node]) -> fx.Node:
+    total = terms[0]
+    for term in terms[1:]:
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            added = gm.graph.call_function(aten.add.Tensor, (total, term))
+        added.meta.update(val=term.meta["val"], source=term.meta.get("source", ""))
+        assignment.home[added] = number
+        total = added
+    return total
+
+
+class _Crossings:
+    """Finds which values cross the boundaries between stages, by what each stage needs."""
+
+    def __init__(self, gm: fx.GraphModule, assignment: Assignment, parts: list[_Part]) -> None:
+        self.gm, self.assignment, self.parts = gm, assignment, parts
+        self.anywhere, self.home = assignment.anywhere, assignment.home
+
+    def find(self) -> None:
+        used_at: dict[fx.Node, set[int]] = {}
+        for node, stages in self._uses():
+            used_at.setdefault(node, set()).update(stages)
+        for node in self.gm.graph.nodes:
+            if node in self.anywhere or node not in used_at:
+                continue
+            for number in range(self.home[node] + 1, max(used_at[node]) + 1):
+                self.parts[number].received[node] = None
+            for number in range(min(used_at[node]), self.home[node]):
+                self.parts[number].tangents[node] = None
+
+    def _uses(self) -> Iterable[tuple[fx.Node, set[int]]]:
+        needed = self._needed()
+        for node, stages in needed.items():
+            for value in node.all_input_nodes:
+                yield value, stages
+        for part in self.parts:
+            for _, value in part.results:
+                if isinstance(value, fx.Node):
+                    yield value, {part.number}
+
+    def _needed(self) -> dict[fx.Node, set[int]]:
+        """The stages that compute each operation; what nothing depends on is computed nowhere."""
+        wanted: dict[fx.Node, set[int]] = {}
+        for part in self.parts:
+            for _, value in part.results:
+                if isinstance(value, fx.Node):
+                    wanted.setdefault(value, set()).add(part.number)
+        needed: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.gm.graph.nodes):
+            if node.op != "call_function" or node not in wanted:
+                continue
+            needed[node] = set(wanted[node]) if node in self.anywhere else {self.home[node]}
+            for value in node.all_input_nodes:
+                wanted.setdefault(value, set()).update(needed[node])
+        return needed
+
+
+def _graph(gm: fx.GraphModule, assignment: Assignment, parts: list[_Part], number: int) -> fx.GraphModule:
+    part, last = parts[number], len(parts) - 1
+    results = list(part.results)
+    if number < last:
+        results += [(Forwarded(i), node) for i, node in enumerate(parts[number + 1].received)]
+    if number > 0:
+        results += [(Returned(i), node) for i, node in enumerate(parts[number - 1].tangents)]
+
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for role, node in placeholders(gm).items():
+        if not isinstance(role, Tangent) or number == last:
+            env[node] = graph.node_copy(node)
+    for i, node in enumerate(part.received):
+        env[node] = _placeholder(graph, f"received_{node.name}", Forwarded(i), node)
+    for i, node in enumerate(part.tangents):
+        env[node] = _placeholder(graph, f"returned_{node.name}", Returned(i), node)
+    own = _own(gm, assignment, number, env, results)
+    for node in gm.graph.nodes:
+        if node in own:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    output = graph.output(tuple(env[value] if isinstance(value, fx.Node) else value for _, value in results))
+    output.meta["roles"] = [role for role, _ in results]
+    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
+        if not isinstance(node.meta["role"], (Forwarded, Returned, Tangent)):
+            graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(gm, graph)
+
+
+def _own(
+    gm: fx.GraphModule, assignment: Assignment, number: int, given: dict[fx.Node, fx.Node], results: Results
+) -> set[fx.Node]:
+    """The operations that the stage computes for its results, from what it is given."""
+    stack = [value for _, value in results if isinstance(value, fx.Node)]
+    own: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in given or node in own:
+            continue
+        assert node in assignment.anywhere or assignment.home[node] == number, f"{node} is not of stage {number}"
+        own.add(node)
+        stack.extend(node.all_input_nodes)
+    return own
+
+
+def _placeholder(graph: fx.Graph, name: str, role: Role, like: fx.Node) -> fx.Node:
+    node = graph.placeholder(name)
+    kept = ("val", "source", "nn_module_stack", "placed")
+    node.meta.update({key: value for key, value in like.meta.items() if key in kept}, role=role)
+    return node

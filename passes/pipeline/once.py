@@ -1,0 +1,79 @@
+"""What a step does once and not for every microbatch: gathers of parameters that are kept, reductions of gradients."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardgraph.ir import Accumulated, Gathered, Gradient, Parameter, Role, outputs, placeholders
+from shardgraph.passes.rewrite.accumulate_gradients import local_gradient
+
+
+def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
+    """Move the gathers of parameters that are kept for backward out of ``forward``; gives the graph that does them.
+
+    That graph takes ``Parameter`` shards and gives ``Gathered`` parameters, which ``forward`` takes instead. None where
+    no parameter is kept gathered. What backward gathers again stays, for every microbatch.
+    """
+    named = {node.name: role for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
+    kept = [node for node in forward.graph.nodes if _is_whole(node) and not node.meta["again"]]
+    if not kept:
+        return None
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    chains = [(named[str(node.meta["equals"])], node, _chain(node)) for node in kept]
+    for _, _, chain in chains:
+        env[chain[0]] = graph.node_copy(chain[0])
+    for _, _, chain in chains:
+        for node in chain[1:]:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    output = graph.output(tuple(env[node] for _, node, _ in chains))
+    output.meta["roles"] = [Gathered(role.fqn) for role, _, _ in chains]
+    for role, node, chain in chains:
+        with forward.graph.inserting_before(chain[0]):
+            whole = forward.graph.placeholder(f"gathered_{chain[0].name}")
+        whole.meta.update(node.meta, role=Gathered(role.fqn))
+        node.replace_all_uses_with(whole)
+        for each in reversed(chain):
+            if not each.users:
+                forward.graph.erase_node(each)
+    forward.graph.lint()
+    forward.recompile()
+    return fx.GraphModule(forward, graph)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    return node.meta.get("kind") == "gathered" and "equals" in node.meta
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """From a parameter's placeholder to its whole value."""
+    chain = [node]
+    while chain[-1].op != "placeholder":
+        chain.append(chain[-1].all_input_nodes[0])
+    return chain[::-1]
+
+
+def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph that reduces gradients which were added up over microbatches: ``Accumulated`` to ``Gradient``.
+
+    Of parameters whose gradient ``backward`` reduces; None where it reduces none.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    results: list[tuple[Role, fx.Node]] = []
+    for role, value in outputs(backward):
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
+            local = local_gradient(value)
+            if local is not value:
+                env[local] = graph.placeholder(f"accumulated_{local.name}")
+                env[local].meta.update(role=Accumulated(role.of), val=local.meta["val"])
+                results.append((role, value))
+    if not results:
+        return None
+    for node in backward.graph.nodes:
+        if "reduces" in node.meta:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    output = graph.output(tuple(env[value] for _, value in results))
+    output.meta["roles"] = [role for role, _ in results]
+    graph.lint()
+    return fx.GraphModule(backward, graph)

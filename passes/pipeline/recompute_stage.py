@@ -1,0 +1,32 @@
+"""Recomputation of a whole stage: FairScale's ``Pipe(checkpoint=...)``, after GPipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from shardgraph.passes.base import Context
+from shardgraph.passes.rewrite.recompute import computed_once
+from shardgraph.passes.rewrite.split import forward_nodes
+
+
+@dataclass(frozen=True)
+class RecomputeStage:
+    """Takes the joint graph of a stage; marks with ``meta["again"]`` all that forward computes from what it is given.
+
+    What is kept for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
+    numbers, and what is computed from buffers that forward writes. Must not change: the computation.
+    """
+
+    name: ClassVar[str] = "recompute-stage"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"recomputed-stage"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        inside, once = forward_nodes(gm), computed_once(gm)
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node in inside and "kind" not in node.meta:
+                node.meta["again"] = node not in once

@@ -1,0 +1,68 @@
+"""Backward in two halves, as zero-bubble schedules run it: gradients of what a stage was given, then of its weights.
+
+Qi et al., 2023, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from shardgraph.ir import Returned, Role, Saved, outputs, placeholders
+
+
+def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """``(inputs, weights)`` of a stage's backward graph.
+
+    The first gives what the stage before waits for (``Returned``) and, as further ``Saved`` values, what of its work
+    the second needs; that gives all other results. Each takes of the whole's inputs what it uses.
+    """
+    results = [(role, value) for role, value in outputs(gm) if isinstance(value, fx.Node)]
+    returned = [(role, value) for role, value in results if isinstance(role, Returned)]
+    rest = [(role, value) for role, value in results if not isinstance(role, Returned)]
+    first = _ancestors(value for _, value in returned)
+    second = _ancestors(value for _, value in rest) - first
+    shared = {
+        value: None for node in gm.graph.nodes if node in second for value in node.all_input_nodes if value in first
+    }
+    shared |= {value: None for _, value in rest if value in first}
+    made = [value for value in shared if value.op == "call_function"]
+    numbers = [role.index for role in placeholders(gm) if isinstance(role, Saved)]
+    number = max(numbers, default=-1) + 1
+    kept: list[tuple[Role | None, fx.Node]] = [(Saved(number + i), value) for i, value in enumerate(made)]
+    inputs = _graph(gm, first, {}, [*returned, *kept])
+    weights = _graph(gm, second, {value: role for role, value in kept if role is not None}, rest)
+    return inputs, weights
+
+
+def _ancestors(values: Iterable[fx.Node]) -> set[fx.Node]:
+    stack, found = list(values), set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _graph(
+    gm: fx.GraphModule, nodes: set[fx.Node], given: dict[fx.Node, Role], results: list[tuple[Role | None, fx.Node]]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.node_copy(node)
+    for node, role in given.items():
+        env[node] = graph.placeholder(f"saved_{node.name}")
+        env[node].meta.update({key: value for key, value in node.meta.items() if key in ("val", "source")}, role=role)
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" or (node in nodes and node.op == "call_function"):
+            env[node] = graph.node_copy(node, env.__getitem__)
+    output = graph.output(tuple(env[value] for _, value in results))
+    output.meta["roles"] = [role for role, _ in results]
+    for node in [n for n in reversed(graph.nodes) if n.op in ("placeholder", "get_attr") and not n.users]:
+        graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(gm, graph)

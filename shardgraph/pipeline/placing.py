@@ -1,0 +1,68 @@
+"""Where the stages of a pipeline begin, where a plan leaves that open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.capture import capture
+from shardgraph.compiler import place_operators
+from shardgraph.errors import PlanError
+from shardgraph.ir import JointGraph
+from shardgraph.parameters import named_shapes
+from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of, cut_points
+from shardgraph.pipeline.microbatches import microbatches
+from shardgraph.pipeline.program import lower_pipeline
+from shardgraph.plan import Plan
+
+
+def place_stages(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
+    """``plan`` with a beginning for every stage of its pipeline: as annotated, as ``balance`` says, or the best.
+
+    Raises:
+        PlanError: what is said cannot be, contradicts itself, or the model has fewer places to cut than that takes.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    said = annotated_stages(joint.module, plan.annotations)
+    if said and (pipeline.stages or pipeline.balance) and said != pipeline.stages:
+        raise PlanError(
+            f"the annotations begin stages with {', '.join(map(repr, said))}, and the plan says "
+            f"{f'balance {list(pipeline.balance)}' if pipeline.balance else list(pipeline.stages)}: give one of the two"
+        )
+    stages = said or pipeline.stages
+    if pipeline.balance:
+        stages = balanced(joint.module, pipeline.balance)
+    elif not stages and pipeline.count > 1:
+        points = cut_points(joint.module)
+        if len(points) < pipeline.count - 1:
+            raise PlanError(
+                f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(points)} places for "
+                f"one ({', '.join(repr(point.name) for point in points)}): use fewer ranks along {pipeline.axis!r}"
+            )
+        stages = tuple(points[len(points) * i // pipeline.count].name for i in range(1, pipeline.count))
+    beginnings_of(joint.module, stages)
+    return replace(plan, pipeline=replace(pipeline, stages=stages, balance=()))
+
+
+def place_pipeline(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any
+) -> tuple[Plan, dict[str, tuple[int, ...]]]:
+    """``plan`` with all that it leaves open found from a call of ``model``, and which stages use each parameter.
+
+    Raises:
+        CaptureError: the model cannot be traced into one graph.
+        PlanError: as :func:`place_stages`, or the batch cannot be cut into the plan's microbatches.
+    """
+    assert plan.pipeline is not None
+    args, kwargs = microbatches((args, kwargs), plan.pipeline.parts)[0]
+    shapes = named_shapes(model)
+    with torch.set_grad_enabled(loss_fn is not None):
+        joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn, annotations=plan.annotations)
+    plan = place_stages(joint, plan, shapes)
+    plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
+    return plan, lower_pipeline(joint, plan, shapes).owners

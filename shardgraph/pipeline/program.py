@@ -1,0 +1,206 @@
+"""What a compilation emits for one kind of microbatch of a pipeline: a few graphs for every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.compiler import HALF_PASSES, RANK_PASSES, WHOLE_PASSES, check_half, placing_passes
+from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned
+from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.pipeline.assign import assign_stages
+from shardgraph.passes.pipeline.batch_norm import BatchNorm, batch_norms
+from shardgraph.passes.pipeline.cuts import beginnings_of
+from shardgraph.passes.pipeline.extract import stage_graphs
+from shardgraph.passes.pipeline.once import reductions_of, take_gathers
+from shardgraph.passes.pipeline.recompute_stage import RecomputeStage
+from shardgraph.passes.pipeline.weight_gradients import split_backward
+from shardgraph.passes.rewrite.accumulate_gradients import KeepGradientsLocal
+from shardgraph.passes.rewrite.split import split
+from shardgraph.plan import ParameterPlan, Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The graphs of one stage for one microbatch.
+
+    ``backward`` gives whole gradients of this rank's microbatch, unreduced; None where nothing before or in the stage
+    is trained. ``parts`` are its two halves, the gradients of what the stage was given and those of its weights.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+
+    @cached_property
+    def parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """See :func:`shardgraph.passes.pipeline.weight_gradients.split_backward`."""
+        assert self.backward is not None
+        return split_backward(self.backward)
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """One stage, the same text on all of its ranks.
+
+    ``gather`` gathers, once a step, the parameters that are kept; ``kept`` are the graphs of microbatches whose values
+    are kept for backward, ``again`` of those that compute them again; ``reduce`` reduces the gradients of all of them,
+    once. ``batch_norms`` are those whose statistics a training step moves.
+    """
+
+    number: int
+    gather: fx.GraphModule | None
+    kept: Halves
+    again: Halves
+    reduce: fx.GraphModule | None
+    batch_norms: tuple[BatchNorm, ...]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters that the stage uses."""
+        graphs = [graph for graph in (self.gather, self.kept.forward) if graph is not None]
+        return [role.fqn for graph in graphs for role in ir.placeholders(graph) if isinstance(role, Parameter)]
+
+    @property
+    def written(self) -> list[str]:
+        """The names of the buffers that the stage writes."""
+        roles = [role for role, _ in ir.outputs(self.kept.forward)]
+        return [role.of.fqn for role in roles if isinstance(role, Mutation) and isinstance(role.of, Buffer)]
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """All graphs, for checks and for the text that ranks compare."""
+        halves = [self.kept] if self.again is self.kept else [self.kept, self.again]
+        several = [self.gather, *[graph for each in halves for graph in (each.forward, each.backward)], self.reduce]
+        return [graph for graph in several if graph is not None]
+
+
+@dataclass(eq=False)
+class PipelineProgram:
+    """All stages for one kind of microbatch. ``joint`` is the graph as captured; ``parameters`` their plans by name."""
+
+    joint: JointGraph
+    stages: tuple[StageProgram, ...]
+    plan: Plan
+    parameters: Mapping[str, ParameterPlan]
+    shapes: Mapping[str, torch.Size]
+    notes: list[str]
+
+    @property
+    def out_spec(self) -> Any:
+        """The pytree of what the model returns."""
+        return self.joint.out_spec
+
+    @property
+    def aliases(self) -> dict[int, ir.OutputAlias]:
+        """Outputs that are views of something else."""
+        return self.joint.aliases
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether any stage draws random numbers."""
+        tag = torch.Tag.nondeterministic_seeded
+        return any(
+            tag in getattr(node.target, "tags", ()) for stage in self.stages for node in stage.kept.forward.graph.nodes
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """All graphs as text, the same on every rank: what ranks compare before they run."""
+        return "\n".join(
+            node.format_node() or "" for stage in self.stages for gm in stage.graphs for node in gm.graph.nodes
+        )
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter; one that none uses is the first's."""
+        found: dict[str, tuple[int, ...]] = {}
+        for stage in self.stages:
+            for fqn in stage.parameters:
+                found[fqn] = (*found.get(fqn, ()), stage.number)
+        return {fqn: found.get(fqn, (0,)) for fqn in self.shapes}
+
+
+def lower_pipeline(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], show: Callable[[str], None] = lambda stage: None
+) -> PipelineProgram:
+    """The stages of a graph that was captured for one microbatch; the graph is left as it is.
+
+    Raises:
+        PlanError: the plan does not fit the model, or names stages that are none.
+    """
+    assert plan.pipeline is not None
+    inside = plan.of_stage
+    context = Context(inside, inside.resolve(shapes), dict(shapes), joint.fake_mode)
+    show("rewrite")
+    gm = ir.copy_graph(joint.module)
+    run_passes(gm, (*placing_passes(inside), *WHOLE_PASSES), context)
+    show("split")
+    graphs = stage_graphs(gm, assign_stages(gm, beginnings_of(gm, plan.pipeline.stages)))
+    show("schedule")
+    stages = tuple(_stage(number, graph, context, plan) for number, graph in enumerate(graphs))
+    show("check")
+    for stage in stages:
+        for graph in stage.graphs:
+            check_half(graph, inside)
+    return PipelineProgram(joint, stages, plan, context.parameters, shapes, context.notes)
+
+
+def _stage(number: int, gm: fx.GraphModule, context: Context, plan: Plan) -> StageProgram:
+    """The graphs of one stage from its joint graph."""
+    assert plan.pipeline is not None
+    norms = tuple(batch_norms(gm))
+    run_passes(gm, RANK_PASSES, context := replace(context, facts=set(context.facts)))
+    forward, backward = split(ir.copy_graph(gm), replace(context, facts=set(context.facts)))
+    reduce = None if backward is None else reductions_of(backward)
+    gather = take_gathers(forward)
+    kept = _halves(forward, backward, context)
+    again = kept
+    if plan.pipeline.checkpoint != "never" and backward is not None:
+        run_passes(gm, [RecomputeStage()], context)
+        forward, backward = split(gm, context)
+        take_gathers(forward)
+        again = _halves(forward, backward, context)
+    for once in (gather, reduce):
+        if once is not None:
+            run_passes(once, HALF_PASSES, _after_split(context))
+    return StageProgram(number, gather, kept, again, reduce, norms)
+
+
+def _halves(forward: fx.GraphModule, backward: fx.GraphModule | None, context: Context) -> Halves:
+    run_passes(forward, HALF_PASSES, _after_split(context))
+    if backward is not None:
+        run_passes(backward, [KeepGradientsLocal(), *HALF_PASSES], _after_split(context))
+        trained = any(isinstance(value, fx.Node) for _, value in ir.outputs(backward))
+        backward = backward if trained else None
+    return Halves(forward, backward)
+
+
+def _after_split(context: Context) -> Context:
+    return replace(context, facts={*context.facts, "split"})
+
+
+def crossing(program: PipelineProgram, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What stage ``number`` takes from the one before and from the one after, as fake tensors in order."""
+    stage = program.stages[number]
+    forward = ir.placeholders(stage.kept.forward)
+    received = sorted((role.index, node) for role, node in forward.items() if isinstance(role, Forwarded))
+    backward = {} if stage.kept.backward is None else ir.placeholders(stage.kept.backward)
+    returned = sorted((role.index, node) for role, node in backward.items() if isinstance(role, Returned))
+    return [node.meta["val"] for _, node in received], [node.meta["val"] for _, node in returned]
+
+
+def trained(stages: Iterable[StageProgram]) -> set[str]:
+    """The parameters that get a gradient in these stages."""
+    return {
+        role.of.fqn
+        for stage in stages
+        if stage.kept.backward is not None
+        for role, value in ir.outputs(stage.kept.backward)
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node)
+    }
