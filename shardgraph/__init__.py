@@ -12,7 +12,7 @@ from shardgraph.analysis import Analysis
 from shardgraph.analyze import analyze
 from shardgraph.annotations.annotate import annotate
 from shardgraph.annotations.constrain import constrain
-from shardgraph.annotations.kinds import input, keep_gathered, output, recompute, replicate, reshard, save, shard
+from shardgraph.annotations.kinds import input, keep_gathered, output, recompute, replicate, reshard, save, shard, stage
 from shardgraph.calibration import calibrate
 from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
 from shardgraph.errors import (
@@ -32,6 +32,7 @@ from shardgraph.errors import (
 from shardgraph.frontend import compile
 from shardgraph.launch import launch
 from shardgraph.module import ShardedModule
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.presets import preset
 from shardgraph.verify import verify
@@ -54,6 +55,7 @@ __all__ = [
     "Link",
     "ParameterPlan",
     "PassOrderError",
+    "Pipeline",
     "Plan",
     "PlanError",
     "RankMismatchError",
@@ -76,6 +78,7 @@ __all__ = [
     "reshard",
     "save",
     "shard",
+    "stage",
     "verify",
     "visualize",
 ]

@@ -78,6 +78,15 @@ class Agreement:
         if verdict != _AGREED:
             raise RankMismatchError(verdict)
 
+    def first_failure(self, text: str) -> str:
+        """What the first rank that failed said of it: ``text``, if that is this one. Without a round."""
+        if self._store is None:
+            return text
+        try:
+            return self._store.compare_set("failure", "", text).decode()
+        except RuntimeError:  # the store is gone with the rank that served it
+            return text
+
     def _verdict(self, store: dist.Store, topic: str, value: str, error: BaseException | None) -> str:
         key = f"{self._round}/verdict"
         if error is not None:

@@ -53,6 +53,30 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class UNet(nn.Module):
+    """Skip connections from the way down to the way up, past all that is between."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList([nn.Conv2d(width * 2**i, width * 2 ** (i + 1), 3, 2, 1) for i in range(2)])
+        self.middle = nn.Conv2d(width * 4, width * 4, 3, padding=1)
+        self.up = nn.ModuleList([nn.ConvTranspose2d(width * 2 ** (i + 1), width * 2**i, 2, 2) for i in (1, 0)])
+        self.join = nn.ModuleList([nn.Conv2d(width * 2 ** (i + 1), width * 2**i, 3, padding=1) for i in (1, 0)])
+        self.leave = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.enter(x))
+        skips = []
+        for down in self.down:
+            skips.append(x)
+            x = F.gelu(down(x))
+        x = F.gelu(self.middle(x))
+        for up, join in zip(self.up, self.join, strict=True):
+            x = F.gelu(join(torch.cat([up(x), skips.pop()], 1)))
+        return self.leave(x)
+
+
 class TiedTransformer(nn.Module):
     """A transformer with dropout whose output layer is its embedding."""
 
@@ -176,10 +200,15 @@ def _t5(batch: int) -> tuple[nn.Module, Call]:
     return T5ForConditionalGeneration(config), _text(batch)
 
 
+def _unet(batch: int) -> tuple[nn.Module, Call]:
+    return UNet(), ((torch.randn(batch, 3, 8, 8),), {})
+
+
 ZOO: dict[str, Callable[[int], tuple[nn.Module, Call]]] = {
     "odd-mlp": _mlp,
     "conv-batch-norm": _conv,
     "tied-transformer": _tied,
+    "unet": _unet,
     "mixture": _mixture,
     "llama": _llama,
     "mixtral": mixtral,

@@ -55,8 +55,8 @@ def shares(calls: list[Any]) -> list[float]:
 def merged(outputs: list[Any], shares: list[float], rows: list[int]) -> Any:
     """What a model returns for the whole batch, from what it returns for each microbatch of so many ``rows``.
 
-    Tensors with a microbatch's rows are put together; of other floating-point tensors (a mean loss) it is the mean by
-    shares; of all else the first.
+    Tensors with as many rows as a microbatch, or a multiple of that (tokens in one row), are put together; of other
+    floating-point tensors, such as a mean loss, it is the mean by shares; of all else the first.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -65,7 +65,7 @@ def merged(outputs: list[Any], shares: list[float], rows: list[int]) -> Any:
     def merge(leaves: tuple[Any, ...]) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
             return leaves[0]
-        if all(leaf.dim() and leaf.shape[0] == count for leaf, count in zip(leaves, rows, strict=True)):
+        if all(leaf.dim() and count and leaf.shape[0] % count == 0 for leaf, count in zip(leaves, rows, strict=True)):
             return torch.cat(leaves)
         if leaves[0].is_floating_point():
             return torch.stack([leaf * share for leaf, share in zip(leaves, shares, strict=True)]).sum(0)

@@ -18,6 +18,7 @@ from shardgraph.capture import capture
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import named_shapes
+from shardgraph.pipeline.failure import told
 from shardgraph.pipeline.microbatches import merged, microbatches, shares
 from shardgraph.pipeline.program import PipelineProgram, lower_pipeline
 from shardgraph.pipeline.running import BoundPipeline, RunningPipeline, Work
@@ -70,7 +71,8 @@ class PipelinedModule(ShardedModule):
             )
         with torch.no_grad():
             work = self._work(args, kwargs, None)
-            results = self._running.infer(work)
+            with told(self._agreement, self._running.group, self._running.neighbours):
+                results = self._running.infer(work)
             outputs = [
                 rebuild(item.bound.program, result, item.leaves, self._state)
                 for item, result in zip(work, results, strict=True)
@@ -85,7 +87,8 @@ class PipelinedModule(ShardedModule):
         """
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
-        return self._running.train(work, reduce=self._sync)
+        with told(self._agreement, self._running.group, self._running.neighbours):
+            return self._running.train(work, reduce=self._sync)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -63,6 +63,17 @@ class RunningPipeline:
         self._schedules: dict[int, Any] = {}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
+    @property
+    def neighbours(self) -> list[int]:
+        """The global ranks that have the stages before and after this rank's."""
+        places = {
+            self.pipeline.rank_of(n + step)
+            for n in self.numbers
+            for step in (-1, 1)
+            if 0 <= n + step < self.pipeline.count
+        }
+        return [] if self.group is None else [dist.get_global_rank(self.group, p) for p in sorted(places - {self.rank})]
+
     # -- training ----------------------------------------------------------------------------------
 
     def train(self, work: Sequence[Work], reduce: bool) -> torch.Tensor:

@@ -93,8 +93,9 @@ class RunningStage(_torch.PipelineStageBase):
     """
 
     def __init__(self, number: int, count: int, state: State, group: dist.ProcessGroup | None) -> None:
-        super().__init__(nn.Module(), number, count, state.device, group)
-        self.state = state
+        if group is not None:
+            super().__init__(nn.Module(), number, count, state.device, group)
+        self.stage_index, self.num_stages, self.group, self.state = number, count, group, state
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # what torch's validation looks at
         self.work: list[Microbatch] = []
         self.gathered: dict[Role, Any] = {}

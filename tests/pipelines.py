@@ -1,0 +1,169 @@
+"""What runs on each rank of the tests of pipelines; at module level, so that a new process finds it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import shardgraph
+from shardgraph import Pipeline, preset
+from tests.ranks import deterministic, part, prepared, whole
+from tests.zoo import make, scalar
+
+
+def batch_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """A loss of any output; ``target`` weighs it."""
+    return scalar(output) * target.mean()
+
+
+def pipelined(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, rows: int = 8) -> tuple[Any, Any, Any]:
+    """``(sharded, original, call)``, where ``call`` is this rank's part of a batch with a target."""
+    model, call = prepared(name, rows)
+    original = copy.deepcopy(model)
+    args, kwargs = part(call, preset(plan, mesh, pipeline))
+    kwargs = {
+        **kwargs,
+        "target": torch.ones(args[0].shape[0] if args else next(iter(kwargs.values())).shape[0]).double(),
+    }
+    sharded = shardgraph.compile(
+        model, plan, mesh=mesh, pipeline=pipeline, loss_fn=batch_loss, example_inputs=args, example_kwargs=kwargs
+    )
+    return sharded, original, (args, kwargs, call)
+
+
+def pipeline_errors(
+    name: str, plan: str, mesh: dict[str, int], pipelines: list[Pipeline], rows: int = 8, steps: int = 5
+) -> list[float]:
+    """For each pipeline the largest difference of any loss, gradient or weight from the unsharded model's."""
+    return [_pipeline_error(*pipelined(name, plan, mesh, each, rows), steps) for each in pipelines]
+
+
+def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int) -> float:
+    args, kwargs, (whole_args, whole_kwargs) = calls
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, original)]
+    theirs, worst = dict(original.named_parameters()), 0.0
+    for _ in range(steps):
+        loss = sharded.train_step(*args, **kwargs)
+        reference = scalar(original(*whole_args, **whole_kwargs))
+        reference.backward()
+        dist.all_reduce(loss)
+        worst = max(worst, abs(loss.item() / dist.get_world_size() - reference.item()))
+        for fqn, parameter in sharded.named_parameters():
+            assert (parameter.grad is None) == (theirs[fqn].grad is None), fqn
+            if parameter.grad is not None and parameter.numel():
+                worst = max(worst, (whole(parameter.grad) - theirs[fqn].grad).abs().max().item())
+        norms = sharded.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(original.parameters(), 0.5)
+        worst = max(worst, (norms[0] - norms[1]).abs().item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for fqn, parameter in sharded.named_parameters():
+        if parameter.numel():
+            worst = max(worst, (whole(parameter.detach()) - theirs[fqn].detach()).abs().max().item())
+    return worst
+
+
+def outputs_in_eval(name: str, pipeline: Pipeline) -> tuple[float, str]:
+    """How far outputs are from the unsharded model's in eval mode, and the error of a call in training mode."""
+    sharded, original, (args, kwargs, call) = pipelined(name, "pp", {"pp": 2}, pipeline)
+    try:
+        sharded(*call[0], **call[1])
+        message = ""
+    except shardgraph.ShardGraphError as error:
+        message = str(error)
+    mine, theirs = sharded.eval()(*call[0], **call[1]), original.eval()(*call[0], **call[1])
+    pairs = zip(torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs if isinstance(b, torch.Tensor) and b.numel()), message
+
+
+def running_statistics(pipeline: Pipeline) -> float:
+    """How far a first batch norm's statistics are from those of one that sees the whole batch."""
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    batch = torch.randn(8, 3, 8, 8) * 3 + 1
+    model = copy.deepcopy(original)
+    sharded = shardgraph.compile(
+        model, "pp", pipeline=pipeline, loss_fn=batch_loss, example_inputs=(batch,), example_kwargs={"target": batch}
+    )
+    for _ in range(3):
+        sharded.train_step(batch, target=batch)
+        original(batch)
+    state = sharded.full_state_dict()
+    if dist.get_rank():
+        return 0.0
+    expected = original.state_dict()
+    assert state["0.num_batches_tracked"] == expected["0.num_batches_tracked"] == 3
+    assert state["2.num_batches_tracked"] == 3
+    return max((state[f"0.{n}"] - expected[f"0.{n}"]).abs().max().item() for n in ("running_mean", "running_var"))
+
+
+def save_under_pipeline(folder: str, name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline) -> Any:
+    """Train a step, save model and optimizer; gives the whole state."""
+    sharded, _, (args, kwargs, _) = pipelined(name, plan, mesh, pipeline)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    sharded.train_step(*args, **kwargs)
+    optimizer.step()
+    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder)
+    sharded.save_safetensors(f"{folder}/model.safetensors")
+    return sharded.full_state_dict()
+
+
+def load_under(folder: str, name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline | None) -> Any:
+    """Load the checkpoint into a model of another seed under a plan; gives the whole state."""
+    model, (args, kwargs) = make(name, 8, seed=1)
+    model = deterministic(model)
+    example: dict[str, Any] = {}
+    if pipeline is not None:
+        kwargs = {**kwargs, "target": torch.ones(8).double()}
+        example = {"pipeline": pipeline, "example_inputs": args, "example_kwargs": kwargs, "loss_fn": batch_loss}
+    sharded = shardgraph.compile(model, plan, mesh=mesh, **example)
+    state = sharded.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    sharded.load_state_dict(state, strict=pipeline is None)
+    return sharded.full_state_dict()
+
+
+def dies_in_a_step(name: str, pipeline: Pipeline, victim: int) -> str:
+    """One rank ends in the middle of a step; gives what the others are told."""
+    sharded, _, (args, kwargs, _) = pipelined(name, "pp", {"pp": dist.get_world_size()}, pipeline)
+    sharded.train_step(*args, **kwargs)
+    if dist.get_rank() == victim:
+        stage = sharded._running.stages[0]
+        stage.backward_one_chunk = lambda *_, **__: os._exit(17)
+    try:
+        sharded.train_step(*args, **kwargs)
+    except shardgraph.CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def accumulated(name: str, pipeline: Pipeline) -> float:
+    """Two steps of which the first is under ``no_sync``, against the unsharded model's summed gradients."""
+    sharded, original, (args, kwargs, call) = pipelined(name, "pp+fsdp", {"pp": 2, "dp": 2}, pipeline)
+    with sharded.no_sync():
+        sharded.train_step(*args, **kwargs)
+    assert all(p.grad is None for p in sharded.parameters())
+    sharded.train_step(*args, **kwargs)
+    (2 * scalar(original(*call[0], **call[1]))).backward()
+    theirs = dict(original.named_parameters())
+    return max(
+        (whole(p.grad) - theirs[n].grad).abs().max().item() for n, p in sharded.named_parameters() if p.grad is not None
+    )
+
+
+def own_losses(name: str, plan: str) -> tuple[float, float]:
+    """``train_step`` without ``loss_fn`` of a model that returns its loss: the loss, and the unsharded model's."""
+    model, call = prepared(name, 4)
+    original = copy.deepcopy(model)
+    args, kwargs = part(call)
+    sharded = shardgraph.compile(model, plan)
+    loss = sharded.train_step(*args, **kwargs)
+    assert all(p.grad is not None for p in sharded.parameters() if p.requires_grad)
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size(), scalar(original(*call[0], **call[1])).item()

@@ -1,0 +1,125 @@
+"""Pipelines on real processes: schedules of torch.distributed.pipelining run the stages of a captured model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import shardgraph
+from shardgraph import LaunchError, Pipeline
+from tests import pipelines
+from tests.zoo import make
+
+pytestmark = pytest.mark.timeout(900)
+
+ONE_STAGE = ["gpipe", "1f1b"]
+MORE_STAGES = ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
+
+
+def errors(name: str, plan: str, mesh: dict[str, int], several: list[Pipeline], rows: int = 8) -> list[float]:
+    """For each pipeline the largest difference of a loss, gradient, norm or weight from the unsharded model's."""
+    count = math.prod(mesh.values())
+    found = shardgraph.launch(pipelines.pipeline_errors, count, args=(name, plan, mesh, several, rows), timeout=800)
+    return [max(each) for each in zip(*found, strict=True)]
+
+
+# -- equal to the unsharded model ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE + MORE_STAGES)
+def test_every_schedule_trains_a_transformer_like_the_unsharded_model(schedule):
+    assert max(errors("tied-transformer", "pp", {"pp": 2}, [Pipeline(4, schedule)])) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "conv-batch-norm"])
+def test_tied_weights_skip_connections_and_batch_norm_train_like_the_unsharded_model(name):
+    assert max(errors(name, "pp", {"pp": 2}, [Pipeline(4, "1f1b"), Pipeline(4, "zbv")])) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied-transformer", "gpt2", "t5", "unet", "conv-batch-norm"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule_trains_every_model_like_the_unsharded_model(name, ranks):
+    schedules = [Pipeline(8, schedule) for schedule in ONE_STAGE]
+    if ranks == 2 or name != "conv-batch-norm":  # which can be cut in five stages at most
+        schedules += [Pipeline(8, schedule) for schedule in MORE_STAGES]
+    assert max(errors(name, "pp", {"pp": ranks}, schedules)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "schedule"),
+    [
+        ("pp+fsdp", {"pp": 2, "dp": 2}, "1f1b"),
+        ("pp+zero2", {"pp": 2, "dp": 2}, "zbv"),
+        ("pp+tp", {"pp": 2, "tp": 2}, "interleaved-zero-bubble"),
+    ],
+)
+def test_stages_are_sharded_as_whole_models_are(plan, mesh, schedule):
+    assert (
+        max(errors("gpt2", plan, mesh, [Pipeline(2, schedule), Pipeline(2, schedule, checkpoint="except_last")])) < 1e-6
+    )
+
+
+def test_four_ranks_with_a_smaller_last_microbatch():
+    assert max(errors("tied-transformer", "pp", {"pp": 4}, [Pipeline(4, "1f1b")], rows=7)) < 1e-6
+
+
+def test_the_gradient_norm_counts_tied_weights_once_and_all_stages():
+    # pipeline_errors compares clip_grad_norm_ at every step; here with shards of tied weights.
+    assert max(errors("tied-transformer", "pp+fsdp", {"pp": 2, "dp": 2}, [Pipeline(2, "gpipe")])) < 1e-6
+
+
+def test_steps_under_no_sync_are_added_up_and_reduced_once():
+    found = shardgraph.launch(pipelines.accumulated, 4, args=("llama", Pipeline(2, "1f1b")))
+    assert max(found) < 1e-6
+
+
+def test_running_statistics_are_those_of_the_whole_batch():
+    found = shardgraph.launch(pipelines.running_statistics, 2, args=(Pipeline(4, "1f1b", stages=("2",)),))
+    assert max(found) < 1e-5
+
+
+# -- forward alone ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_outputs_in_eval_mode_are_on_every_rank_and_a_call_in_training_mode_says_what_to_call(schedule):
+    for error, message in shardgraph.launch(pipelines.outputs_in_eval, 2, args=("odd-mlp", Pipeline(4, schedule))):
+        assert error < 1e-12
+        assert "sharded.train_step(" in message
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_a_pipeline_loads_into_any_other_plan(tmp_path):
+    name, mesh = "tied-transformer", {"pp": 2, "dp": 2}
+    saved = shardgraph.launch(
+        pipelines.save_under_pipeline, 4, args=(str(tmp_path), name, "pp+fsdp", mesh, Pipeline(2, "1f1b"))
+    )[0]
+    original, _ = make(name, 8)
+    assert list(saved) == list(original.state_dict())
+    others = [("fsdp", {"dp": 2}, None), ("pp", {"pp": 2}, Pipeline(4, "zbv"))]
+    for plan, other, pipeline in others:
+        loaded = shardgraph.launch(pipelines.load_under, 2, args=(str(tmp_path), name, plan, other, pipeline))[0]
+        assert loaded.keys() == saved.keys()
+        for key, value in saved.items():
+            assert torch.equal(loaded[key], value), key
+
+
+# -- what fails --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_ranks_of_a_pipeline_end_when_one_dies_in_a_step(victim):
+    with pytest.raises(LaunchError, match=f"rank {victim} of 3 died"):
+        shardgraph.launch(
+            pipelines.dies_in_a_step, 3, args=("tied-transformer", Pipeline(4, "1f1b"), victim), timeout=120
+        )
+
+
+def test_train_step_works_for_plans_without_a_pipeline_with_the_model_s_own_loss():
+    for mine, theirs in shardgraph.launch(pipelines.own_losses, 2, args=("llama", "fsdp")):
+        assert mine == pytest.approx(theirs, rel=1e-6)
