@@ -67,8 +67,8 @@ def own_loss(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ShardGraphError(
-            "train_step needs a loss: give shardgraph.compile a loss_fn(output, target) and train_step a target, or call "
-            "a model that returns its loss as output.loss with what that takes, such as labels"
+            "train_step needs a loss: give shardgraph.compile a loss_fn(output, target) and train_step a target, or "
+            "call a model that returns its loss as output.loss with what that takes, such as labels"
         )
     return loss
 
@@ -84,10 +84,10 @@ def capture(
 ) -> JointGraph:
     """Trace ``model(*args, **kwargs)``, in its current mode, into a joint graph on ``device``.
 
-    With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken
-    from ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing requires a gradient, the graph is
-    the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``): only names, shapes and
-    dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in the graph.
+    With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken from
+    ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing
+    requires a gradient, the graph is the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``):
+    only names, shapes and dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in it.
 
     Raises:
         PlanError: an annotation marks nothing.

@@ -35,8 +35,9 @@ def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, 
     """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks.
 
     ``whole(name, tensor, keep)`` gives the whole of a tensor in CPU memory where it is to be kept; by default it is
-    gathered over the mesh that it lies on. All ranks must call it. Parameters are gathered one at a time, so that only rank 0 ever holds them all. The tensors
-    are copies; names that are tied in ``module`` share one. What is no tensor (``get_extra_state``) is left out.
+    gathered over the mesh that it lies on. All ranks must call it. Parameters are gathered one at a time, so that only
+    rank 0 ever holds them all. The tensors are copies; names that are tied in ``module`` share one. What is no tensor
+    (``get_extra_state``) is left out.
     """
     keep = _rank() == 0
     state: dict[str, Tensor] = {}

@@ -60,7 +60,7 @@ def compile(
             checkpoint.
         plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``; ``"tp"``,
             ``"tp+sp"``, ``"cp"`` and ``"ep"``, also after one of these, as in ``"fsdp+tp"``), ``"auto"``, a
-            :class:`Plan`, or the path of a plan file (``.yaml``). With ``"pp"`` before any of these, as in ``"pp+fsdp"``,
+            :class:`Plan`, or the path of a plan file (``.yaml``). With ``"pp"`` before any preset, as in ``"pp+fsdp"``,
             ranks along the outermost axis have different stages of the model.
         example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or
             with ``example_kwargs``, compilation happens now. Otherwise at the first call. A plan that divides operators

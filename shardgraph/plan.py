@@ -96,8 +96,8 @@ class Plan:
     """A partition plan; see the module's text for its YAML form.
 
     ``mesh``
-        ``(axis name, size)`` pairs, outermost first; empty for one process without a group. Of a pipeline it is the mesh
-        of a stage.
+        ``(axis name, size)`` pairs, outermost first; empty for one process without a group. With a pipeline it is the
+        mesh of a stage.
     ``parameters``
         ``(pattern, ParameterPlan)`` pairs; the last matching pattern wins.
     ``operators``

@@ -91,7 +91,11 @@ def _from_data(data: Any, source: str) -> Plan:
     for i, value in enumerate(top.get("considered", [])):
         fields = take(value, f"considered.{i}", Candidate, _CANDIDATE_FIELDS)
         considered.append(Candidate(**{**fields, "mesh": _mesh(fields["mesh"])}))
-    changed = {"mesh": _mesh(top["mesh"]), "parameters": tuple(entries), "considered": tuple(considered)}
+    changed: dict[str, Any] = {
+        "mesh": _mesh(top["mesh"]),
+        "parameters": tuple(entries),
+        "considered": tuple(considered),
+    }
     if "pipeline" in top:
         changed["pipeline"] = Pipeline(**take(top["pipeline"], "pipeline", Pipeline, _PIPELINE_FIELDS))
     if "operators" in top:

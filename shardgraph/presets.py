@@ -97,8 +97,8 @@ def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
         pipeline = replace(pipeline, axis=mesh[0][0])
     if mesh and pipeline.axis not in dict(mesh):
         raise PlanError(
-            f"plan {name!r} puts stages along the axis {pipeline.axis!r}, and the mesh is {dict(mesh)}: call one of its "
-            f"axes {pipeline.axis!r}, such as mesh={{{pipeline.axis!r}: 2, 'dp': 4}}"
+            f"plan {name!r} puts stages along the axis {pipeline.axis!r}, and the mesh is {dict(mesh)}: call one of "
+            f"its axes {pipeline.axis!r}, such as mesh={{{pipeline.axis!r}: 2, 'dp': 4}}"
         )
     rest = tuple((axis, size) for axis, size in mesh if axis != pipeline.axis)
     if mesh and mesh[0][0] != pipeline.axis:

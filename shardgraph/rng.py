@@ -16,7 +16,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of data-parallel ``rank`` (or of any other that draws by itself) in a step whose common draw was ``seed``; rank 0 keeps it."""
+    """The seed of ``rank`` in a step whose common draw was ``seed``; rank 0 keeps it.
+
+    A rank is that of data parallelism, or whatever else draws by itself.
+    """
     return (seed + _GOLDEN * rank) % 2**63
 
 

@@ -364,7 +364,7 @@ class _Comparison:
             return [{role: None if t is None else t * share for role, t in given.items()} for _, _, given in found]
 
         inputs = [self._inputs(self.shards, buffers, number) for number in range(len(self.programs))]
-        run = LockstepStep(self.programs, inputs, self.generators(step), tangents)  # type: ignore[arg-type]
+        run = LockstepStep(self.programs, inputs, self.generators(step), tangents)
         gradients, mutated = run.run()
         return outputs, gradients, mutated
 

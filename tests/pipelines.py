@@ -71,7 +71,7 @@ def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int) -
 
 def outputs_in_eval(name: str, pipeline: Pipeline) -> tuple[float, str]:
     """How far outputs are from the unsharded model's in eval mode, and the error of a call in training mode."""
-    sharded, original, (args, kwargs, call) = pipelined(name, "pp", {"pp": 2}, pipeline)
+    sharded, original, (*_, call) = pipelined(name, "pp", {"pp": 2}, pipeline)
     try:
         sharded(*call[0], **call[1])
         message = ""

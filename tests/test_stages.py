@@ -137,6 +137,13 @@ def test_a_pipeline_of_a_plan_round_trips_through_yaml():
     assert "4 stages, zbv, 8 microbatches" in str(plan)
 
 
+def test_what_counts_batches_does_not_draw_the_backward_of_the_layer_before_into_its_stage():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    joint = capture(model, (torch.randn(2, 3, 8, 8),), {}, device=torch.device("cpu"))
+    program = lower_pipeline(joint, preset("pp", {"pp": 2}, Pipeline(2, stages=("2",))), named_shapes(model))
+    assert program.owners["1.weight"] == (0,)
+
+
 # -- what a step does once -------------------------------------------------------------------------------------
 
 

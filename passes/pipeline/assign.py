@@ -78,12 +78,12 @@ def _moves_data(node: fx.Node) -> bool:
 
 
 def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node]) -> None:
-    """Move what only later stages use there, where its one operand is no larger: it is the operand that is sent then."""
+    """Move what only later stages use there, if its one operand is no larger: then the operand is sent instead."""
     for node in reversed(gm.graph.nodes):
         if node not in inside or node in anywhere or node.op != "call_function":
             continue
-        users = [home.get(user) for user in node.users]
-        if not users or None in users or min(users) <= home[node]:
+        users = [home[user] for user in node.users if user in home]
+        if not users or len(users) < len(node.users) or min(users) <= home[node]:
             continue
         operands = [value for value in node.all_input_nodes if value not in anywhere]
         light = _moves_data(node) or is_collective(node) or node.target in (WAIT, aten.expand.default)
@@ -99,7 +99,11 @@ def _bytes(node: fx.Node) -> int:
 def _assign_backward(
     gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node], last: int
 ) -> None:
-    forward = {node.meta["seq_nr"]: home[node] for node in gm.graph.nodes if node in inside and "seq_nr" in node.meta}
+    forward: dict[int, int] = {}
+    for node in gm.graph.nodes:
+        if node in inside and "seq_nr" in node.meta:
+            # What needs no gradient has the number of the operation before it that does.
+            forward.setdefault(node.meta["seq_nr"], home[node])
     waiting: list[fx.Node] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node not in anywhere and node not in home:

@@ -35,9 +35,9 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[BatchNorm]:
     """The batch norms of a graph whose running statistics it writes."""
     written: dict[tuple[fx.Node, int], str] = {}
     for role, value in outputs(gm):
-        if isinstance(role, Mutation) and isinstance(role.of, Buffer) and isinstance(value, fx.Node):
-            if value.target is operator.getitem and value.args[0].target in (_BATCH_NORM, _WITH_UPDATE):
-                written[value.args[0], value.args[1]] = role.of.fqn
+        buffer = isinstance(role, Mutation) and isinstance(role.of, Buffer) and isinstance(value, fx.Node)
+        if buffer and value.target is operator.getitem and value.args[0].target in (_BATCH_NORM, _WITH_UPDATE):
+            written[value.args[0], value.args[1]] = role.of.fqn
     for node in dict.fromkeys(node for node, _ in written):
         mean, variance = (fqn for (of, _), fqn in sorted(written.items(), key=lambda item: item[0][1]) if of is node)
         shape = node.args[0].meta["val"].shape

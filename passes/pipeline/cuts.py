@@ -89,14 +89,13 @@ def annotated_stages(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> tu
     Raises:
         PlanError: a stage is left out, or an earlier one follows a later one.
     """
-    said = [each for each in annotations if isinstance(each[1], stage)]
+    said = [((pattern, each), each.index) for pattern, each in annotations if isinstance(each, stage)]
     begins: dict[int, str] = {}
     latest, latest_said = 0, None
     for path in dict.fromkeys(path for path, _ in _beginnings(gm)) if said else ():
-        for each in said:
+        for each, number in said:
             if not matches(each[0], path):
                 continue
-            number = each[1].index
             if number < latest and latest_said is not None:
                 raise PlanError(
                     f"{written(each)} and {written(latest_said)} contradict each other: {path!r} runs after what is in "

@@ -47,7 +47,7 @@ class Recompute:
 
 
 def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
-    """The operations of forward that backward cannot repeat: random numbers, and what reads buffers that are written."""
+    """What backward cannot compute a second time: random numbers, and what reads buffers that forward writes."""
     inside = forward_nodes(gm)
     written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
     once: set[fx.Node] = set()

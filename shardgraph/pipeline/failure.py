@@ -19,8 +19,8 @@ _PROBE = 1 << 20  # a tag of point-to-point messages that no schedule uses
 def told(agreement: Agreement, group: dist.ProcessGroup | None, neighbours: Sequence[int]) -> Iterator[None]:
     """Run a step; if it fails, say on every rank which rank was the first to fail.
 
-    A rank that has an error of its own says so to the others and raises it. One whose neighbour has gone finds out which
-    and raises that.
+    A rank that has an error of its own says so to the others and raises it. One whose neighbour has gone finds out
+    which and raises that.
 
     Raises:
         CollectiveError: another rank has gone; the message names it.

@@ -5,18 +5,16 @@ The order in which a schedule interleaves microbatches changes no value, so none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardgraph import ir
 from shardgraph.bisect import with_zeros
 from shardgraph.ir import (
     Accumulated,
     Buffer,
     Forwarded,
-    Gradient,
     Mutation,
     Parameter,
     Returned,
@@ -24,9 +22,9 @@ from shardgraph.ir import (
     Saved,
     Tangent,
 )
-from shardgraph.pipeline.program import PipelineProgram, StageProgram
+from shardgraph.pipeline.program import PipelineProgram, StageProgram, gradients_of
 from shardgraph.pipeline.statistics import combined
-from shardgraph.simulate import run_lockstep
+from shardgraph.simulate import Results, run_lockstep
 
 Values = dict[Role, Any]
 """What one rank has, by role."""
@@ -67,7 +65,7 @@ class LockstepStep:
     def _gather(self, stage: StageProgram) -> list[Values]:
         if stage.gather is None:
             return [{} for _ in range(self.ranks)]
-        return [dict(result) for result in run_lockstep(stage.gather, self.mesh, self.inputs[0])]
+        return _by_role(run_lockstep(stage.gather, self.mesh, self.inputs[0]))
 
     def _microbatch(
         self, number: int, program: PipelineProgram, gathered: list[list[Values]]
@@ -82,7 +80,7 @@ class LockstepStep:
                 for mine, whole, received in zip(self.inputs[number], gathered[stage.number], given, strict=True)
             ]
             halves = self._halves(program, stage, last)
-            results = [dict(each) for each in run_lockstep(halves.forward, self.mesh, inputs, rng=self.rng)]
+            results = _by_role(run_lockstep(halves.forward, self.mesh, inputs, rng=self.rng))
             saved.append([{r: v for r, v in each.items() if isinstance(r, Saved)} for each in results])
             given = [{r: v for r, v in each.items() if isinstance(r, Forwarded)} for each in results]
             for role, value in results[0].items():
@@ -105,13 +103,11 @@ class LockstepStep:
         if backward is None:
             return [{} for _ in range(self.ranks)]
         inputs = [mine | with_zeros(theirs, backward) for mine, theirs in zip(saved, tangents, strict=True)]
-        results = [dict(each) for each in run_lockstep(backward, self.mesh, inputs)]
-        for rank, result in enumerate(results):
-            for role, value in result.items():
-                if isinstance(role, Gradient) and isinstance(role.of, Parameter) and value is not None:
-                    key = stage.number, role.of.fqn
-                    before = self.local[rank].get(key)
-                    self.local[rank][key] = value if before is None else before + value
+        results = _by_role(run_lockstep(backward, self.mesh, inputs))
+        for mine, result in zip(self.local, results, strict=True):
+            for fqn, value in gradients_of(result.items()).items():
+                key = stage.number, fqn
+                mine[key] = mine[key] + value if key in mine else value
         return [{r: v for r, v in each.items() if isinstance(r, Returned)} for each in results]
 
     def _reduced(self) -> list[dict[str, torch.Tensor]]:
@@ -120,12 +116,14 @@ class LockstepStep:
         for stage in self.programs[0].stages:
             own = [{f: v for (number, f), v in mine.items() if number == stage.number} for mine in self.local]
             if stage.reduce is not None:
-                wanted = ir.placeholders(stage.reduce)
-                inputs = [{Accumulated(Parameter(f)): v for f, v in mine.items()} for mine in own]
-                assert all(role in inputs[0] for role in wanted)
+                inputs: list[Values] = [{Accumulated(Parameter(f)): v for f, v in mine.items()} for mine in own]
                 for mine, result in zip(own, run_lockstep(stage.reduce, self.mesh, inputs), strict=True):
-                    mine.update({role.of.fqn: v for role, v in result if isinstance(role, Gradient)})
+                    mine.update(gradients_of(result))
             for total, mine in zip(totals, own, strict=True):
                 for fqn, value in mine.items():
                     total[fqn] = total[fqn] + value if fqn in total else value
         return totals
+
+
+def _by_role(results: Iterable[Results]) -> list[Values]:
+    return [{role: value for role, value in each if role is not None} for each in results]

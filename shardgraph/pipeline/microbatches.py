@@ -32,7 +32,7 @@ def microbatches(call: Any, count: int) -> list[Any]:
         works = sorted({-(-rows // each) for each in range(1, rows + 1)})
         near = sorted(works, key=lambda each: abs(each - count))[:4]
         raise PlanError(
-            f"a batch of {rows} rows cannot be cut into {count} microbatches that are of a size but for a smaller last: "
+            f"a batch of {rows} rows cannot be cut into {count} microbatches of a size, but for a smaller last: "
             f"{', '.join(map(str, sorted(near)))} microbatches work for it, or batches of a multiple of {count} rows"
         )
 

@@ -65,9 +65,9 @@ class PipelinedModule(ShardedModule):
         """
         if torch.is_grad_enabled() and self.training:
             raise ShardGraphError(
-                f"plan {self.plan.name!r} has a pipeline, whose microbatches go forward and backward by turns: train with "
-                "sharded.train_step(*inputs, target=...), and call sharded(*inputs) for outputs in eval() mode or under "
-                "torch.no_grad()"
+                f"plan {self.plan.name!r} has a pipeline, whose microbatches go forward and backward by turns: train "
+                "with sharded.train_step(*inputs, target=...), and call sharded(*inputs) for outputs in eval() mode or "
+                "under torch.no_grad()"
             )
         with torch.no_grad():
             work = self._work(args, kwargs, None)
@@ -148,10 +148,11 @@ class PipelinedModule(ShardedModule):
         device, said = self._state.device, self.plan.annotations
         joint = capture(model, args, dict(kwargs), device=device, loss_fn=loss_fn, annotations=said)
         program = lower_pipeline(joint, self.plan, named_shapes(model), show)
-        for fqn, stages in program.owners.items():
-            if missing := set(map(self.pipeline.rank_of, stages)) - set(map(self.pipeline.rank_of, self._owners[fqn])):
+        for fqn in program.owners:
+            used, had = (self._running.holders(owners, fqn) for owners in (program.owners, self._owners))
+            if missing := set(used) - set(had):
                 raise PlanError(
-                    f"with these inputs {fqn!r} is used on the pipeline's ranks {sorted(missing)}, which do not have it: "
+                    f"with these inputs {fqn!r} is used on the pipeline's ranks {sorted(missing)}, which lack it: "
                     "forward takes another way through the model than with those that it was compiled for"
                 )
         return program

@@ -12,7 +12,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.compiler import HALF_PASSES, RANK_PASSES, WHOLE_PASSES, check_half, placing_passes
-from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned
+from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned, Role
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.pipeline.assign import assign_stages
 from shardgraph.passes.pipeline.batch_norm import BatchNorm, batch_norms
@@ -36,6 +36,13 @@ class Halves:
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
+
+    def graph(self, which: str) -> fx.GraphModule:
+        """``"forward"``, ``"backward"``, or one part of that: ``"inputs"`` or ``"weights"``."""
+        if which == "forward":
+            return self.forward
+        assert self.backward is not None
+        return {"backward": self.backward, "inputs": self.parts[0], "weights": self.parts[1]}[which]
 
     @cached_property
     def parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -195,12 +202,16 @@ def crossing(program: PipelineProgram, number: int) -> tuple[list[torch.Tensor],
     return [node.meta["val"] for _, node in received], [node.meta["val"] for _, node in returned]
 
 
+def gradients_of(results: Iterable[tuple[Role | None, Any]]) -> dict[str, Any]:
+    """The gradients of parameters among results by role, by the parameter's name."""
+    return {
+        role.of.fqn: value
+        for role, value in results
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and value is not None
+    }
+
+
 def trained(stages: Iterable[StageProgram]) -> set[str]:
     """The parameters that get a gradient in these stages."""
-    return {
-        role.of.fqn
-        for stage in stages
-        if stage.kept.backward is not None
-        for role, value in ir.outputs(stage.kept.backward)
-        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node)
-    }
+    halves = [stage.kept.backward for stage in stages if stage.kept.backward is not None]
+    return {fqn for backward in halves for fqn in gradients_of(ir.outputs(backward))}

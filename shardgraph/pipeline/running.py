@@ -12,9 +12,9 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import _torch, ir
-from shardgraph.ir import IntermediateBase, Output
+from shardgraph.ir import Accumulated, IntermediateBase, Output
 from shardgraph.pipeline.messages import empty_like_traced, flat, in_layout
-from shardgraph.pipeline.program import PipelineProgram
+from shardgraph.pipeline.program import PipelineProgram, gradients_of, trained
 from shardgraph.pipeline.stage import BoundStage, Microbatch, RunningStage
 from shardgraph.pipeline.statistics import combined
 from shardgraph.pipeline_plan import LOOPED, V_SHAPED
@@ -79,7 +79,7 @@ class RunningPipeline:
     def train(self, work: Sequence[Work], reduce: bool) -> torch.Tensor:
         """Forward and backward of all microbatches; gives the loss of the whole batch, detached, on every rank.
 
-        With ``reduce`` gradients are reduced and added to those of the parameters; else they are kept for the next step.
+        With ``reduce`` gradients are reduced and given to the parameters; else they are kept for the next step.
         """
         self._begin(work, train=True)
         losses: list[torch.Tensor] = []
@@ -151,21 +151,23 @@ class RunningPipeline:
             start[fqn].copy_(value)
 
     def _finish_gradients(self, program: PipelineProgram) -> None:
-        """Reduce the gradients of this rank's stages, add up those of shared parameters, and give them to parameters."""
+        """Reduce the gradients of this rank's stages, add up those of shared parameters, and give them out."""
         totals: dict[str, torch.Tensor] = {}
         for stage in self.stages:
             own = stage.take_gradients()
             reduce = stage.work[0].stage.reduce
             if reduce is not None:
-                inputs = [own.pop(role.of.fqn) for role in reduce.takes]
-                own |= {role.of.fqn: v for (role, _), v in zip(reduce.gives, reduce(inputs), strict=True)}
+                inputs = [own.pop(role.of.fqn) for role in reduce.takes if isinstance(role, Accumulated)]
+                own |= gradients_of(zip([role for role, _ in reduce.gives], reduce(inputs), strict=True))
             for fqn, value in own.items():
                 totals[fqn] = totals[fqn] + value if fqn in totals else value
-        for fqn in sorted(totals):
+        for fqn in sorted(trained(program.stages)):
             ranks = self.holders(program.owners, fqn)
-            if len(ranks) > 1:
-                totals[fqn] = totals[fqn].contiguous().clone()
-                dist.all_reduce(totals[fqn], group=self._sharing[ranks])
+            if len(ranks) > 1 and self.rank in ranks:
+                local = _torch.local_tensor(self.state.model.get_parameter(fqn))
+                total = torch.zeros_like(local)  # not every stage that uses a parameter need have a gradient of it
+                totals[fqn] = total.copy_(totals[fqn]) if fqn in totals else total
+                dist.all_reduce(total, group=self._sharing[ranks])
         taken: set[int] = set()
         for fqn, value in totals.items():
             self._give(fqn, value, taken)

@@ -43,13 +43,7 @@ class BoundHalves:
     def get(self, which: str) -> Bound:
         """``"forward"``, ``"backward"``, or one half of that: ``"inputs"`` or ``"weights"``."""
         if which not in self._bound:
-            graph = {
-                "forward": lambda: self._halves.forward,
-                "backward": lambda: self._halves.backward,
-                "inputs": lambda: self._halves.parts[0],
-                "weights": lambda: self._halves.parts[1],
-            }[which]()
-            self._bound[which] = Bound(graph, self._mesh)
+            self._bound[which] = Bound(self._halves.graph(which), self._mesh)
         return self._bound[which]
 
 
@@ -132,7 +126,10 @@ class RunningStage(_torch.PipelineStageBase):
         del arrived
         with seeded(mine.seed, self.state.device):
             results = bound(inputs)
-        forwarded, saved, written, outputs = [], {}, {}, {}
+        forwarded: list[torch.Tensor] = []
+        saved: dict[Role, Any] = {}
+        written: dict[str, torch.Tensor] = {}
+        outputs: dict[Role, Any] = {}
         for (role, node), value in zip(bound.gives, results, strict=True):
             if isinstance(role, Forwarded):
                 forwarded.append(in_layout(value, node.meta["val"]))
