@@ -26,8 +26,9 @@ def test_links_lead_to_files(document: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md"])
+def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     script = tmp_path / "example.py"  # a file: ranks import the function that they run
     script.write_text(code)
     # The launched ranks end by themselves when this one is killed.

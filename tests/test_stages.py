@@ -219,6 +219,27 @@ def test_annotations_that_contradict_each_other_are_named():
         shardgraph.verify(model, (), preset("pp", {"pp": 3}, Pipeline(2)), example_kwargs=words(4))
 
 
+class Counter(nn.Module):
+    """Counts calls in one layer and uses the count of the next call in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x) / (1 + self.calls))
+        self.calls.add_(1)
+        return x
+
+
+def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
+    joint = capture(Counter(), (torch.randn(2, 2),), {}, device=torch.device("cpu"))
+    plan = preset("pp", {"pp": 2}, Pipeline(2, stages=("second",)))
+    with pytest.raises(PlanError, match=r"'calls' is written in stage 1 and read in stage 0"):
+        lower_pipeline(joint, plan, named_shapes(Counter()))
+
+
 def test_a_balance_that_does_not_add_up_is_refused():
     joint = capture(gpt2(3), (), text(2), device=torch.device("cpu"))
     with pytest.raises(PlanError, match=r"balance \[1, 1\] gives 2 layers to 2 stages, and the model has 3"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.compiler import HALF_PASSES, RANK_PASSES, WHOLE_PASSES, check_half, placing_passes
+from shardgraph.errors import PlanError
 from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned, Role
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.pipeline.assign import assign_stages
@@ -152,10 +153,26 @@ def lower_pipeline(
     show("schedule")
     stages = tuple(_stage(number, graph, context, plan) for number, graph in enumerate(graphs))
     show("check")
+    _check_buffers(stages)
     for stage in stages:
         for graph in stage.graphs:
             check_half(graph, inside)
     return PipelineProgram(joint, stages, plan, context.parameters, shapes, context.notes)
+
+
+def _check_buffers(stages: Sequence[StageProgram]) -> None:
+    read: dict[str, set[int]] = {}
+    for stage in stages:
+        for role in ir.placeholders(stage.kept.forward):
+            if isinstance(role, Buffer):
+                read.setdefault(role.fqn, set()).add(stage.number)
+    for stage in stages:
+        for fqn in stage.written:
+            if others := read.get(fqn, set()) - {stage.number}:
+                raise PlanError(
+                    f"the buffer {fqn!r} is written in stage {stage.number} and read in stage {min(others)}, whose "
+                    "ranks would not see what is written: let stages begin so that both are in one"
+                )
 
 
 def _stage(number: int, gm: fx.GraphModule, context: Context, plan: Plan) -> StageProgram:
