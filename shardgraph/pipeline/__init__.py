@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the model cut into stages, and the schedules that run them."""
