@@ -6,35 +6,11 @@ they hold. So one simulator serves every schedule, of uniform stages and of any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from shardgraph.cost_models.actions import Action, Kind, Message, Order, lay_out
 from shardgraph.cost_models.timeline import Task, Timeline, simulate
-from shardgraph.errors import PlanError
-
-Kind = Literal["F", "B", "I", "W"]
-"""Forward; the whole backward; or its two parts, the gradient of a stage's input and those of its weights."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """One stage's work of a ``kind`` on one microbatch.
-
-    ``with_next``: this action and the next of its rank may overlap, so what both compute is sent when both are done.
-    """
-
-    stage: int
-    kind: Kind
-    microbatch: int
-    with_next: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-Order = tuple[tuple[Action, ...], ...]
-"""What each rank does, in its order. All actions of a stage are on one rank."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +36,18 @@ class StageCost:
     kept: int | None = None
     fixed: int = 0
 
-    def seconds(self, kind: Kind) -> float:
-        """How long an action takes."""
+    def seconds(self, work: Kind | Message) -> float:
+        """How long an action or a message of the stage takes."""
         half = self.backward / 2
-        parts = {
+        parts: dict[Kind | Message, float] = {
             "F": self.forward,
             "B": self.backward,
             "I": half if self.backward_input is None else self.backward_input,
             "W": half if self.backward_weight is None else self.backward_weight,
+            "send output": self.send_output,
+            "send gradient": self.send_gradient,
         }
-        return parts[kind]
+        return parts[work]
 
     def held(self, kind: Kind) -> int:
         """By how many bytes an action changes what is held: a forward as it begins, a backward as it ends."""
@@ -128,111 +106,24 @@ def simulate_schedule(order: Order, stages: Sequence[StageCost], *, prefetch: bo
     Raises:
         PlanError: no step ends in this order, because actions wait for each other.
     """
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    tasks: list[Task] = []
-    ran: list[list[int]] = [[] for _ in order]  # the tasks of each rank
-    leaves: dict[_Value, int] = {}  # the task after which a value may be sent
-    arrives: dict[_Value, int] = {}  # the task that sends it
-
-    def send(value: _Value, receiver: int, after: tuple[int, ...]) -> None:
-        stage = stages[value.stage]
-        seconds = stage.send_gradient if value.backward else stage.send_output
-        arrives[value] = len(tasks)
-        tasks.append(Task(f"send {value}", f"rank {rank_of[value.stage]} to {receiver}", seconds, after))
-
-    for rank, together in _causally(order, len(stages)):
-        for action in together:
-            received = [value for value in _takes(action, len(stages)) if rank_of[value.stage] != rank]
-            for value in received:
-                if value not in arrives:
-                    send(value, rank, (leaves[value], *ran[rank][-1:]))
-            after = tuple(arrives[value] for value in received)
-            ran[rank].append(len(tasks))
-            tasks.append(Task(str(action), f"rank {rank}", stages[action.stage].seconds(action.kind), after))
-        for action in together:
-            result = _makes(action)
-            if result is not None:
-                leaves[result] = ran[rank][-1]
-                receiver = rank_of.get(action.stage + (-1 if result.backward else 1), rank)
-                if prefetch and receiver != rank:
-                    send(result, receiver, (leaves[result],))
-
+    tasks = [
+        Task(step.label, step.stream, stages[step.stage].seconds(step.work), step.after)
+        for step in lay_out(order, len(stages), prefetch)
+    ]
     timeline = simulate(tasks)
     ranks = tuple(
-        tuple(Ran(action, timeline.spans[i].start, timeline.spans[i].end) for action, i in zip(*each, strict=True))
-        for each in zip(order, ran, strict=True)
+        tuple(
+            Ran(action, span.start, span.end) for action, span in zip(actions, timeline.on(f"rank {rank}"), strict=True)
+        )
+        for rank, actions in enumerate(order)
     )
     return SimulatedSchedule(ranks, tuple(_memory(spans, stages) for spans in ranks), timeline)
 
 
 def most_in_flight(order: Order) -> tuple[int, ...]:
     """The most microbatches of which each rank holds activations, counted for each stage that it runs."""
-    one = StageCost(saved=1)
-    stages = [one] * (1 + max(action.stage for actions in order for action in actions))
+    stages = [StageCost(saved=1)] * (1 + max(action.stage for actions in order for action in actions))
     return tuple(max(nbytes for _, nbytes in _memory([Ran(a, 0, 0) for a in each], stages)) for each in order)
-
-
-# -- what actions wait for -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Value:
-    """The output of a stage for a microbatch, or the gradient of its input."""
-
-    stage: int
-    backward: bool
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{'gradient' if self.backward else 'output'} {self.microbatch} of stage {self.stage}"
-
-
-def _makes(action: Action) -> _Value | None:
-    return None if action.kind == "W" else _Value(action.stage, action.kind != "F", action.microbatch)
-
-
-def _takes(action: Action, stages: int) -> list[_Value]:
-    """What an action needs: forward the output before, backward its own and the gradient behind it, weights theirs."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "F":
-        return [_Value(stage - 1, False, microbatch)] if stage > 0 else []
-    if action.kind == "W":
-        return [_Value(stage, True, microbatch)]
-    behind = [_Value(stage + 1, True, microbatch)] if stage + 1 < stages else []
-    return [_Value(stage, False, microbatch), *behind]
-
-
-def _causally(order: Order, stages: int) -> Iterator[tuple[int, list[Action]]]:
-    """Every action with its rank, after those that it waits for; actions that overlap come together."""
-    made: set[_Value | None] = set()
-    waiting = [_together(actions) for actions in order]
-    while any(waiting):
-        stuck = True
-        for rank, places in enumerate(waiting):
-            while places and all(made.issuperset(_takes(action, stages)) for action in places[-1]):
-                stuck = False
-                made.update(map(_makes, places[-1]))
-                yield rank, places.pop()
-        if stuck:
-            where = ", ".join(f"rank {rank} at {places[-1][0]}" for rank, places in enumerate(waiting) if places)
-            raise PlanError(
-                f"no step ends in this order: {where} wait for what no rank has done by then (2F0 is the forward of "
-                "microbatch 0 on stage 2); a forward may follow that of the stage before, a backward its own forward "
-                "and the backward of the next stage"
-            )
-
-
-def _together(actions: Sequence[Action]) -> list[list[Action]]:
-    """The actions of a rank, the last first, each in one list with those that overlap with it."""
-    places: list[list[Action]] = []
-    joins = False
-    for action in actions:
-        if joins:
-            places[-1].append(action)
-        else:
-            places.append([action])
-        joins = action.with_next
-    return places[::-1]
 
 
 def _memory(spans: Sequence[Ran], stages: Sequence[StageCost]) -> tuple[tuple[float, int], ...]:

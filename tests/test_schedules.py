@@ -7,13 +7,8 @@ import itertools
 import pytest
 
 from shardgraph._torch import pipeline_actions
-from shardgraph.cost_models.schedules import (
-    Action,
-    SimulatedSchedule,
-    StageCost,
-    most_in_flight,
-    simulate_schedule,
-)
+from shardgraph.cost_models.actions import Action
+from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, most_in_flight, simulate_schedule
 from shardgraph.errors import PlanError
 from shardgraph.pipeline.orders import SCHEDULES, check, pipeline_order, rank_of_stage, stages_per_rank
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from shardgraph.cost_models.schedules import Kind, Ran, SimulatedSchedule
+from shardgraph.cost_models.actions import Kind
+from shardgraph.cost_models.schedules import Ran, SimulatedSchedule
 from shardgraph.pictures.svg import Drawing, document, rect, text
 from shardgraph.sizes import format_bytes, format_seconds
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import cast
 
 from shardgraph._torch import PipelineAction, pipeline_actions
-from shardgraph.cost_models.schedules import Action, Kind, Order
+from shardgraph.cost_models.actions import Action, Kind, Order
 from shardgraph.errors import PlanError, nearest
 
 _ANY = "any number of microbatches"
