@@ -67,9 +67,13 @@ class Timeline:
         """When the last task ended."""
         return max((span.end for span in self.spans), default=0.0)
 
+    def on(self, stream: str) -> list[Span]:
+        """What a stream runs, in order."""
+        return [span for span in self.spans if span.task.stream == stream]
+
     def busy(self, stream: str) -> float:
         """Seconds that a stream works."""
-        return sum(span.end - span.start for span in self.spans if span.task.stream == stream)
+        return sum(span.end - span.start for span in self.on(stream))
 
     @property
     def exposed(self) -> float:

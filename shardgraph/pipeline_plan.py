@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgraph.errors import PlanError, nearest
+from shardgraph.errors import PlanError
+from shardgraph.pipeline.orders import check, find_schedule, rank_of_stage, stages_per_rank
 
-LOOPED = ("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
-"""Schedules in which a rank has two stages or more, every so many-th one."""
-V_SHAPED = ("zbv", "dualpipev")
-"""Schedules in which a rank has two stages: stages go through the ranks and back."""
-SCHEDULES = ("gpipe", "1f1b", *LOOPED, *V_SHAPED)
 CHECKPOINTS = ("never", "except_last", "always")
 
 
@@ -52,9 +48,8 @@ class Pipeline:
     @property
     def stages_per_rank(self) -> int:
         """How many stages a rank has."""
-        if self.stages or self.balance:
-            return (len(self.stages) + 1 if self.stages else len(self.balance)) // self.ranks
-        return 1 if self.schedule in ("gpipe", "1f1b") else 2
+        given = len(self.stages) + 1 if self.stages else len(self.balance)
+        return given // self.ranks if given else stages_per_rank(self.schedule)
 
     @property
     def count(self) -> int:
@@ -67,9 +62,8 @@ class Pipeline:
         return self.microbatches or 2 * self.count
 
     def rank_of(self, stage: int) -> int:
-        """Where along the axis a stage is: stages go round the ranks, or for V schedules there and back."""
-        turn, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.schedule in V_SHAPED and turn % 2 else place
+        """Where along the axis a stage is."""
+        return rank_of_stage(self.schedule, self.ranks, self.count)[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of the rank at this place along the axis."""
@@ -87,10 +81,6 @@ def _check(pipeline: Pipeline) -> None:
     def refuse(field: str, value: object, allowed: str) -> None:
         raise PlanError(f"the pipeline's {field} is {value!r}; it may be {allowed}")
 
-    if pipeline.schedule not in SCHEDULES:
-        refuse(
-            "schedule", pipeline.schedule, f"{', '.join(map(repr, SCHEDULES))}{nearest(pipeline.schedule, SCHEDULES)}"
-        )
     if pipeline.checkpoint not in CHECKPOINTS:
         refuse("checkpoint", pipeline.checkpoint, " or ".join(map(repr, CHECKPOINTS)))
     for field, least in (("microbatches", 0), ("ranks", 1)):
@@ -99,21 +89,7 @@ def _check(pipeline: Pipeline) -> None:
             refuse(field, value, f"a whole number from {least}")
     if pipeline.stages and pipeline.balance:
         refuse("balance", list(pipeline.balance), "given instead of stages, not beside them")
-    given = len(pipeline.stages) + 1 if pipeline.stages else len(pipeline.balance)
-    if given and pipeline.ranks > 1:
-        _check_count(pipeline, given, "balance" if pipeline.balance else "stages")
-
-
-def _check_count(pipeline: Pipeline, given: int, field: str) -> None:
-    ranks, schedule = pipeline.ranks, pipeline.schedule
-    if schedule in V_SHAPED:
-        right, wanted = given == 2 * ranks, f"{2 * ranks}, two for each rank"
-    elif schedule in LOOPED:
-        right, wanted = given % ranks == 0, f"a multiple of the {ranks} ranks"
-    else:
-        right, wanted = given == ranks, f"{ranks}, one for each rank"
-    if not right:
-        raise PlanError(
-            f"the pipeline's {field} makes {given} stages, and with the schedule {schedule!r} on {ranks} ranks there "
-            f"must be {wanted}"
-        )
+    find_schedule(pipeline.schedule)
+    if pipeline.ranks > 1:
+        given = len(pipeline.stages) + 1 if pipeline.stages else len(pipeline.balance)
+        check(pipeline.schedule, pipeline.ranks, given or pipeline.count, pipeline.parts)

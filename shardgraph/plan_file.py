@@ -13,7 +13,8 @@ from shardgraph.annotations.match import Annotated
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
 from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
-from shardgraph.pipeline_plan import CHECKPOINTS, SCHEDULES, Pipeline
+from shardgraph.pipeline.orders import SCHEDULES
+from shardgraph.pipeline_plan import CHECKPOINTS, Pipeline
 from shardgraph.plan import GRADIENTS, SCHEMA, Candidate, Plan
 
 

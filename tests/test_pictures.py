@@ -6,6 +6,7 @@ import re
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from torch import nn
 
 from shardgraph import ParameterPlan, Plan, analyze, preset
 from shardgraph.compiler import build_program
+from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.parameter_plan import REPLICATE, SHARD
 from shardgraph.pictures.boxes import draw_boxes
 from shardgraph.pictures.flow import Edges, Site, trace_flow
+from shardgraph.pictures.gantt import draw_gantt, draw_schedule
 from shardgraph.pictures.graph import plan_graph, render_svg
 from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import HeldParameter, Module, Tree, build_tree
+from shardgraph.pipeline.orders import pipeline_order
 from tests.machines import toy_cluster
 from tests.zoo import make
 
@@ -296,3 +300,58 @@ def test_a_step_of_many_operations_is_no_larger_a_picture(analysis):
     many = replace(analysis, rows=tuple(row for row in analysis.rows for _ in range(200)))
     assert len(draw_memory(many).body) < 60_000
     assert f"{analysis.peak_memory / 1024:.1f} KiB" in texts(draw_memory(many))
+
+
+# -- pipeline schedules ----------------------------------------------------------------------------
+
+
+def schedule(name: str, cost: StageCost, each: int = 1) -> SimulatedSchedule:
+    return simulate_schedule(pipeline_order(name, 2, 2 * each, 4), [cost] * (2 * each))
+
+
+def bars(drawing: Drawing) -> list[tuple[str, int, int]]:
+    """Each action with the ends of its bar."""
+    found = []
+    for rect in ET.fromstring(document("test", [drawing])).iter("{http://www.w3.org/2000/svg}rect"):
+        if len(rect):
+            left, width = int(rect.attrib["x"]), int(rect.attrib["width"])
+            found.append(((rect[0].text or "").partition(":")[0], left, left + width))
+    return found
+
+
+def test_every_action_of_a_schedule_is_a_bar_with_its_microbatch():
+    drawing = draw_gantt(schedule("1f1b", StageCost(1.0, 2.0)))
+    assert [name for name, _, _ in bars(drawing)][:8] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"]
+    assert texts(drawing).count("3") == 4
+
+
+def test_bars_are_as_long_as_their_actions_and_never_overlap():
+    drawn = bars(draw_gantt(schedule("1f1b", StageCost(1.0, 2.0))))
+    forward, backward = (right - left for name, left, right in drawn if name in ("1F0", "1B0"))
+    assert backward == pytest.approx(2 * forward, abs=4)  # whole pixels, and one between bars
+    for rank in "01":
+        ends = [(left, right) for name, left, right in drawn if name.startswith(rank)]
+        assert all(before[1] <= after[0] for before, after in pairwise(ends))
+
+
+def test_a_rank_of_a_schedule_shows_what_it_waits_and_holds():
+    found = texts(draw_gantt(schedule("1f1b", StageCost(1.0, 2.0, saved=1024, fixed=512))))
+    assert {"15 s a step; ranks wait 20.0% of it", "waits 20.0%", "peak 2.5 KiB", "peak 1.5 KiB"} <= set(found)
+
+
+def test_a_schedule_without_bytes_shows_no_memory():
+    assert not any("peak" in line or "memory" in line for line in texts(draw_gantt(schedule("gpipe", StageCost(1, 2)))))
+
+
+def test_stages_of_a_rank_have_shades_of_their_own():
+    def forwards(each: int, name: str) -> set[str]:
+        drawing = draw_gantt(schedule(name, StageCost(1.0, 2.0), each))
+        rects = ET.fromstring(document("test", [drawing])).iter("{http://www.w3.org/2000/svg}rect")
+        return {rect.attrib["fill"] for rect in rects if len(rect) and "F" in (rect[0].text or "")}
+
+    assert (len(forwards(1, "1f1b")), len(forwards(2, "zbv"))) == (1, 2)
+
+
+def test_a_schedule_is_written_as_one_svg_file(tmp_path):
+    path = draw_schedule(schedule("dualpipev", StageCost(1.0, 2.0), 2), tmp_path / "schedule.svg", "Mine & yours")
+    assert "Mine & yours" in [element.text for element in ET.parse(path).getroot().iter()]

@@ -120,14 +120,14 @@ def test_parameters_of_a_tied_layer_are_in_both_stages_and_their_gradient_in_par
 def test_annotations_name_the_stages():
     model = gpt2(4)
     shardgraph.annotate(model, {"transformer.h.1": stage(1), "transformer.h.3": stage(2), "transformer.wte": stage(0)})
-    report = shardgraph.verify(model, (), preset("pp", {"pp": 3}, Pipeline(2)), example_kwargs=words(4), fp64=True)
+    report = shardgraph.verify(model, (), preset("pp", {"pp": 3}, Pipeline(4)), example_kwargs=words(4), fp64=True)
     assert report.ok
     assert report.plan.pipeline.stages == ("transformer.h.1", "transformer.h.3")
 
 
 def test_balance_counts_layers_of_the_longest_stack():
     joint = capture(gpt2(6), (), text(2), device=torch.device("cpu"))
-    plan = preset("pp", {"pp": 3}, Pipeline(2, balance=[1, 3, 2]))
+    plan = preset("pp", {"pp": 3}, Pipeline(3, balance=[1, 3, 2]))
     assert place_stages(joint, plan, named_shapes(gpt2(6))).pipeline.stages == ("transformer.h.1", "transformer.h.4")
 
 
@@ -216,7 +216,7 @@ def test_annotations_that_contradict_each_other_are_named():
     model = gpt2(4)
     shardgraph.annotate(model, {"transformer.h.1": stage(2), "transformer.h.2": stage(1)})
     with pytest.raises(PlanError, match=r"'transformer.h.2': stage\(1\) and 'transformer.h.1': stage\(2\) contradict"):
-        shardgraph.verify(model, (), preset("pp", {"pp": 3}, Pipeline(2)), example_kwargs=words(4))
+        shardgraph.verify(model, (), preset("pp", {"pp": 3}, Pipeline(4)), example_kwargs=words(4))
 
 
 class Counter(nn.Module):
@@ -249,11 +249,14 @@ def test_a_balance_that_does_not_add_up_is_refused():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"schedule": "zvb"}, r"schedule is 'zvb'.*did you mean 'zbv'"),
+        ({"schedule": "zvb"}, r"no pipeline schedule 'zvb'.*did you mean 'zbv'"),
         ({"microbatches": -1}, r"microbatches is -1; it may be a whole number from 0"),
         ({"checkpoint": "sometimes"}, r"checkpoint is 'sometimes'"),
         ({"stages": ["a"], "balance": [1, 2]}, "instead of stages"),
-        ({"schedule": "zbv", "ranks": 2, "stages": ["a"]}, r"must be 4, two for each rank"),
+        (
+            {"schedule": "zbv", "ranks": 2, "stages": ["a"]},
+            "each rank has 2 of its stages, so 4 would do",
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be_says_what_may(wrong, message):

@@ -1,1 +1,1 @@
-"""Pipelines at run time: stage programs, and the schedules of torch.distributed.pipelining that run them."""
+"""Pipelines: orders of schedules, programs of stages, and how torch.distributed.pipelining runs them."""

@@ -8,29 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from shardgraph import _torch, ir
 from shardgraph.ir import Accumulated, IntermediateBase, Output
 from shardgraph.pipeline.messages import empty_like_traced, flat, in_layout
+from shardgraph.pipeline.orders import find_schedule
 from shardgraph.pipeline.program import PipelineProgram, gradients_of, trained
 from shardgraph.pipeline.stage import BoundStage, Microbatch, RunningStage
 from shardgraph.pipeline.statistics import combined
-from shardgraph.pipeline_plan import LOOPED, V_SHAPED
 from shardgraph.plan import Plan
 from shardgraph.program import State, mesh_rank
 from shardgraph.rng import common_draw, rank_seed
-
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
-    "looped-bfs": pipelining.ScheduleLoopedBFS,
-    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.ScheduleDualPipeV,
-}
 
 
 class BoundPipeline:
@@ -130,9 +120,8 @@ class RunningPipeline:
 
     def _by_schedule(self, count: int, losses: list[torch.Tensor]) -> None:
         if count not in self._schedules:
-            kind = _SCHEDULES[self.pipeline.schedule]
-            several = self.pipeline.schedule in (*LOOPED, *V_SHAPED)
-            stages: Any = self.stages if several else self.stages[0]
+            kind: Any = get_schedule_class(find_schedule(self.pipeline.schedule).torch_name)
+            stages: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
             self._schedules[count] = kind(stages, count, loss_fn=lambda loss, _: loss)
         with torch.enable_grad():  # which torch asks for, though our graphs need it not
             self._schedules[count].step(target=torch.zeros(count), losses=losses, return_outputs=False)
