@@ -67,7 +67,7 @@ class Analysis:
     @cached_property
     def timeline(self) -> Timeline:
         """The operations on their streams."""
-        return simulate(list(_tasks(self.rows)), self.cluster.overlap)
+        return simulate(list(tasks_of(self.rows)), self.cluster.overlap)
 
     @cached_property
     def time(self) -> StepTime:
@@ -262,7 +262,7 @@ class Analysis:
         return flops.most_common(1)[0][0] if flops else ""
 
 
-def _tasks(rows: Sequence[Row]) -> Iterator[Task]:
+def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
     """Computation as one stream and every mesh axis as one.
 
     A collective starts when the computation issued before it has ended; a wait holds the computation until its

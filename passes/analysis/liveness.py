@@ -22,12 +22,15 @@ from shardgraph.ir import (
     WAIT,
     Accumulated,
     Buffer,
+    Forwarded,
+    Gathered,
     Gradient,
     Input,
     IntermediateBase,
     Mutation,
     Output,
     Parameter,
+    Returned,
     Role,
     Saved,
     Tangent,
@@ -46,6 +49,9 @@ KINDS = {
     Tangent: "gradients",
     Gradient: "gradients",
     Accumulated: "gradients",
+    Returned: "gradients",
+    Gathered: "gathered parameters",
+    Forwarded: "activations",
     Saved: "saved",
     Mutation: "buffers",
     Output: "activations",
@@ -271,7 +277,7 @@ def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[_Storage]], s
     end = start + len(nodes) - 1
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            handed_over = isinstance(node.meta.get("role"), (Saved, Tangent)) and node.users
+            handed_over = isinstance(node.meta.get("role"), (Saved, Tangent, Forwarded, Returned)) and node.users
             last = max(index[user] for user in node.users) if handed_over else end
         else:
             last = max((index[user] for user in _uses(node)), default=index[node])

@@ -39,7 +39,7 @@ def assign_stages(gm: fx.GraphModule, begins: Sequence[fx.Node]) -> Assignment:
     inside = forward_nodes(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     starts = [order[node] for node in begins]
-    anywhere = _anywhere(gm)
+    anywhere = computed_anywhere(gm)
     home = {node: bisect_right(starts, order[node]) for node in gm.graph.nodes if node in inside}
     for node in gm.graph.nodes:
         if node in inside and node.target is WAIT:
@@ -49,7 +49,8 @@ def assign_stages(gm: fx.GraphModule, begins: Sequence[fx.Node]) -> Assignment:
     return Assignment(home, anywhere, inside, len(begins) + 1)
 
 
-def _anywhere(gm: fx.GraphModule) -> set[fx.Node]:
+def computed_anywhere(gm: fx.GraphModule) -> set[fx.Node]:
+    """What each stage computes for itself; see :class:`Assignment`."""
     free = {node for role, node in placeholders(gm).items() if isinstance(role, (Input, Buffer, Parameter))}
     of_parameters = {node for role, node in placeholders(gm).items() if isinstance(role, Parameter)}
     written = {v for role, v in outputs(gm) if isinstance(role, Mutation)}

@@ -10,6 +10,7 @@ from torch import fx
 from shardgraph.annotations.kinds import stage
 from shardgraph.annotations.match import Annotated, matches, written
 from shardgraph.errors import PlanError, nearest
+from shardgraph.passes.pipeline.assign import computed_anywhere
 from shardgraph.passes.rewrite.split import forward_nodes
 
 
@@ -38,10 +39,10 @@ def cut_points(gm: fx.GraphModule) -> list[CutPoint]:
 
 
 def _beginnings(gm: fx.GraphModule) -> Iterable[tuple[str, fx.Node]]:
-    """The modules that an operation of forward is in, operation after operation."""
-    inside = forward_nodes(gm)
+    """The modules that an operation of forward is in, operation after operation; none that every stage does itself."""
+    inside, anywhere = forward_nodes(gm), computed_anywhere(gm)
     for node in gm.graph.nodes:
-        if node in inside and node.op == "call_function":
+        if node in inside and node not in anywhere and node.op == "call_function":
             yield "", node
             for path, _ in (node.meta.get("nn_module_stack") or {}).values():
                 yield path, node

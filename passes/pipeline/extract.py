@@ -34,11 +34,21 @@ def stage_graphs(gm: fx.GraphModule, assignment: Assignment) -> list[fx.GraphMod
     is handed on. Outputs are given by the last stage, tangents taken by it; a buffer is written by the stage that
     computes it. A parameter that several stages use is taken by each, and each gives its own part of the gradient.
     """
+    parts = _parts(gm, assignment)
+    return [_graph(gm, assignment, parts, number) for number in range(assignment.count)]
+
+
+def crossings(gm: fx.GraphModule, assignment: Assignment) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """For every stage the values that it takes from the stage before it, and from the one after it."""
+    return [(list(part.received), list(part.tangents)) for part in _parts(gm, assignment)]
+
+
+def _parts(gm: fx.GraphModule, assignment: Assignment) -> list[_Part]:
     parts = [_Part(number) for number in range(assignment.count)]
     for number, results in enumerate(_results(gm, assignment)):
         parts[number].results = results
     _Crossings(gm, assignment, parts).find()
-    return [_graph(gm, assignment, parts, number) for number in range(assignment.count)]
+    return parts
 
 
 class _Part:

@@ -97,7 +97,18 @@ class PipelineProgram:
     plan: Plan
     parameters: Mapping[str, ParameterPlan]
     shapes: Mapping[str, torch.Size]
-    notes: list[str]
+    context: Context
+
+    @property
+    def notes(self) -> list[str]:
+        """Decisions of the passes that are worth knowing."""
+        return self.context.notes
+
+    @cached_property
+    def itemsizes(self) -> dict[str, int]:
+        """The bytes of an element of each parameter that forward uses."""
+        roles = ir.placeholders(self.joint.module).items()
+        return {role.fqn: node.meta["val"].element_size() for role, node in roles if isinstance(role, Parameter)}
 
     @property
     def out_spec(self) -> Any:
@@ -126,10 +137,10 @@ class PipelineProgram:
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """The stages that use each parameter; one that none uses is the first's."""
+        """The stages that use each parameter or make a part of its gradient; one that none uses is the first's."""
         found: dict[str, tuple[int, ...]] = {}
         for stage in self.stages:
-            for fqn in stage.parameters:
+            for fqn in dict.fromkeys([*stage.parameters, *sorted(trained([stage]))]):
                 found[fqn] = (*found.get(fqn, ()), stage.number)
         return {fqn: found.get(fqn, (0,)) for fqn in self.shapes}
 
@@ -157,7 +168,7 @@ def lower_pipeline(
     for stage in stages:
         for graph in stage.graphs:
             check_half(graph, inside)
-    return PipelineProgram(joint, stages, plan, context.parameters, shapes, context.notes)
+    return PipelineProgram(joint, stages, plan, context.parameters, shapes, context)
 
 
 def _check_buffers(stages: Sequence[StageProgram]) -> None:
