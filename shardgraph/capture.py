@@ -97,7 +97,12 @@ def capture(
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
     )
-    with _fake_state(model, fake_mode, device) as canonical, constrain.constrained(model, annotations), fake_mode:
+    with (
+        _fake_state(model, fake_mode, device) as canonical,
+        constrain.constrained(model, annotations),
+        _without_fused_layers(),
+        fake_mode,
+    ):
         traced = model if loss_fn is None else WithLoss(model, loss_fn)
         traced.training = model.training
         exported = _export(traced, fake_args, fake_kwargs, model)
@@ -105,6 +110,17 @@ def capture(
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
     return _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """In eval mode ``nn.TransformerEncoderLayer`` is one operation, of which no plan can divide or cut anything."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
