@@ -70,8 +70,9 @@ def compile(
         pipeline: of a preset with ``"pp"``: microbatches, schedule, stages and checkpointing.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
-        cluster: what ``plan="auto"`` prices plans by, as for :func:`shardgraph.analyze`; None: this machine. Without
-            example inputs there is nothing to price, and ``"auto"`` takes the plan of least memory.
+        cluster: what ``plan="auto"`` prices plans by, and a pipeline its stages, as for :func:`shardgraph.analyze`; None:
+            this machine. Without example inputs there is nothing to price, and ``"auto"`` takes the plan of least
+            memory.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.
         timeout: seconds that a rank waits for the others to compile the same program.
@@ -94,7 +95,7 @@ def compile(
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
-    placed, owners = _placed(model, plan, axes, pipeline, inputs, loss_fn, agreement)
+    placed, owners = _placed(model, plan, axes, pipeline, inputs, loss_fn, cluster, agreement)
     chosen, entries = _agree_on_plan(agreement, placed, axes, pipeline, model)
     device = _device(device_mesh, model)
 
@@ -125,6 +126,7 @@ def _placed(
     pipeline: Pipeline | None,
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
     loss_fn: Callable[..., torch.Tensor] | None,
+    cluster: Cluster | str | Path | None,
     agreement: Agreement,
 ) -> tuple[str | Path | Plan, Owners]:
     """The plan with a placement for every parameter that it leaves to be found, as rank 0 finds it.
@@ -152,7 +154,8 @@ def _placed(
         cpu = torch.device("cpu")
         if chosen.pipeline is not None:
             loss = (loss_fn if "target" in kwargs else own_loss) if model.training else None
-            return place_pipeline(model, chosen, args, dict(kwargs), loss)
+            machine = resolve_cluster(cluster, chosen.world_size)
+            return place_pipeline(model, chosen, args, dict(kwargs), loss, machine)
         loss = loss_fn if "target" in kwargs else None
         joint = capture(model, args, dict(kwargs), device=cpu, loss_fn=loss, annotations=chosen.annotations)
         return place_operators(joint, chosen, shapes), {}

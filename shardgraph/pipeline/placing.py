@@ -11,20 +11,30 @@ from torch import nn
 
 from shardgraph.capture import capture
 from shardgraph.compiler import place_operators
+from shardgraph.cost_models.balance import balance
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.parameters import named_shapes
 from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of, cut_points
+from shardgraph.pipeline.blocks import blocks_of
 from shardgraph.pipeline.microbatches import microbatches
+from shardgraph.pipeline.orders import find_schedule, pipeline_order
 from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.plan import Plan
 
 
-def place_stages(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
+def place_stages(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster | None = None
+) -> Plan:
     """``plan`` with a beginning for every stage of its pipeline: as annotated, as ``balance`` says, or the best.
 
+    The best are those with which the simulated step is shortest and every rank has memory enough, priced on
+    ``cluster``; None: this machine.
+
     Raises:
-        PlanError: what is said cannot be, contradicts itself, or the model has fewer places to cut than that takes.
+        PlanError: what is said cannot be, contradicts itself, the model has fewer places to cut than that takes, or a
+            rank has not memory enough however it is cut.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -38,19 +48,34 @@ def place_stages(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]
     if pipeline.balance:
         stages = balanced(joint.module, pipeline.balance)
     elif not stages and pipeline.count > 1:
-        points = cut_points(joint.module)
-        if len(points) < pipeline.count - 1:
-            raise PlanError(
-                f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(points)} places for "
-                f"one ({', '.join(repr(point.name) for point in points)}): use fewer ranks along {pipeline.axis!r}"
-            )
-        stages = tuple(points[len(points) * i // pipeline.count].name for i in range(1, pipeline.count))
+        stages = _best(joint, plan, shapes, cluster or Cluster.detect())
     beginnings_of(joint.module, stages)
     return replace(plan, pipeline=replace(pipeline, stages=stages, balance=()))
 
 
+def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> tuple[str, ...]:
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    points = cut_points(joint.module)
+    if len(points) < pipeline.count - 1:
+        raise PlanError(
+            f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(points)} places for "
+            f"one ({', '.join(repr(point.name) for point in points)}): use fewer ranks along {pipeline.axis!r}"
+        )
+    blocks = blocks_of(joint, plan, shapes, cluster)
+    order = pipeline_order(pipeline.schedule, pipeline.ranks, pipeline.count, pipeline.parts)
+    prefetch = find_schedule(pipeline.schedule).prefetch
+    found = balance(blocks.costs, order, limit=cluster.device.memory, prefetch=prefetch)
+    return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
+
+
 def place_pipeline(
-    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Any,
+    cluster: Cluster | None = None,
 ) -> tuple[Plan, dict[str, tuple[int, ...]]]:
     """``plan`` with all that it leaves open found from a call of ``model``, and which stages use each parameter.
 
@@ -63,6 +88,6 @@ def place_pipeline(
     shapes = named_shapes(model)
     with torch.set_grad_enabled(loss_fn is not None):
         joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn, annotations=plan.annotations)
-    plan = place_stages(joint, plan, shapes)
+    plan = place_stages(joint, plan, shapes, cluster)
     plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
     return plan, lower_pipeline(joint, plan, shapes).owners

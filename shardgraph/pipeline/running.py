@@ -49,7 +49,7 @@ class RunningPipeline:
         self.group = None if mesh is None else mesh.get_group(self.pipeline.axis)
         self.rank = 0 if mesh is None else mesh.get_local_rank(self.pipeline.axis)
         self.numbers = self.pipeline.stages_of(self.rank)
-        self.stages = [RunningStage(number, self.pipeline.count, state, self.group) for number in self.numbers]
+        self.stages = [RunningStage(number, self.pipeline, state, self.group) for number in self.numbers]
         self._schedules: dict[int, Any] = {}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 

@@ -28,6 +28,7 @@ from shardgraph.ir import (
 )
 from shardgraph.pipeline.messages import empty_like_traced, flat, in_layout
 from shardgraph.pipeline.program import Halves, PipelineProgram, StageProgram, crossing
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.program import Bound, State
 from shardgraph.rng import seeded
 
@@ -86,10 +87,11 @@ class RunningStage(_torch.PipelineStageBase):
     ``outputs``, ``gradients`` and ``written`` have what came of it.
     """
 
-    def __init__(self, number: int, count: int, state: State, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, number: int, pipeline: Pipeline, state: State, group: dist.ProcessGroup | None) -> None:
         if group is not None:
-            super().__init__(nn.Module(), number, count, state.device, group)
-        self.stage_index, self.num_stages, self.group, self.state = number, count, group, state
+            super().__init__(nn.Module(), number, pipeline.count, state.device, group)
+        self.stage_index, self.num_stages, self.group, self.state = number, pipeline.count, group, state
+        self.stage_index_to_group_rank = {stage: pipeline.rank_of(stage) for stage in range(pipeline.count)}
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # what torch's validation looks at
         self.work: list[Microbatch] = []
         self.gathered: dict[Role, Any] = {}
@@ -246,7 +248,8 @@ class RunningStage(_torch.PipelineStageBase):
     def _operations(
         self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int
     ) -> list[dist.P2POp]:
-        rank = self._resolve_peer_global_rank(peer)
+        assert self.group is not None
+        rank = dist.get_global_rank(self.group, self.stage_index_to_group_rank[peer])
         return [dist.P2POp(operation, flat(each), rank, self.group) for each in tensors if each.numel()]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
