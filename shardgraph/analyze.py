@@ -13,11 +13,17 @@ from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.annotations.annotate import annotated
+from shardgraph.capture import own_loss
 from shardgraph.compiler import resolve_plan
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
 from shardgraph.mesh import Mesh
+from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
+from shardgraph.pipeline.microbatches import microbatches
+from shardgraph.pipeline.placing import place_stages
+from shardgraph.pipeline.program import lower_pipeline
+from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan
 from shardgraph.planner import choose_plan, plans_of, plans_on
 from shardgraph.source import Source
@@ -31,13 +37,16 @@ def analyze(
     example_kwargs: Mapping[str, Any] | None = None,
     cluster: Cluster | str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
+    pipeline: Pipeline | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: str = "adamw",
     training: bool = True,
     backend: str = "eager",
     fold: bool = True,
-) -> Analysis:
+) -> Analysis | PipelineAnalysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
+
+    Of a plan with a pipeline it is the memory and time of every stage and of the schedule that runs them.
 
     Nothing is run: no process group, accelerator or memory for the weights is needed, and a model on ``meta`` will do.
 
@@ -50,6 +59,7 @@ def analyze(
             of a cluster file, or None: this machine.
         mesh: axis sizes by name, outermost first; default: the plan's own, else all devices of the cluster along
             ``dp`` (for ``"hsdp"``, nodes times the devices of a node).
+        pipeline: of a preset with ``"pp"``, as for ``shardgraph.compile``.
         loss_fn: ``loss_fn(output, target)``, made part of the program as in ``train_step``; the target is taken from
             ``example_kwargs``.
         optimizer: whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
@@ -77,7 +87,24 @@ def analyze(
         groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
         chosen = choose_plan(source.joint(), source.shapes, groups, machine, said, optimizer=optimizer)
         return analyze_source(replace(source, plan=chosen))
-    return analyze_source(replace(source, plan=annotated(resolve_plan(plan, axes), model)))
+    chosen = annotated(resolve_plan(plan, axes, pipeline), model)
+    if chosen.pipeline is not None:
+        return _analyze_pipeline(replace(source, plan=chosen))
+    return analyze_source(replace(source, plan=chosen))
+
+
+def _analyze_pipeline(source: Source) -> PipelineAnalysis:
+    """The analysis of a plan with a pipeline, of which one microbatch is captured."""
+    plan, cluster = source.plan, source.cluster
+    assert plan.pipeline is not None
+    if not source.training:
+        raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
+    args, kwargs = microbatches((source.args, dict(source.kwargs)), plan.pipeline.parts)[0]
+    loss_fn = source.loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
+    joint = replace(source, args=args, kwargs=kwargs, loss_fn=loss_fn).joint()
+    plan = place_stages(joint, plan, source.shapes, cluster)
+    program = lower_pipeline(joint, plan, source.shapes)
+    return analyze_pipeline(program, cluster, optimizer=source.optimizer, fused=source.fused)
 
 
 def analyze_source(source: Source) -> Analysis:
@@ -127,7 +154,7 @@ def resolve_axes(plan: str | Path | Plan, mesh: Mapping[str, int] | None, cluste
     if isinstance(plan, (str, Path)) and str(plan).endswith((".yaml", ".yml")):
         plan = Plan.load(plan)
     if isinstance(plan, Plan):
-        return plan.mesh
+        return plan.whole_mesh
     machine = resolve_cluster(cluster, 1)
     if plan == "hsdp":
         return (("dp_replicate", machine.nodes), ("dp_shard", machine.devices_per_node))

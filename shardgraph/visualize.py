@@ -15,7 +15,7 @@ from torch import nn
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.analyze import analyze, resolve_cluster
 from shardgraph.annotations.annotate import annotated
-from shardgraph.compiler import build_program
+from shardgraph.compiler import build_program, lower
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.folding import SHALLOW, find_stack, shortened, treats_alike
@@ -23,11 +23,14 @@ from shardgraph.module import ShardedModule
 from shardgraph.parameters import named_shapes
 from shardgraph.pictures.boxes import draw_boxes
 from shardgraph.pictures.flow import Edges, trace_flow
+from shardgraph.pictures.gantt import draw_gantt
 from shardgraph.pictures.graph import plan_graph, render_svg
 from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.page import html_page
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import Tree, build_tree
+from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
+from shardgraph.pipeline.program import PipelineProgram
 from shardgraph.plan import Plan
 from shardgraph.program import Program
 
@@ -35,7 +38,7 @@ _INSTALL = "apt-get install graphviz, or brew install graphviz"
 
 
 def visualize(
-    what: Plan | ShardedModule | Analysis,
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis,
     path: str | Path,
     *,
     model: nn.Module | None = None,
@@ -48,7 +51,8 @@ def visualize(
     The plan: modules as nested clusters with their collectives and the bytes that a rank sends in one step, parameters
     with the colour of their placement, their whole and local shape (of rank 0, the largest) and their bytes on a rank,
     and the flow of data between modules. Numbered neighbours that are alike in every respect are drawn once.
-    The memory: bytes live at each operation by kind, with the peak and, where it is near, what the device has.
+    The memory: bytes live at each operation by kind, with the peak and, where it is near, what the device has. Of a
+    pipeline instead: what each rank runs when, where it waits, and what it holds meanwhile.
 
     Nothing is run, and no process group or weights are needed.
 
@@ -82,7 +86,8 @@ def visualize(
     drawn = _plan_of(what, model, call)
     if ending in (".svg", ".html"):
         analysis = _analysis_of(what, model, call, cluster)
-        drawings = [*([_draw_plan(*drawn)] if drawn else []), draw_memory(analysis)]
+        over_time = draw_memory(analysis) if isinstance(analysis, Analysis) else _draw_schedule(analysis)
+        drawings = [*([_draw_plan(*drawn)] if drawn else []), over_time]
         title = f"Plan {analysis.plan.name}"
         if ending == ".svg":
             path.write_text(document(title, drawings), encoding="utf-8")
@@ -106,11 +111,16 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 # -- what is drawn ---------------------------------------------------------------------------------
 
 
-def _plan_of(what: Plan | ShardedModule | Analysis, model: nn.Module | None, call: _Call) -> tuple[Tree, Edges] | None:
+def _plan_of(
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis, model: nn.Module | None, call: _Call
+) -> tuple[Tree, Edges] | None:
     """The modules and their data flow; None for an analysis alone."""
     if isinstance(what, ShardedModule):
-        return _outline(what.program)
-    if isinstance(what, Analysis):
+        program = what.program
+        if isinstance(program, PipelineProgram):
+            program = lower(program.joint, program.plan.of_stage, program.shapes)
+        return _outline(program)
+    if isinstance(what, (Analysis, PipelineAnalysis)):
         return None if model is None else _lowered(what.plan, model, call)
     if not isinstance(what, Plan):
         raise ShardGraphError(
@@ -126,7 +136,11 @@ def _plan_of(what: Plan | ShardedModule | Analysis, model: nn.Module | None, cal
 
 
 def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
-    """As for the program of ``model``; of a stack of equal layers, only a few are captured."""
+    """As for the program of ``model``; of a stack of equal layers, only a few are captured.
+
+    With a pipeline it is that of all stages together.
+    """
+    plan = plan.of_stage
     plan.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
     stack = find_stack(model)
     if stack is not None and treats_alike(plan, model, stack):
@@ -147,21 +161,36 @@ def _outline(program: Program) -> tuple[Tree, Edges]:
 
 
 def _analysis_of(
-    what: Plan | ShardedModule | Analysis, model: nn.Module | None, call: _Call, cluster: Cluster | str | Path | None
-) -> Analysis:
-    if isinstance(what, Analysis):
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis,
+    model: nn.Module | None,
+    call: _Call,
+    cluster: Cluster | str | Path | None,
+) -> Analysis | PipelineAnalysis:
+    if isinstance(what, (Analysis, PipelineAnalysis)):
         return what
     plan = what if isinstance(what, Plan) else what.plan
     machine = resolve_cluster(cluster, plan.world_size)
     if cluster is None:  # one rank's memory is drawn, wherever the others are
         machine = replace(machine, devices_per_node=max(machine.devices_per_node, plan.world_size))
     if isinstance(what, ShardedModule):
-        return analyze_program(what.program, machine)
+        program = what.program
+        return (
+            analyze_pipeline(program, machine)
+            if isinstance(program, PipelineProgram)
+            else analyze_program(program, machine)
+        )
     assert model is not None
     return analyze(model, call[0], what, example_kwargs=call[1], cluster=machine)
 
 
-def _texts(analysis: Analysis) -> list[str]:
+def _draw_schedule(analysis: PipelineAnalysis) -> Drawing:
+    pipeline = analysis.plan.pipeline
+    return draw_gantt(
+        analysis.schedule, f"Predicted schedule of {analysis.plan.name} on {analysis.cluster.name}: {pipeline}"
+    )
+
+
+def _texts(analysis: Analysis | PipelineAnalysis) -> list[str]:
     chosen = [analysis.plan.explain()] if analysis.plan.considered else []
     return [str(analysis.plan), *chosen, str(analysis)]
 

@@ -238,7 +238,8 @@ class _Stages:
         saved = self._at_end_of(memory, "forward") if backward is not None else 0
         shards = self._shards(stage)
         state = self._state(stage, shards)
-        cost = self._cost(stage, halves, rows, saved)
+        gradients = self._gradients(stage)
+        cost = self._cost(stage, halves, rows, saved, sum(state.values()) + gradients)
         once = sum(self._seconds_of(graph) for graph in (stage.gather, stage.reduce) if graph is not None)
         rate = self.cluster.device.rate("optimizer")
         assert rate is not None
@@ -251,14 +252,14 @@ class _Stages:
             once=once,
             update=update,
             state=state,
-            gradients=self._gradients(stage),
+            gradients=gradients,
             working=self._working(halves, memory, saved),
             flops=sum(row.flops for row in rows),
         )
 
     # -- seconds -----------------------------------------------------------------------------------
 
-    def _cost(self, stage: StageProgram, halves: Halves, rows: Sequence[Row], saved: int) -> StageCost:
+    def _cost(self, stage: StageProgram, halves: Halves, rows: Sequence[Row], saved: int, fixed: int) -> StageCost:
         seconds = {half: self._simulated([row for row in rows if row.half == half]) for half in ("forward", "backward")}
         inputs, weights = None, None
         if halves.backward is not None:
@@ -276,6 +277,7 @@ class _Stages:
             send_gradient=self._message(preceding),
             saved=saved,
             kept=self._kept(halves) if halves.backward is not None else None,
+            fixed=fixed,
         )
 
     def _simulated(self, rows: Sequence[Row]) -> float:
