@@ -70,8 +70,8 @@ def compile(
         pipeline: of a preset with ``"pp"``: microbatches, schedule, stages and checkpointing.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
-        cluster: what ``plan="auto"`` prices plans by, and a pipeline its stages, as for :func:`shardgraph.analyze`; None:
-            this machine. Without example inputs there is nothing to price, and ``"auto"`` takes the plan of least
+        cluster: what ``plan="auto"`` prices plans by, and a pipeline its stages, as for :func:`shardgraph.analyze`;
+            None: this machine. Without example inputs there is nothing to price, and ``"auto"`` takes the plan of least
             memory.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.

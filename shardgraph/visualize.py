@@ -184,9 +184,10 @@ def _analysis_of(
 
 
 def _draw_schedule(analysis: PipelineAnalysis) -> Drawing:
-    pipeline = analysis.plan.pipeline
+    pipeline, on = analysis.plan.pipeline, analysis.cluster.name
+    assert pipeline is not None
     return draw_gantt(
-        analysis.schedule, f"Predicted schedule of {analysis.plan.name} on {analysis.cluster.name}: {pipeline}"
+        analysis.schedule, f"Schedule {pipeline.schedule} of {pipeline.parts} microbatches, predicted on {on}"
     )
 
 
