@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, most_
 from shardgraph.errors import PlanError
 from shardgraph.pipeline.orders import SCHEDULES, check, pipeline_order, rank_of_stage, stages_per_rank
 
+PIPELINES = Path(__file__).parent.parent / "docs" / "pipeline.md"
 NAMES = pytest.mark.parametrize("schedule", SCHEDULES)
 RANKS_AND_ROUNDS = pytest.mark.parametrize("ranks, rounds", [(2, 4), (4, 2), (4, 4), (8, 3)])
 
@@ -257,3 +259,13 @@ def test_the_trace_has_a_track_for_every_rank_and_link():
     trace = run("1f1b", 2, 2, StageCost(1.0, 2.0)).timeline.to_chrome_trace()
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert names == {"rank 0", "rank 1", "rank 0 to 1", "rank 1 to 0"}
+
+
+@NAMES
+def test_the_document_has_the_figures_of_the_simulator(schedule):
+    row = next(line for line in PIPELINES.read_text().splitlines() if line.startswith(f"| `{schedule}` |"))
+    waits, holds = (cell.strip() for cell in row.split("|")[-3:-1])
+    each = stages_per_rank(schedule)
+    assert waits == f"{run(schedule, 4, 8, StageCost(1.0, 2.0)).bubble_fraction:.1%}"
+    held = most_in_flight(pipeline_order(schedule, 4, 4 * each, 8))
+    assert [float(number) for number in holds.split(",")] == [count / each for count in held]
