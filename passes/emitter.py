@@ -36,6 +36,15 @@ class Emitter:
         self.point = node
         return node
 
+    def cast(self, tensor: fx.Node, dtype: torch.dtype, **meta: Any) -> fx.Node:
+        """``tensor`` in another dtype, its elements in order."""
+        value = tensor.meta["val"]
+        with self.context.fake_mode:
+            like = torch.empty(0, dtype=dtype, device=value.device)
+        node = self.call(torch.ops.aten._to_copy.default, (tensor,), tuple(value.shape), like, **meta)
+        node.kwargs = {"dtype": dtype, "memory_format": torch.contiguous_format}
+        return node
+
     def all_gather(self, shard: fx.Node, axis: str, **meta: Any) -> fx.Node:
         """Start and wait: the shards of every rank of ``axis``, one after the other along dim 0."""
         value, size = shard.meta["val"], self.context.sizes[axis]

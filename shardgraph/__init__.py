@@ -12,7 +12,18 @@ from shardgraph.analysis import Analysis
 from shardgraph.analyze import analyze
 from shardgraph.annotations.annotate import annotate
 from shardgraph.annotations.constrain import constrain
-from shardgraph.annotations.kinds import input, keep_gathered, output, recompute, replicate, reshard, save, shard, stage
+from shardgraph.annotations.kinds import (
+    input,
+    keep_gathered,
+    output,
+    precision,
+    recompute,
+    replicate,
+    reshard,
+    save,
+    shard,
+    stage,
+)
 from shardgraph.calibration import calibrate
 from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
 from shardgraph.errors import (
@@ -30,7 +41,9 @@ from shardgraph.errors import (
     ShardGraphError,
 )
 from shardgraph.frontend import compile
+from shardgraph.grad_scaler import GradScaler
 from shardgraph.launch import launch
+from shardgraph.mixed_precision import Precision
 from shardgraph.module import ShardedModule
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import ParameterPlan, Plan
@@ -49,6 +62,7 @@ __all__ = [
     "CollectiveError",
     "DeadlockError",
     "Device",
+    "GradScaler",
     "GraphInvariantError",
     "InitializationError",
     "LaunchError",
@@ -58,6 +72,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanError",
+    "Precision",
     "RankMismatchError",
     "Rate",
     "ShardGraphError",
@@ -72,6 +87,7 @@ __all__ = [
     "launch",
     "nn",
     "output",
+    "precision",
     "preset",
     "recompute",
     "replicate",

@@ -16,9 +16,11 @@ from shardgraph.annotations.annotate import annotated
 from shardgraph.capture import own_loss
 from shardgraph.compiler import resolve_plan
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.dtype_support import check_described
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
 from shardgraph.mesh import Mesh
+from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
 from shardgraph.pipeline.microbatches import microbatches
 from shardgraph.pipeline.placing import place_stages
@@ -38,6 +40,7 @@ def analyze(
     cluster: Cluster | str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
     pipeline: Pipeline | None = None,
+    precision: str | Precision | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: str = "adamw",
     training: bool = True,
@@ -60,6 +63,7 @@ def analyze(
         mesh: axis sizes by name, outermost first; default: the plan's own, else all devices of the cluster along
             ``dp`` (for ``"hsdp"``, nodes times the devices of a node).
         pipeline: of a preset with ``"pp"``, as for ``shardgraph.compile``.
+        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`; default: what the plan says.
         loss_fn: ``loss_fn(output, target)``, made part of the program as in ``train_step``; the target is taken from
             ``example_kwargs``.
         optimizer: whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
@@ -69,7 +73,7 @@ def analyze(
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
-        PlanError: the plan does not exist or does not fit the model or the mesh.
+        PlanError: the plan does not exist or does not fit the model or the mesh, or the device lacks its precision.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
     if backend not in ("eager", "inductor"):
@@ -78,16 +82,20 @@ def analyze(
     ranks = math.prod(size for _, size in axes)
     machine = resolve_cluster(cluster, ranks)
     machine.check_mesh(axes)
-    nothing = annotated(Plan("", axes, ()), model)
+    nothing = annotated(replace(Plan("", axes, ()), precision=Precision.of(precision or AS_STORED)), model)
     source = Source(
         model, example_inputs, dict(example_kwargs or {}), nothing, machine, loss_fn, optimizer, training,
         backend == "inductor", fold,
     )  # fmt: skip
     if plan == "auto":
+        check_described(nothing, machine.device)
         groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
-        chosen = choose_plan(source.joint(), source.shapes, groups, machine, said, optimizer=optimizer)
+        chosen = choose_plan(
+            source.joint(), source.shapes, groups, machine, said, precision=nothing.precision, optimizer=optimizer
+        )
         return analyze_source(replace(source, plan=chosen))
-    chosen = annotated(resolve_plan(plan, axes, pipeline), model)
+    chosen = annotated(resolve_plan(plan, axes, pipeline, precision), model)
+    check_described(chosen, machine.device)
     if chosen.pipeline is not None:
         return _analyze_pipeline(replace(source, plan=chosen))
     return analyze_source(replace(source, plan=chosen))

@@ -59,6 +59,7 @@ def first_divergence(
     def keep(node: fx.Node, values: list[Any]) -> None:
         expected[node.name] = values
 
+    whole = [_as_captured(given, program.joint.module) for given in whole]
     none = {role: None for role in ir.placeholders(program.joint.module) if isinstance(role, ir.Tangent)}
     zero = with_zeros(none, program.joint.module)
     results = run_lockstep(program.joint.module, alone, [w | zero for w in whole], rng=generators())
@@ -115,6 +116,14 @@ def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) 
     return given
 
 
+def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any]:
+    """Inputs with parameters in the dtype that the graph was captured with."""
+    dtypes = {
+        role: node.meta["val"].dtype for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Parameter)
+    }
+    return {role: value.to(dtypes[role]) if role in dtypes else value for role, value in inputs.items()}
+
+
 def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return {role: value for role, value in results if role is not None}
 
@@ -125,7 +134,8 @@ def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Progra
         values = expected.get(node.meta["averages"])
         if not values or not isinstance(values[0], torch.Tensor):
             return None
-        return _parts(torch.stack(values).mean(0), node, program)
+        mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
+        return _parts(mean, node, program)
     if "equals" in node.meta:
         return expected.get(node.meta["equals"])
     if "made_by" in node.meta or not all(map(is_cut, node.meta.get("placed", {}).values())):

@@ -18,6 +18,7 @@ from shardgraph import _torch
 from shardgraph._torch import FakeTensorMode, OutputType, pytree
 from shardgraph.annotations import constrain
 from shardgraph.annotations.match import Annotated
+from shardgraph.casting import casting, check_products, computed_dtypes
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import (
     Buffer,
@@ -35,6 +36,7 @@ from shardgraph.ir import (
     placeholders,
     set_outputs,
 )
+from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.pytrees import register_types
 
 _LOSS_PREFIX = "model."
@@ -81,6 +83,7 @@ def capture(
     device: torch.device,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     annotations: Sequence[Annotated] = (),
+    precision: Precision = AS_STORED,
 ) -> JointGraph:
     """Trace ``model(*args, **kwargs)``, in its current mode, into a joint graph on ``device``.
 
@@ -88,17 +91,22 @@ def capture(
     ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing
     requires a gradient, the graph is the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``):
     only names, shapes and dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in it.
+    Parameters have the dtype that ``precision`` has them computed with; in which they are stored says
+    ``meta["stored"]``.
 
     Raises:
-        PlanError: an annotation marks nothing.
+        PlanError: an annotation marks nothing, or a tied parameter is to have two dtypes.
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
     """
     fake_mode = FakeTensorMode()
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
     )
+    stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    dtypes = computed_dtypes(model, precision, annotations)
     with (
-        _fake_state(model, fake_mode, device) as canonical,
+        casting(model, precision, annotations),
+        _fake_state(model, fake_mode, device, dtypes) as canonical,
         constrain.constrained(model, annotations),
         _without_fused_layers(),
         fake_mode,
@@ -109,7 +117,12 @@ def capture(
     constrain.check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
-    return _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+    for role, node in placeholders(joint.module).items():
+        if isinstance(role, Parameter):
+            node.meta["stored"] = stored[role.fqn]
+    check_products(joint.module)
+    return joint
 
 
 @contextmanager
@@ -141,19 +154,27 @@ def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
 # -- standing in for the model's tensors -----------------------------------------------------------
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, keep_strides: bool) -> torch.Tensor:
+def _fake(
+    mode: FakeTensorMode,
+    tensor: torch.Tensor,
+    device: torch.device,
+    keep_strides: bool,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     # A plain copy of the metadata: from_tensor would keep the real tensor's storage alive.
     with mode, torch.no_grad():
         if keep_strides:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
         else:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[dict[str, str]]:
-    """Put fake tensors in the place of the model's tensors; yields, for every name of a tensor, its first name.
+def _fake_state(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[dict[str, str]]:
+    """Put fake tensors of ``dtypes`` in the place of the model's; yields, for every name of a tensor, its first name.
 
     Parameters become contiguous, as they are once they have been sharded and gathered. Plain tensor
     attributes are presented as buffers, so that they are inputs of the graph rather than constants.
@@ -164,7 +185,7 @@ def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device) ->
     def stand_in(holder: dict[str, Any], key: str, parameter: bool) -> None:
         real = holder[key]
         if id(real) not in fakes:
-            fake = _fake(mode, real, device, keep_strides=not parameter)
+            fake = _fake(mode, real, device, not parameter, dtypes.get(names[id(real)]))
             fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameter else fake
         holder[key] = fakes[id(real)]
         undo.append(lambda: holder.__setitem__(key, real))
@@ -175,6 +196,7 @@ def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device) ->
                 if isinstance(value, torch.Tensor):
                     _present_as_buffer(module, key, undo)
         canonical = _first_names(model)
+        names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         for module in model.modules():
             for holder in (module._parameters, module._buffers):
                 for key in [key for key, value in holder.items() if value is not None]:

@@ -19,11 +19,13 @@ from shardgraph.capture import capture
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.mesh import Mesh
+from shardgraph.mixed_precision import Precision
 from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
 from shardgraph.passes.rewrite.divide_experts import DivideExperts
+from shardgraph.passes.rewrite.mixed_precision import MixedPrecision
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
 from shardgraph.passes.rewrite.recompute import Recompute
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
@@ -42,6 +44,7 @@ WHOLE_PASSES: tuple[Pass, ...] = (
 )
 RANK_PASSES: tuple[Pass, ...] = (
     ShardParameters(),  # whole parameters become shards and gathers
+    MixedPrecision(),  # stored parameters are cast before they are gathered, gradients before they are reduced
     ReduceGradients(),  # local gradients become their mean over ranks
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
@@ -74,7 +77,10 @@ def build_program(
     plan.resolve(shapes)  # a plan that does not fit is told before the long work
     show("capture")
     where = device or torch.device("cpu")
-    joint = capture(model, args, dict(kwargs or {}), device=where, loss_fn=loss_fn, annotations=plan.annotations)
+    said, precision = plan.annotations, plan.precision
+    joint = capture(
+        model, args, dict(kwargs or {}), device=where, loss_fn=loss_fn, annotations=said, precision=precision
+    )
     return lower(joint, plan, shapes, show)
 
 
@@ -137,14 +143,24 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
 # -- which plan, on which mesh ---------------------------------------------------------------------
 
 
-def resolve_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None = None) -> Plan:
-    """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs.
+def resolve_plan(
+    plan: str | Path | Plan,
+    mesh: Mesh,
+    pipeline: Pipeline | None = None,
+    precision: str | Precision | None = None,
+) -> Plan:
+    """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs, with ``precision`` if it is given.
 
     ``pipeline`` says what a preset's pipeline is to be.
 
     Raises:
-        PlanError: no such preset or file, or a plan made for another mesh.
+        PlanError: no such preset, file or precision, or a plan made for another mesh.
     """
+    found = _named_plan(plan, mesh, pipeline)
+    return found if precision is None else replace(found, precision=Precision.of(precision))
+
+
+def _named_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None) -> Plan:
     if plan == "auto":
         return _automatic(mesh)
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):

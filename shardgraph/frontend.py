@@ -16,11 +16,14 @@ from shardgraph.agreement import Agreement
 from shardgraph.analyze import resolve_cluster
 from shardgraph.annotations.annotate import annotated, remembered
 from shardgraph.capture import capture, own_loss
+from shardgraph.casting import cast_buffers, computed_dtypes
 from shardgraph.compiler import place_operators, resolve_mesh, resolve_plan
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.dtype_support import check_present
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.materialize import is_meta, materialize
 from shardgraph.mesh import Mesh
+from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
 from shardgraph.pipeline.module import PipelinedModule
@@ -43,6 +46,7 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | Mapping[str, int] | None = None,
     pipeline: Pipeline | None = None,
+    precision: str | Precision | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     backend: str = "eager",
     cluster: Cluster | str | Path | None = None,
@@ -68,6 +72,8 @@ def compile(
         example_kwargs: keyword inputs likewise.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
         pipeline: of a preset with ``"pp"``: microbatches, schedule, stages and checkpointing.
+        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`: what is computed and reduced in which dtype, while
+            parameters stay stored as they are. Default: what the plan says.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
         cluster: what ``plan="auto"`` prices plans by, and a pipeline its stages, as for :func:`shardgraph.analyze`;
@@ -79,7 +85,7 @@ def compile(
         progress: show a progress line on standard error; None: on a terminal only.
 
     Raises:
-        PlanError: the plan or mesh does not exist, is malformed, or does not fit this model or run.
+        PlanError: the plan, mesh or precision does not exist, is malformed, or does not fit this model or run.
         CaptureError: the model cannot be traced into one graph; names the line.
         RankMismatchError: ranks have different models, plans or input shapes.
         InitializationError: something on ``meta`` has no initialisation.
@@ -90,18 +96,19 @@ def compile(
     if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
         call = (example_inputs or (), dict(example_kwargs or {}))
         loss = loss_fn if "target" in call[1] else None
-        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, loss, cluster))
+        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, precision, loss, cluster))
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
-    placed, owners = _placed(model, plan, axes, pipeline, inputs, loss_fn, cluster, agreement)
-    chosen, entries = _agree_on_plan(agreement, placed, axes, pipeline, model)
+    placed, owners = _placed(model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement)
     device = _device(device_mesh, model)
+    chosen, entries = _agree_on_plan(agreement, placed, axes, pipeline, precision, model, device)
 
     shared = device_mesh if chosen.whole_mesh else None
     stages = _Stages(chosen, shared, owners)
     _shard_parameters(model, entries, stages, device, initialize)
+    cast_buffers(model, chosen.precision, chosen.annotations)
     for module in model.modules():
         for key, value in module._buffers.items():
             if value is not None:
@@ -124,6 +131,7 @@ def _placed(
     plan: str | Path | Plan,
     axes: Mesh,
     pipeline: Pipeline | None,
+    precision: str | Precision | None,
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
@@ -134,7 +142,7 @@ def _placed(
     Of a pipeline also where stages begin, and beside the plan which stages use each parameter.
     """
     try:
-        chosen, shapes = annotated(resolve_plan(plan, axes, pipeline), model), named_shapes(model)
+        chosen, shapes = annotated(resolve_plan(plan, axes, pipeline, precision), model), named_shapes(model)
         if chosen.pipeline is None and (not chosen.undecided(shapes) or not dist.is_initialized()):
             return plan, {}
     except ShardGraphError:
@@ -151,13 +159,15 @@ def _placed(
     agreement.agree("the plan", chosen.to_yaml())
 
     def find() -> tuple[Plan, Owners]:
-        cpu = torch.device("cpu")
         if chosen.pipeline is not None:
             loss = (loss_fn if "target" in kwargs else own_loss) if model.training else None
             machine = resolve_cluster(cluster, chosen.world_size)
             return place_pipeline(model, chosen, args, dict(kwargs), loss, machine)
         loss = loss_fn if "target" in kwargs else None
-        joint = capture(model, args, dict(kwargs), device=cpu, loss_fn=loss, annotations=chosen.annotations)
+        cpu, said = torch.device("cpu"), chosen.annotations
+        joint = capture(
+            model, args, dict(kwargs), device=cpu, loss_fn=loss, annotations=said, precision=chosen.precision
+        )
         return place_operators(joint, chosen, shapes), {}
 
     return _from_first_rank(find)
@@ -184,6 +194,7 @@ def _fastest(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mesh: DeviceMesh | Mapping[str, int] | None,
+    precision: str | Precision | None,
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
 ) -> Plan:
@@ -196,18 +207,26 @@ def _fastest(
         groups = plans_on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
     else:
         groups = plans_of(ranks, machine) if mesh is None else plans_on(tuple(mesh.items()))
-    said = remembered(model)
-    joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn, annotations=said)
-    return choose_plan(joint, named_shapes(model), groups, machine, said)
+    said, chosen, cpu = remembered(model), Precision.of(precision or AS_STORED), torch.device("cpu")
+    joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=chosen)
+    return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen)
 
 
 def _agree_on_plan(
-    agreement: Agreement, plan: str | Path | Plan, axes: Mesh, pipeline: Pipeline | None, model: nn.Module
+    agreement: Agreement,
+    plan: str | Path | Plan,
+    axes: Mesh,
+    pipeline: Pipeline | None,
+    precision: str | Precision | None,
+    model: nn.Module,
+    device: torch.device,
 ) -> tuple[Plan, dict[str, ParameterPlan]]:
     """The plan and its entries, once all ranks have the same; a rank that has none tells the others."""
     text, error = "", None
     try:
-        chosen = annotated(resolve_plan(plan, axes, None if isinstance(plan, Plan) else pipeline), model)
+        chosen = annotated(resolve_plan(plan, axes, None if isinstance(plan, Plan) else pipeline, precision), model)
+        check_present(chosen, device)
+        computed_dtypes(model, chosen.precision, chosen.annotations)
         entries = chosen.resolve(named_shapes(model))
         text = _fingerprint(model, chosen)
     except ShardGraphError as failure:

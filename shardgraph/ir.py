@@ -2,7 +2,8 @@
 
 Every placeholder carries ``meta["role"]`` and the output node carries ``meta["roles"]``, one entry per
 returned value. A role says what a value *means* (a parameter by name, a gradient of it, a tangent),
-so no code depends on positions. The same representation serves the joint graph and, after the
+so no code depends on positions. A captured parameter also has ``meta["stored"]``, the dtype in which it is kept between
+steps; its value has the one that it is computed with. The same representation serves the joint graph and, after the
 split, the forward and the backward graph.
 
 Until :mod:`shardgraph.bind` runs, a graph is the same text on every rank: groups are named by mesh axis and

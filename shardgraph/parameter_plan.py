@@ -39,7 +39,7 @@ class ParameterPlan:
         ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
     ``reshard_after_forward``
         Free the gathered parameter after forward and gather it again in backward (ZeRO-3), instead of
-        keeping it (ZeRO-1, ZeRO-2). Without effect on a replicated parameter.
+        keeping it (ZeRO-1, ZeRO-2). Of a replicated parameter it is the copy in the precision of the computation.
     """
 
     placements: tuple[str, ...]

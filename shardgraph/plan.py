@@ -32,6 +32,10 @@ the mesh of a stage::
     mesh: {dp: 2}
     pipeline: {ranks: 2, schedule: 1f1b, microbatches: 8, stages: [model.layers.4]}
 
+``precision`` says in which dtypes the plan computes and reduces gradients; parameters stay stored as they are::
+
+    precision: {parameters: bfloat16, reduce: float32}
+
 ``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
 
     mesh: {dp: 2, ep: 4}
@@ -57,6 +61,7 @@ from shardgraph.annotations.kinds import Annotation, ParameterAnnotation, Placem
 from shardgraph.annotations.match import Annotated, matches, said_of, written
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh, coordinates
+from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.parameter_plan import (
     AUTO,
     REPLICATE,
@@ -114,6 +119,8 @@ class Plan:
     ``annotations``
         ``(pattern, annotation)`` pairs of :mod:`shardgraph.annotations`: what must be so whatever the rest says. They
         apply to all that they match; two that contradict each other are refused.
+    ``precision``
+        The dtypes that it computes, reduces and keeps buffers in; see :class:`shardgraph.Precision`.
     ``note``
         Why this plan: shown to people, without effect.
     ``considered``
@@ -128,6 +135,7 @@ class Plan:
     annotations: tuple[Annotated, ...] = ()
     experts: str = ""
     pipeline: Pipeline | None = None
+    precision: Precision = AS_STORED
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -279,6 +287,8 @@ class Plan:
             if entry.shard_axis is not None:
                 again = "; gathered again in backward" if entry.reshard_after_forward else "; kept for backward"
             lines.append(f"  {pattern:<{width}}  {where or 'whole'}; gradient {entry.gradient}{again}")
+        if said := str(self.precision):
+            lines.append(f"  precision: {said}")
         lines += [f"  annotated {written(each)}" for each in self.annotations]
         return "\n".join(lines)
 
@@ -403,6 +413,8 @@ def _check_plan(plan: Plan) -> None:
         refuse("experts", plan.experts, f"an axis of the mesh {dict(plan.mesh)}")
     if plan.experts and plan.operators:
         refuse("experts", plan.experts, "given beside axes of data, not of operators: 'ep' or 'tp', not both")
+    if not isinstance(plan.precision, Precision):
+        refuse("precision", plan.precision, "a Precision, such as Precision('bfloat16', reduce='float32')")
     for annotated in plan.annotations:
         if not (isinstance(annotated, tuple) and len(annotated) == 2 and isinstance(annotated[1], Annotation)):
             refuse("annotations", annotated, "pairs of a pattern and an annotation")

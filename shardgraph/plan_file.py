@@ -12,6 +12,7 @@ from shardgraph.annotations.kinds import parse
 from shardgraph.annotations.match import Annotated
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
+from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
 from shardgraph.pipeline.orders import SCHEDULES
 from shardgraph.pipeline_plan import CHECKPOINTS, Pipeline
@@ -30,6 +31,7 @@ def written_plan(plan: Plan) -> str:
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan.annotations],
         "experts": plan.experts,
         "pipeline": _written_pipeline(plan.pipeline) if plan.pipeline else None,
+        "precision": _written_precision(plan.precision),
         "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in plan.considered],
         "parameters": {
             pattern: {
@@ -40,7 +42,7 @@ def written_plan(plan: Plan) -> str:
             for pattern, entry in plan.parameters
         },
     }
-    optional = ("considered", "operators", "experts", "pipeline", "annotations")
+    optional = ("considered", "operators", "experts", "pipeline", "precision", "annotations")
     data = {key: value for key, value in data.items() if key not in optional or value}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
@@ -48,6 +50,11 @@ def written_plan(plan: Plan) -> str:
 def _written_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     data = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(pipeline).items()}
     return {key: value for key, value in data.items() if value != [] and (key, value) != ("axis", "pp")}
+
+
+def _written_precision(precision: Precision) -> dict[str, Any]:
+    usual = asdict(AS_STORED)
+    return {field: value for field, value in asdict(precision).items() if value != usual[field]}
 
 
 def read_plan(text: str, source: str) -> Plan:
@@ -101,6 +108,8 @@ def _from_data(data: Any, source: str) -> Plan:
         changed["pipeline"] = Pipeline(**take(top["pipeline"], "pipeline", Pipeline, _PIPELINE_FIELDS))
     if "operators" in top:
         changed["operators"] = tuple((str(axis), style) for axis, style in top["operators"].items())
+    if "precision" in top:
+        changed["precision"] = _precision(take(top["precision"], "precision", Precision, _PRECISION_FIELDS), source)
     if "annotations" in top:
         changed["annotations"] = tuple(_annotation(each, source) for each in top["annotations"])
     return Plan(**{**top, **changed})
@@ -114,6 +123,13 @@ def _annotation(data: Any, source: str) -> Annotated:
         return str(pattern), parse(str(text))
     except PlanError as error:
         raise PlanError(f"{source}: annotations.{pattern}: {error}") from None
+
+
+def _precision(fields: dict[str, Any], source: str) -> Precision:
+    try:
+        return Precision(**fields)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from None
 
 
 def _mesh(data: Mapping[Any, Any]) -> Mesh:
@@ -130,6 +146,7 @@ _PLAN_FIELDS = {
     "experts": (str, "the mesh axis that divides experts"),
     "pipeline": (dict, "a mapping of ranks, schedule, microbatches and stages"),
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),
+    "precision": (dict, "a mapping of parameters, reduce, buffers and outputs to dtypes"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }
@@ -147,6 +164,10 @@ _PIPELINE_FIELDS = {
     "checkpoint": (str, " or ".join(map(repr, CHECKPOINTS))),
     "axis": (str, "the name of a mesh axis"),
 }
+_PRECISION_FIELDS = {
+    **dict.fromkeys(("parameters", "reduce", "buffers", "outputs"), (str, "the name of a dtype")),
+    "inputs": (bool, "true or false"),
+}
 _CANDIDATE_FIELDS = {
     "name": (str, "a text"),
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
@@ -156,6 +177,7 @@ _CANDIDATE_FIELDS = {
     "batches": (int, "a whole number from 1"),
 }
 _REQUIRED: dict[type, set[str]] = {
+    Precision: set(),
     Candidate: set(_CANDIDATE_FIELDS) - {"batches"},
     Plan: {"schema", "name", "mesh", "parameters"},
     ParameterPlan: {"placements"},

@@ -14,6 +14,7 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
+from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.plan import Candidate, Plan
 from shardgraph.presets import DIVIDING, PRESETS, preset
 from shardgraph.sizes import format_bytes, format_seconds
@@ -26,6 +27,7 @@ def choose_plan(
     cluster: Cluster,
     annotations: tuple[Annotated, ...] = (),
     *,
+    precision: Precision = AS_STORED,
     optimizer: str = "adamw",
     memory: int | None = None,
 ) -> Plan:
@@ -37,6 +39,7 @@ def choose_plan(
         groups: the plans to try, a group only if nothing of those before it fits; see :func:`plans_of`.
         cluster: what prices them.
         annotations: what the plan must have, as ``joint`` was captured with; one that cannot is passed over.
+        precision: what ``joint`` was captured with.
         optimizer: whose state and update are counted.
         memory: bytes that a rank may use; default: what the device has.
 
@@ -47,7 +50,7 @@ def choose_plan(
     priced: list[tuple[Plan, Candidate]] = []
     refused: list[PlanError] = []
     for group in groups:
-        for plan in [replace(plan, annotations=annotations) for plan in group]:
+        for plan in [replace(plan, annotations=annotations, precision=precision) for plan in group]:
             try:
                 program = lower(joint, plan, shapes)
             except PlanError as error:

@@ -50,6 +50,7 @@ class Source:
                 device=torch.device("cpu"),
                 loss_fn=self.loss_fn,
                 annotations=self.plan.annotations,
+                precision=self.plan.precision,
             )
 
     def program(self) -> Program:

@@ -21,6 +21,7 @@ from shardgraph._torch import pytree
 from shardgraph.annotations.annotate import annotated
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
 from shardgraph.capture import capture
+from shardgraph.casting import cast_buffers, casting, computed_dtypes
 from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import (
@@ -36,6 +37,7 @@ from shardgraph.ir import (
     placeholders,
 )
 from shardgraph.mesh import coordinates
+from shardgraph.mixed_precision import Precision
 from shardgraph.parameters import named_shapes, part_of
 from shardgraph.pipeline.lockstep import LockstepStep
 from shardgraph.pipeline.microbatches import batch_size, microbatches, shares
@@ -51,7 +53,9 @@ Step = tuple[list[list[tuple[Any, torch.Tensor]]], list[dict[str, torch.Tensor]]
 """Of a step: ``(output, loss)`` of each rank's microbatches, each rank's gradients by name, and buffers."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-_NOISE = 1e-5  # of the model's largest gradient: below it a gradient is rounding, and Adam makes noise of it
+# Below this part of the model's largest gradient, or the resolution of a coarse dtype, a gradient is rounding, and Adam
+# makes noise of it.
+_NOISE = 1e-5
 _CPU = torch.device("cpu")
 
 
@@ -113,6 +117,7 @@ def verify(
     *,
     world_size: int = 2,
     mesh: Mapping[str, int] | None = None,
+    precision: str | Precision | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
@@ -131,13 +136,15 @@ def verify(
             all tensors allow; otherwise every rank gets the whole batch (the report says which).
         plan: as for ``shardgraph.compile``.
         world_size: number of ranks; ``mesh`` (axis sizes by name) overrides it.
+        precision: as for ``shardgraph.compile``; the original is computed in it too.
         example_kwargs: keyword inputs, likewise.
         loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, else the mean
             square of the floating tensors in the output.
         optimizer: makes the optimizer; default AdamW with a learning rate of 1e-3.
         steps: training steps to compare.
         fp64: do everything in double precision, which tells a bug from rounding.
-        tolerance: the largest relative error that is ok; default by dtype, 1e-4 in single and 1e-5 in double precision.
+        tolerance: the largest relative error that is ok; default by the coarsest dtype that is computed with: 1e-4 in
+            single and 1e-5 in double precision.
         seed: of each step's random numbers.
 
     Raises:
@@ -148,13 +155,14 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    chosen = annotated(_plan(plan, world_size, mesh), model)
+    chosen = annotated(_plan(plan, world_size, mesh, precision), model)
+    cast_buffers(original, chosen.precision, chosen.annotations)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]
     chosen, programs = _programs(original, chosen, cut[0])
     run = _Comparison(original, chosen, programs, cut, loss_fn or default_loss, seed, exact=fp64)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
-    limit = tolerance if tolerance is not None else _default_tolerance(original, fp64)
+    limit = tolerance if tolerance is not None else _default_tolerance(run.dtypes)
     divergence = run.train(make, steps, limit)
     return Report(chosen, limit, steps, run.errors, batch, run.uncompared(), divergence)
 
@@ -168,19 +176,19 @@ def default_loss(output: Any) -> torch.Tensor:
     return torch.stack([t.square().mean() for t in tensors if t.is_floating_point() and t.numel()]).sum()
 
 
-def _plan(plan: str | Path | Plan, world_size: int, mesh: Mapping[str, int] | None) -> Plan:
+def _plan(
+    plan: str | Path | Plan, world_size: int, mesh: Mapping[str, int] | None, precision: str | Precision | None
+) -> Plan:
     if isinstance(plan, Plan):
-        return plan
+        return resolve_plan(plan, plan.whole_mesh, precision=precision)
     if mesh is None and plan == "hsdp":
         mesh = {"dp_replicate": 2, "dp_shard": world_size // 2}
     axes = tuple((mesh or {"dp": world_size}).items())
-    return resolve_plan(plan, axes)
+    return resolve_plan(plan, axes, precision=precision)
 
 
-def _default_tolerance(model: nn.Module, fp64: bool) -> float:
-    if fp64:
-        return _TOLERANCES[torch.float64]
-    return max((_TOLERANCES.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
+def _default_tolerance(dtypes: Mapping[str, torch.dtype]) -> float:
+    return max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes.values()), default=1e-4)
 
 
 def _microbatches(part: Any, plan: Plan) -> list[Any]:
@@ -195,7 +203,7 @@ def _programs(model: nn.Module, plan: Plan, parts: list[Any]) -> tuple[Plan, lis
     shapes, built = named_shapes(model), {}
     for part in parts:
         if (size := batch_size(part)) not in built:
-            joint = capture(model, *part, device=_CPU, annotations=plan.annotations)
+            joint = capture(model, *part, device=_CPU, annotations=plan.annotations, precision=plan.precision)
             plan = place_stages(joint, plan, shapes)
             built[size] = lower_pipeline(joint, plan, shapes)
     return plan, [built[batch_size(part)] for part in parts]
@@ -228,6 +236,10 @@ class _Comparison:
         self.parameters, self.shapes = programs[0].parameters, programs[0].shapes
         self.loss_fn, self.seed, self.exact = loss_fn, seed, exact
         self.mesh, self.world = plan.mesh, math.prod(size for _, size in plan.mesh)
+        self.precision, self.annotations = plan.precision, plan.annotations
+        computed = computed_dtypes(original, plan.precision, plan.annotations)
+        self.rounding = max((torch.finfo(dtype).eps for dtype in computed.values()), default=0.0)
+        self.dtypes = {name: computed.get(name, p.dtype) for name, p in original.named_parameters()}
         self.batches = plan.data_size
         self.batch_of = [plan.data_rank(rank) for rank in range(self.world)]
         self.shares = shares(parts[0])
@@ -304,7 +316,7 @@ class _Comparison:
                 continue
             self._record(where, self._join(fqn, pieces), parameter.grad, floor=1e-3 * largest)
             if not self.exact:
-                noise = parameter.grad.abs() < _NOISE * largest
+                noise = parameter.grad.abs() < max(_NOISE, self.rounding) * largest
                 self.noise[fqn] = self.noise.get(fqn, noise) | noise
             for rank, piece in enumerate(pieces):
                 self.shards[rank][fqn].grad = piece.clone()
@@ -330,13 +342,18 @@ class _Comparison:
 
     def _reference_part(self, part: Any, share: float) -> tuple[tuple[Any, torch.Tensor], dict[str, torch.Tensor]]:
         _write(self.original, self.buffers)
-        args, kwargs = part
-        output = self.original(*args, **kwargs)
+        output = self._original(*part)
         loss = self.loss_fn(output)
         if loss.requires_grad:
             (loss * (share / self.batches)).backward()
         written = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
         return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()), written
+
+    def _original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the original returns, in the plan's precision."""
+        cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
+        with casting(self.original, self.precision, self.annotations):
+            return torch.func.functional_call(self.original, cast, args, dict(kwargs))
 
     def _run_program(self, step: int, buffers: dict[str, torch.Tensor]) -> Step:
         """One step of the emitted forward and backward graph."""

@@ -6,7 +6,8 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -370,14 +371,100 @@ def lost_peer() -> str:
     return "nothing happened"
 
 
+# -- mixed precision -------------------------------------------------------------------------------
+
+
+def mixed_against_fsdp2(policies: list[tuple[torch.dtype, torch.dtype]]) -> dict[str, float]:
+    """The largest difference to FSDP2 under each policy, ``(param_dtype, reduce_dtype)``, in four steps of training.
+
+    Relative to each tensor's largest element, of all losses, gradients and final weights.
+    """
+    return {str(policy): _mixed_against_fsdp2(*policy) for policy in policies}
+
+
+def _mixed_against_fsdp2(dtype: torch.dtype, reduce: torch.dtype) -> float:
+    def fsdp2(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    @contextmanager
+    def unsynced(module: Any) -> Iterator[None]:
+        module.set_requires_gradient_sync(False)
+        yield
+        module.set_requires_gradient_sync(True)
+
+    precision = shardgraph.Precision(str(dtype), reduce=str(reduce))
+    mine = _seen_in_training(lambda m: shardgraph.compile(m, "fsdp", precision=precision), lambda m: m.no_sync())
+    theirs = _seen_in_training(fsdp2, unsynced)
+    assert [each.dtype for each in mine] == [each.dtype for each in theirs]
+    return max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(mine, theirs, strict=True))
+
+
+def _seen_in_training(wrap: Any, no_sync: Any) -> list[torch.Tensor]:
+    """Losses and gradients of four steps of Llama, the last of two batches, and the weights after them."""
+    model, call = make("llama", 2 * dist.get_world_size())
+    model.set_attn_implementation("eager")  # others skip the mask unless the model is captured, and round otherwise
+    module = wrap(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    args, kwargs = part(call)
+    seen = []
+    for step in range(4):
+        if step == 3:
+            with no_sync(module):
+                module(*args, **kwargs).loss.backward()
+        loss = module(*args, **kwargs).loss
+        loss.backward()
+        seen += [loss.detach(), *(whole(parameter.grad) for parameter in module.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [whole(parameter.detach()) for parameter in module.parameters()]
+
+
+def overflow_on_one_rank() -> tuple[list[bool], float]:
+    """Whether each of three steps changed this rank's weights, the second of which overflows on rank 1, and the scale.
+
+    The first parameter is a scalar, of which every rank has a replica; the others are shards.
+    """
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+            self.linear = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale
+
+    torch.manual_seed(0)
+    sharded = shardgraph.compile(Scaled(), "fsdp", precision="fp16")
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    scaling = shardgraph.GradScaler("cpu", init_scale=8.0)
+    changed = []
+    for step in range(3):
+        scaling.scale(sharded(torch.ones(2, 4)).square().mean()).backward()
+        if step == 1 and dist.get_rank() == 1:
+            sharded.linear.weight.grad.to_local()[0, 0] = float("inf")
+        before = sharded.linear.weight.detach().to_local().clone()
+        scaling.step(optimizer)
+        scaling.update()
+        optimizer.zero_grad()
+        changed.append(not torch.equal(before, sharded.linear.weight.detach().to_local()))
+    return changed, scaling.get_scale()
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
 def plan_named(name: str) -> Plan:
-    """A preset over all ranks; ``"fsdp kept"`` keeps what it gathered."""
+    """A preset over all ranks; ``"fsdp kept"`` keeps what it gathered, ``"fsdp bf16"`` computes in bfloat16."""
     if name.startswith("tp"):
         return preset(name, {"tp": dist.get_world_size()})
     plan = preset(name.split()[0], {"dp": dist.get_world_size()})
+    if name.endswith("bf16"):
+        return replace(plan, precision=shardgraph.Precision.of("bf16"))
     if not name.endswith("kept"):
         return plan
     rules = tuple((pattern, replace(entry, reshard_after_forward=False)) for pattern, entry in plan.parameters)

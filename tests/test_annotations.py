@@ -27,7 +27,7 @@ from shardgraph import (
 )
 from shardgraph.annotations.annotate import annotated, remembered
 from shardgraph.annotations.constrain import CONSTRAIN
-from shardgraph.annotations.kinds import KINDS, Annotation, input, parse
+from shardgraph.annotations.kinds import KINDS, Annotation, input, parse, precision, stage
 from shardgraph.annotations.match import matches
 from shardgraph.capture import capture
 from shardgraph.compiler import build_program, place_operators
@@ -383,6 +383,7 @@ EVERY = {
     "head.weight": [shard(0, "dp"), reshard()],
     "part": [recompute(), input(shard(-1, "tp", blocks=2), at="x"), output(replicate(), at=1)],
     "re:.*norm": save(),
+    "head": [precision("float64"), stage(1)],
 }
 
 

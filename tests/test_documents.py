@@ -43,6 +43,12 @@ def test_the_example_of_annotations_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert "equal: plan fsdp+tp" in shown and shown.count("annotated") == 6
 
 
+def test_the_example_of_mixed_precision_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "precision.md").read_text(), re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.count("equal: plan fsdp on 2 ranks") == 2
+
+
 def test_the_notebook_runs_and_shows_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, object] = {}
     for cell in json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())["cells"]:

@@ -16,8 +16,9 @@ from tests.zoo import ZOO
         pytest.param(list(ZOO), ["fsdp"], marks=pytest.mark.slow),
         (["conv-batch-norm", "llama"], ["ddp", "zero1", "zero2", "fsdp kept"]),
         (["llama", "gpt2"], ["tp", "tp+sp"]),
+        (["llama", "tied-transformer"], ["ddp bf16", "zero2 bf16", "fsdp bf16"]),
     ],
-    ids=["some models", "every model", "every plan of data", "divided operators"],
+    ids=["some models", "every model", "every plan of data", "divided operators", "mixed precision"],
 )
 def test_the_predicted_peak_is_within_a_percent_of_the_measured_one_on_every_rank(kinds, plans):
     for found in shardgraph.launch(ranks.peak_memory, 2, args=(kinds, plans), timeout=280):

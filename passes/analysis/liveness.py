@@ -71,8 +71,9 @@ class MemoryProfile:
     ``timeline``
         Bytes live as each node ends, while what it used last is not yet freed; its maximum is the peak.
     ``compositions``
-        Each kind's part of the timeline: parameters, gathered parameters, buffers, inputs, saved (for backward),
-        activations (what the model returns), gradients, communication buffers, optimizer state, temporaries (all else).
+        Each kind's part of the timeline: parameters, gathered parameters (also those that are only cast to what is
+        computed with), buffers, inputs, saved (for backward), activations (what the model returns), gradients,
+        communication buffers, optimizer state, temporaries (all else).
     ``nodes``
         What each point of the timeline is, ``(graph, node)`` by name.
     """

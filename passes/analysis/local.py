@@ -15,7 +15,7 @@ def on_rank(
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """Copies of both halves whose parameters, also where they are saved for backward, have ``rank``'s shapes.
 
-    What is computed from them has the same shape on every rank: shards are padded before they are sent.
+    What is computed from them, but for casts, has the same shape on every rank: shards are padded before they are sent.
     """
     given: dict[Role, torch.Tensor] = {}
     forward = _reshape(forward, context, rank, given)
@@ -45,4 +45,8 @@ def _reshape(gm: fx.GraphModule, context: Context, rank: int, given: dict[Role, 
                 given[role] = torch.empty(shape, dtype=value.dtype, device=value.device)
         if role in given:
             node.meta["val"] = given[role]
+            for user in node.users:
+                if user.target is torch.ops.aten._to_copy.default:  # of a shard, to the dtype that it is gathered in
+                    with context.fake_mode:
+                        user.meta["val"] = torch.empty_like(given[role], dtype=user.meta["val"].dtype)
     return copy

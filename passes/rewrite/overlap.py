@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,11 +40,17 @@ def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
     waits = [next(user for user in start.users if user.target is WAIT) for start in starts]
     for i, start in enumerate(starts[1:], start=1):
         point = waits[i - depth].prev if i >= depth else starts[i - 1]
-        padding = start.args[0]
-        if isinstance(padding, fx.Node) and padding.op == "call_function":
-            point.append(padding)
-            point = padding
-        point.append(start)
+        for node in reversed([start, *_made_ready(start)]):
+            point.append(node)
+            point = node
+
+
+def _made_ready(start: fx.Node) -> Iterator[fx.Node]:
+    """What makes a shard ready to be gathered, last first: padding, and before it a cast."""
+    node = start.args[0]
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        yield node
+        node = node.args[0]
 
 
 def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, set_outputs, trim_shard
+from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, placeholders, set_outputs, trim_shard
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context
 from shardgraph.passes.emitter import Emitter, padded_rows
@@ -23,7 +23,8 @@ class ReduceGradients:
     it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
     number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow. Summands
     along axes of operators are added up in the same way, without being divided; along an axis that divides experts
-    their gradients are sums already.
+    their gradients are sums already. The reduction is done in the dtype that the gradient comes in, and its result cast
+    to that in which the parameter is stored.
 
     Every node made here has ``meta["reduces"]``, the parameter's name. Must not change: gradients of inputs.
     """
@@ -34,22 +35,24 @@ class ReduceGradients:
     excludes: ClassVar[frozenset[str]] = frozenset({"reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
+        taken = placeholders(gm).items()
+        stored = {role: node.meta["val"].dtype for role, node in taken if isinstance(role, Parameter)}
         results: list[tuple[Role | None, object]] = []
         for role, value in outputs(gm):
             if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
-                value = reduce_gradient(gm, context, role.of.fqn, value)
+                value = reduce_gradient(gm, context, role.of.fqn, value, stored[role.of])
             results.append((role, value))
         set_outputs(gm, results)
 
 
-def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
+def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node, stored: torch.dtype) -> fx.Node:
     """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
     entry, world = context.parameters[fqn], context.plan.data_size
     sums = context.sums.get(fqn, [])
-    if world == 1 and not sums:
-        return gradient
     emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""), reduces=fqn)
     node = gradient
+    if world == 1 and not sums:
+        return node if node.meta["val"].dtype == stored else emit.cast(node, stored)
     early = gradient.meta["val"].dtype == torch.float16 and world > 1
     if early:
         node = emit.scale(node, world)
@@ -79,5 +82,7 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
             node = emit.call(local_chunk, (node, rows, axis), (longest, *rest), node.meta["val"])
         elif longest * size != rows:
             node = emit.call(trim_shard, (node, rows, axis), (longest, *rest), node.meta["val"])
-    node.meta["averages"] = gradient.name
+    if node.meta["val"].dtype != stored:
+        node = emit.cast(node, stored)
+    node.meta["averages"] = gradient.meta.get("casts", gradient.name)
     return node

@@ -2,8 +2,8 @@
 
 A kind of parameters says what becomes of the parameter's plan (:meth:`ParameterAnnotation.changed`). What applies a
 kind of modules reads it from the plan: placements of activations are put into the graph at capture
-(:mod:`shardgraph.annotations.constrain`), ``recompute`` and ``save`` are applied by
-:mod:`shardgraph.passes.rewrite.recompute`, ``stage`` by :mod:`shardgraph.passes.pipeline.cuts`.
+(:mod:`shardgraph.annotations.constrain`), and so are casts (:mod:`shardgraph.casting`); ``recompute`` and ``save`` are
+applied by :mod:`shardgraph.passes.rewrite.recompute`, ``stage`` by :mod:`shardgraph.passes.pipeline.cuts`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from shardgraph.errors import PlanError, nearest
+from shardgraph.mixed_precision import dtype_name
 from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
 
 if TYPE_CHECKING:
@@ -285,6 +288,30 @@ class stage(ModuleAnnotation):
 
     def contradicts(self, other: Annotation) -> bool:
         return isinstance(other, stage) and other != self
+
+
+# -- precision ---------------------------------------------------------------------------------------------
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class precision(Annotation):
+    """A module computes in ``dtype`` whatever the plan's precision is, or a parameter is computed with in it.
+
+    What a module is called with is cast to ``dtype``, and what it returns to ``outputs``, or else to the dtype of the
+    module that it is in. Of several modules around a parameter the innermost that says it counts.
+    """
+
+    dtype: str | torch.dtype
+    outputs: str | torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, "dtype of precision()"))
+        if self.outputs is not None:
+            object.__setattr__(self, "outputs", dtype_name(self.outputs, "outputs of precision()"))
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, precision) and self != other
 
 
 # -- text --------------------------------------------------------------------------------------------------

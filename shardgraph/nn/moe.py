@@ -122,4 +122,6 @@ def _dispatch(x: Tensor, row: Tensor, kept: Tensor, buffers: tuple[int, int, int
 def _combine(received: Tensor, row: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of each token's experts, [groups, tokens, d_model]; the weight of what was dropped is 0."""
     results = received.flatten(0, 2).index_select(0, row.flatten()).view(*row.shape, -1)
-    return (results * weights.to(results.dtype).unsqueeze(-1)).sum(1)
+    # In order, because products with permuted bfloat16 lie otherwise in memory than torch's fake tensors say.
+    weights = weights.to(results.dtype, memory_format=torch.contiguous_format)
+    return (results * weights.unsqueeze(-1)).sum(1)

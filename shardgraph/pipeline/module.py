@@ -145,8 +145,10 @@ class PipelinedModule(ShardedModule):
 
     def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
         show("capture")
-        device, said = self._state.device, self.plan.annotations
-        joint = capture(model, args, dict(kwargs), device=device, loss_fn=loss_fn, annotations=said)
+        device, said, precision = self._state.device, self.plan.annotations, self.plan.precision
+        joint = capture(
+            model, args, dict(kwargs), device=device, loss_fn=loss_fn, annotations=said, precision=precision
+        )
         program = lower_pipeline(joint, self.plan, named_shapes(model), show)
         for fqn in program.owners:
             used, had = (self._running.holders(owners, fqn) for owners in (program.owners, self._owners))

@@ -87,7 +87,8 @@ def place_pipeline(
     args, kwargs = microbatches((args, kwargs), plan.pipeline.parts)[0]
     shapes = named_shapes(model)
     with torch.set_grad_enabled(loss_fn is not None):
-        joint = capture(model, args, kwargs, device=torch.device("cpu"), loss_fn=loss_fn, annotations=plan.annotations)
+        cpu, said = torch.device("cpu"), plan.annotations
+        joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=plan.precision)
     plan = place_stages(joint, plan, shapes, cluster)
     plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
     return plan, lower_pipeline(joint, plan, shapes).owners
