@@ -149,7 +149,6 @@ def together(before: calibration.Measurements, after: calibration.Measurements) 
         before,
         samples=before.samples + after.samples,
         transfers=before.transfers + after.transfers,
-        overlaps=before.overlaps + after.overlaps,
     )
 
 

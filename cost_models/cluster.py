@@ -116,16 +116,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What one device can send: ``bandwidth`` bytes/s in one direction, ``latency`` seconds per message."""
+    """What one device can send: ``bandwidth`` bytes/s in one direction, ``latency`` seconds per message.
+
+    ``latencies`` are the seconds of operations whose messages take another time (such as ``all_reduce``).
+    """
 
     bandwidth: float
     latency: float
+    latencies: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not self.latency >= 0:
+        if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
             raise ClusterError(
-                "a link has a positive bandwidth and a latency of at least 0, and this has "
-                f"{self.bandwidth} bytes/s and {self.latency} s"
+                "a link has a positive bandwidth and latencies of at least 0, and this has "
+                f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
             )
 
 
@@ -216,7 +220,7 @@ class Cluster:
         if self.inter is None or all(stride * size <= self.devices_per_node for stride, size in spans):
             return self.intra
         inside = math.prod(max(1, min(size, self.devices_per_node // stride)) for stride, size in spans)
-        return Link(min(self.intra.bandwidth, self.inter.bandwidth * inside), self.inter.latency)
+        return replace(self.inter, bandwidth=min(self.intra.bandwidth, self.inter.bandwidth * inside))
 
 
 def nearest_device(name: str, known: Mapping[str, Device]) -> ClusterError:

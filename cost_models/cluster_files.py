@@ -158,7 +158,8 @@ def _is_dtype(name: str) -> bool:
     return isinstance(getattr(torch, name, None), torch.dtype) or name == "tfloat32"
 
 
-_LINK = record(Link, {"bandwidth": POSITIVE, "latency": SECONDS})
+_LATENCIES = mapping(f"{', '.join(WIRE_RULES)} to seconds", SECONDS, WIRE_RULES.__contains__)
+_LINK = record(Link, {"bandwidth": POSITIVE, "latency": SECONDS, "latencies": _LATENCIES})
 _RATE = record(Rate, {"per_second": POSITIVE, "overhead": SECONDS, "moved_per_second": POSITIVE})
 _RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join((*BYTE_KINDS, VIEW))} to rates"
 _DEVICE = record(

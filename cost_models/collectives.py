@@ -12,9 +12,10 @@ Per rank, sent (as many are received), by the ring algorithms, which are optimal
 * send ``B``, to one other rank.
 
 Time is alpha-beta: as many latencies as the algorithm has steps, and the bytes over the bandwidth (R. Hockney, "The
-communication challenge for MPP", Parallel Computing 20(3), 1994). An all-reduce takes the better of a ring and of a
-double binary tree, whose steps grow with the logarithm of the ranks (P. Sanders, J. Speck, J. L. Traeff, "Two-tree
-algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009).
+communication challenge for MPP", Parallel Computing 20(3), 1994), both by operation where something is said of it. An
+all-reduce takes the better of a ring and of a double binary tree, whose steps grow with the logarithm of the ranks
+(P. Sanders, J. Speck, J. L. Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+Computing 35(12), 2009).
 """
 
 from __future__ import annotations
@@ -78,4 +79,4 @@ def collective_seconds(
     steps: float = 1 if operation == "send" else ranks - 1
     if operation == "all_reduce":
         steps = on.minimum(2 * steps, 2 * on.log2(ranks))
-    return steps * link.latency + transfer
+    return steps * link.latencies.get(operation, link.latency) + transfer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardgraph.calibration import fit, fit_table, measure
-from shardgraph.calibration.fitting import fit_link, fit_rate
+from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cli import main
 from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Link, Rate
@@ -61,7 +61,8 @@ def test_one_operation_that_is_slow_for_its_own_reasons_changes_little() -> None
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int) -> None:
-    link = Link(bandwidth=2e9, latency=1e-4)
+    latencies = {"all_gather_into_tensor": 1e-4, "reduce_scatter_tensor": 3e-4, "all_reduce": 2e-4}
+    link = Link(bandwidth=2e9, latency=1e-4, latencies=latencies)
     efficiency = {"all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.25, "all_reduce": 1.0}
     transfers = []
     for size in (2**12, 2**18, 2**24):
@@ -69,14 +70,34 @@ def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int)
             given = size // ranks if operation == "all_gather_into_tensor" else size
             gotten = size // ranks if operation == "reduce_scatter_tensor" else size
             seconds = collective_seconds(operation, given, gotten, ranks, link, efficiency)
-            transfers.append(Transfer(operation, given, gotten, seconds))
+            transfers.append(Transfer(operation, given, gotten, seconds, added=0.0))
     fitted, attained = fit_link(transfers, ranks)
     assert (fitted.bandwidth, fitted.latency) == pytest.approx((link.bandwidth, link.latency), rel=1e-3)
+    assert fitted.latencies == pytest.approx(latencies, rel=1e-3)
     assert attained == pytest.approx(efficiency, rel=1e-3)
 
 
+def transfers_adding(*parts: float) -> list[Transfer]:
+    """All-reduces of a second each that make a computation longer by these parts of it."""
+    return [Transfer("all_reduce", 4000, 4000, seconds=1.0, added=part) for part in parts]
+
+
+def test_the_computation_hides_what_a_collective_does_not_add_to_it() -> None:
+    transfers, overlap = behind_computation(transfers_adding(0.1, 0.25, 0.9))
+    assert overlap == 0.75 and [transfer.seconds for transfer in transfers] == [1.0, 1.0, 1.0]
+
+
+def test_a_collective_that_adds_more_than_its_own_time_takes_that_and_is_not_hidden() -> None:
+    transfers, overlap = behind_computation(transfers_adding(1.0, 1.5, 2.5))
+    assert overlap == 0 and [transfer.seconds for transfer in transfers] == [1.5, 1.5, 1.5]
+
+
+def test_a_computation_that_noise_made_shorter_hides_all() -> None:
+    assert behind_computation(transfers_adding(-0.1))[1] == 1
+
+
 def test_one_rank_needs_no_link() -> None:
-    alone = Measurements("cpu", 1, 1, 2**30, tuple(timed(Rate(1e9))), (), ())
+    alone = Measurements("cpu", 1, 1, 2**30, tuple(timed(Rate(1e9))), ())
     assert fit(alone).world_size == 1
 
 

@@ -113,7 +113,8 @@ def test_awkward_numbers_and_text_round_trip(tmp_path: Path) -> None:
         1,
         "'s",
     )
-    saved = Cluster("odd", odd, 3, 1, Link(1e9 / 3, 0.0), None, 0.1 + 0.2, {"all_reduce": 2 / 3}, source="#")
+    link = Link(1e9 / 3, 0.0, {"all_reduce": 1e-5 / 3})
+    saved = Cluster("odd", odd, 3, 1, link, None, 0.1 + 0.2, {"all_reduce": 2 / 3}, source="#")
     saved.save(tmp_path / "cluster.yaml")
     loaded = Cluster.load(tmp_path / "cluster.yaml")
     assert loaded == saved and loaded.source == "#"
@@ -165,6 +166,8 @@ def test_a_file_written_by_hand_is_read(written: Path) -> None:
         ("overlap: 0.5", "overlap: 1.5", "overlap is 1.5; it may be a number from 0 to 1"),
         ("overlap: 0.5", "efficiency: {all_redcue: 1}", r"unknown field efficiency\.all_redcue"),
         ("latency: 0}", "latency: -1}", r"inter\.latency is -1; it may be a number of seconds from 0"),
+        ("latency: 0}", "latency: 0, latencies: {all_redcue: 1}}", r"unknown field inter\.latencies\.all_redcue"),
+        ("latency: 0}", "latency: 0, latencies: {all_reduce: -1}}", r"inter\.latencies\.all_reduce is -1"),
         ("bandwidth: 3e11", "bandwidth: fast", r"intra\.bandwidth is 'fast'; it may be a number above 0"),
         ("bandwidth: 3e11", "bandwidth: .nan", r"intra\.bandwidth is nan"),
         ("per_second: 7e14", "per_second: [7]", r"device\.rates\.matmul/bfloat16\.per_second is \[7\]"),
@@ -235,6 +238,21 @@ def test_an_all_gather_takes_a_ring() -> None:
 def test_a_reduce_scatter_takes_a_ring_at_its_efficiency() -> None:
     priced = collective_seconds("reduce_scatter_tensor", 4000, 1000, 4, LINK, {"reduce_scatter_tensor": 0.5})
     assert priced == pytest.approx(3 * 1e-3 + 6e-6)
+
+
+def test_an_operation_takes_its_own_latency_inside_a_node_and_between_nodes() -> None:
+    link = replace(LINK, latencies={"all_gather_into_tensor": 2e-3})
+    cluster = replace(toy_cluster(nodes=2, devices_per_node=2), intra=link, inter=link)
+    for ranks in (2, 4):
+        found = cluster.link_of((("dp", ranks),), "dp")
+        gathered = collective_seconds("all_gather_into_tensor", 0, 0, ranks, found, {})
+        assert gathered == pytest.approx((ranks - 1) * 2e-3)
+        assert collective_seconds("reduce_scatter_tensor", 0, 0, ranks, found, {}) == pytest.approx((ranks - 1) * 1e-3)
+
+
+def test_a_negative_latency_is_refused() -> None:
+    with pytest.raises(ClusterError, match="latencies of at least 0"):
+        Link(1e9, 1e-3, {"all_reduce": -1e-3})
 
 
 def test_an_all_reduce_of_two_takes_a_ring_and_of_many_a_tree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from shardgraph.passes.analysis.wire import operation_of
 class _Link(NamedTuple):
     bandwidth: Any
     latency: float
+    latencies: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class SizedPrices(Prices):
             here = sympy.Min(self.sizes.axes[axis], sympy.floor(cluster.devices_per_node / stride))
             members *= sympy.Max(1, here)
             inside &= sympy.Le(stride * self.sizes.axes[axis], cluster.devices_per_node)
-        spanning = _Link(sympy.Min(cluster.intra.bandwidth, cluster.inter.bandwidth * members), cluster.inter.latency)
+        bandwidth = sympy.Min(cluster.intra.bandwidth, cluster.inter.bandwidth * members)
+        spanning = _Link(bandwidth, cluster.inter.latency, cluster.inter.latencies)
         return sympy.Piecewise((seconds(cluster.intra), inside), (seconds(spanning), True))
 
     def computation(self, cost: NodeCost) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -23,7 +24,8 @@ NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
 def fit(measured: Measurements) -> Cluster:
     """The cluster whose rates and link fit the timings best, by least squares of relative errors."""
     by_kind = _by_kind(measured.samples)
-    link, efficiency = fit_link(measured.transfers, measured.ranks)
+    transfers, overlap = behind_computation(measured.transfers)
+    link, efficiency = fit_link(transfers, measured.ranks)
     on_cpu = measured.device.startswith("cpu")
     source = (
         f"measured by shardgraph calibrate on {measured.ranks} ranks at once, {measured.threads} CPU threads each, "
@@ -47,7 +49,7 @@ def fit(measured: Measurements) -> Cluster:
         devices_per_node=measured.ranks,
         nodes=1,
         intra=link,
-        overlap=statistics.median(measured.overlaps) if measured.overlaps else 1.0,
+        overlap=overlap,
         efficiency=efficiency,
         source=source,
     )
@@ -64,26 +66,37 @@ def fit_rate(samples: Sequence[Sample]) -> Rate:
     return Rate(1 / per_unit, overhead, 1 / per_byte if per_byte else inf)
 
 
+def behind_computation(transfers: Sequence[Transfer]) -> tuple[list[Transfer], float]:
+    """The collectives with their times behind a computation, and the part of those that the computation hides.
+
+    Where they share their cores, both take longer: a collective then takes what it adds, and nothing is hidden. One
+    ratio holds for all, since single timings are noisy and the larger of two would be too large for most.
+    """
+    ratio = max(statistics.median(t.added / t.seconds for t in transfers), 0.0) if transfers else 0.0
+    return [replace(t, seconds=t.seconds * max(ratio, 1.0)) for t in transfers], max(1 - ratio, 0.0)
+
+
 def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str, float]]:
     """The link between ``ranks`` that fits timings of collectives, and the part of it that each operation attains.
 
-    The link has the bandwidth of the operation that attains most.
+    The link has the bandwidth of the operation that attains most and the latency of the one that waits least.
     """
     if not transfers:
         return NOMINAL_LINK, {}
-    operations = list(dict.fromkeys(transfer.operation for transfer in transfers))
-    steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in transfers]
-    sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in transfers]
-    seconds = [transfer.seconds for transfer in transfers]
-    by_operation = [
-        [b if t.operation == op else 0.0 for op in operations] for t, b in zip(transfers, sent, strict=True)
-    ]
-    latency, *per_byte = _solve([[step, *row] for step, row in zip(steps, by_operation, strict=True)], seconds)
-    if not all(per_byte):  # noise
-        latency, per_byte = 0.0, _solve(by_operation, seconds)
-    best = min(per_byte)
-    efficiency = {op: best / slope for op, slope in zip(operations, per_byte, strict=True)}
-    return Link(bandwidth=1 / best, latency=latency), efficiency
+    latencies: dict[str, float] = {}
+    per_byte: dict[str, float] = {}
+    for operation in dict.fromkeys(transfer.operation for transfer in transfers):
+        chosen = [transfer for transfer in transfers if transfer.operation == operation]
+        seconds = [transfer.seconds for transfer in chosen]
+        steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in chosen]
+        sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in chosen]
+        latency, slope = _solve(list(zip(steps, sent, strict=True)), seconds)
+        if not slope:  # noise
+            latency, (slope,) = 0.0, _solve([[nbytes] for nbytes in sent], seconds)
+        latencies[operation], per_byte[operation] = latency, slope
+    best = min(per_byte.values())
+    efficiency = {operation: best / slope for operation, slope in per_byte.items()}
+    return Link(1 / best, min(latencies.values()), latencies), efficiency
 
 
 def fit_table(measured: Measurements, cluster: Cluster) -> str:
@@ -97,14 +110,15 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         unit = "FLOP/s" if "/" in kind else "B/s"
         pairs = [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples]
         rows.append(_row(kind, rate.per_second, unit, rate.overhead, pairs))
+    transfers, _ = behind_computation(measured.transfers)
     for operation in cluster.efficiency:
-        chosen = [transfer for transfer in measured.transfers if transfer.operation == operation]
+        chosen = [transfer for transfer in transfers if transfer.operation == operation]
         pairs = [
             (transfer.seconds, _predict(transfer, measured.ranks, cluster.intra, cluster.efficiency))
             for transfer in chosen
         ]
         bandwidth = cluster.intra.bandwidth * cluster.efficiency[operation]
-        rows.append(_row(operation, bandwidth, "B/s", cluster.intra.latency, pairs))
+        rows.append(_row(operation, bandwidth, "B/s", cluster.intra.latencies[operation], pairs))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)])

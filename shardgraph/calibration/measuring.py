@@ -73,10 +73,9 @@ def _merge(measured: Sequence[Measurements]) -> Measurements:
             for same in zip(*(each.samples for each in measured), strict=True)
         ),
         tuple(
-            Transfer(same[0].operation, same[0].given, same[0].gotten, mean(transfer.seconds for transfer in same))
+            replace(same[0], seconds=mean(each.seconds for each in same), added=mean(each.added for each in same))
             for same in zip(*(each.transfers for each in measured), strict=True)
         ),
-        tuple(mean(same) for same in zip(*(each.overlaps for each in measured), strict=True)),
     )
 
 
@@ -88,7 +87,6 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
     share = seconds / (len(dtypes) + (ranks > 1))
     samples: list[Sample] = []
     transfers: list[Transfer] = []
-    overlaps: list[float] = []
     with Progress("calibrate", 2 * len(dtypes) + (ranks > 1), progress if dist.get_rank() == 0 else False) as show:
         for dtype in dtypes:
             show(f"capture {dtype}")
@@ -100,11 +98,11 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
         if mesh is not None:
             group = mesh.get_group().group_name
             show("collectives")
-            transfers, overlaps = _time_collectives(group, ranks, share, device)
+            transfers = _time_collectives(group, ranks, share, device)
     if on_cuda:
         memory = torch.cuda.get_device_properties(device).total_memory
     name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
-    return Measurements(name, ranks, torch.get_num_threads(), memory, tuple(samples), tuple(transfers), tuple(overlaps))
+    return Measurements(name, ranks, torch.get_num_threads(), memory, tuple(samples), tuple(transfers))
 
 
 class Training:
@@ -218,14 +216,8 @@ def _slowest(times: list[float], device: torch.device) -> list[float]:
     return shared.tolist()
 
 
-def _time_collectives(
-    group: str, ranks: int, budget: float, device: torch.device
-) -> tuple[list[Transfer], list[float]]:
-    """Collectives as a step has them: several under way, behind a computation that takes about as long.
-
-    Where communication has no engine of its own that makes both slower. A collective's time is that which it takes
-    alone, or adds to the computation if that is more; also the parts of their times that the computation hides.
-    """
+def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:
+    """Collectives alone, and as a step has them: several under way, behind a computation that takes about as long."""
     plain: list[tuple[str, int, int]] = []
     runs: list[Callable[[], object]] = []
     rows = 256 if device.type == "cpu" else 2048
@@ -253,13 +245,11 @@ def _time_collectives(
                 partial(compute, _STARTED * count),
                 partial(_in_flight, start, partial(compute, count)),
             ]
-    transfers, overlaps = [], []
     times = iter(_time_all(runs, budget, device))
-    for which, sending, computing, together in zip(plain, times, times, times, strict=True):
-        added = max(together - computing, 0.0)
-        transfers.append(Transfer(*which, max(sending, added) / _STARTED))
-        overlaps.append(max(1 - added / sending, 0.0))
-    return transfers, overlaps
+    return [
+        Transfer(*which, sending / _STARTED, (together - computing) / _STARTED)
+        for which, sending, computing, together in zip(plain, times, times, times, strict=True)
+    ]
 
 
 def _starter(operation: str, given: torch.Tensor, group: str, ranks: int) -> Callable[[], torch.Tensor]:

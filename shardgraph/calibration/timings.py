@@ -22,17 +22,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective: the bytes of a rank's input and output, and the ``seconds`` from start to wait."""
+    """One collective: the bytes of a rank's input and output, and its ``seconds`` from start to wait.
+
+    ``added`` are the seconds by which a computation is longer behind which it runs.
+    """
 
     operation: str
     given: int
     gotten: int
     seconds: float
+    added: float
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the ranks of a machine measured; ``memory`` is one rank's bytes, ``overlaps`` are parts from 0 to 1."""
+    """What the ranks of a machine measured; ``memory`` is one rank's bytes."""
 
     device: str
     ranks: int
@@ -40,4 +44,3 @@ class Measurements:
     memory: int
     samples: tuple[Sample, ...]
     transfers: tuple[Transfer, ...]
-    overlaps: tuple[float, ...]
