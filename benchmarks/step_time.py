@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="latest", help="results/NAME.json is written")
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=PLANS, choices=PLANS)
     options = parser.parse_args()
@@ -180,6 +180,8 @@ def main() -> None:
     ]
     error, mean = statistics.median(map(abs, errors)), statistics.fmean(within)
     print(f"{len(cases)} cases: median |error| {error:.1%}, Spearman {rank:.3f}, mean within a model {mean:.3f}")
+    odd, even = ([statistics.median(times[start::2]) for times in seconds] for start in (0, 1))
+    print(f"what the machine repeats: Spearman {spearmanr(odd, even).statistic:.3f} between every other round")
     path = Path(__file__).parent / "results" / f"{options.name}.json"
     figures = {
         f"{model}, {plan}": {"predicted": p, "measured": times}
