@@ -28,12 +28,12 @@ def errors(name: str, plan: str, mesh: dict[str, int], several: list[Pipeline], 
 # -- equal to the unsharded model ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE + MORE_STAGES)
-def test_every_schedule_trains_a_transformer_like_the_unsharded_model(schedule):
-    assert max(errors("tied-transformer", "pp", {"pp": 2}, [Pipeline(4, schedule)])) < 1e-6
+def test_every_schedule_trains_a_transformer_like_the_unsharded_model():
+    found = errors("tied-transformer", "pp", {"pp": 2}, [Pipeline(4, each) for each in ONE_STAGE + MORE_STAGES])
+    assert max(found) < 1e-6, found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "conv-batch-norm"])
+@pytest.mark.parametrize("name", ["gpt2", "unet", "conv-batch-norm"])
 def test_tied_weights_skip_connections_and_batch_norm_train_like_the_unsharded_model(name):
     assert max(errors(name, "pp", {"pp": 2}, [Pipeline(4, "1f1b"), Pipeline(4, "zbv")])) < 1e-6
 
