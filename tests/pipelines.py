@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardgraph
-from shardgraph import Pipeline, preset
+from shardgraph import Cluster, Pipeline, preset
+from shardgraph.measure import PeakMemory
+from shardgraph.pipeline.analysis import analyze_pipeline
 from tests.ranks import deterministic, part, prepared, whole
+from tests.test_analysis import gpt2
 from tests.zoo import make, scalar
 
 
@@ -164,6 +168,32 @@ def accumulated(name: str, pipeline: Pipeline) -> float:
     return max(
         (whole(p.grad) - theirs[n].grad).abs().max().item() for n, p in sharded.named_parameters() if p.grad is not None
     )
+
+
+def peaks(pipeline: Pipeline) -> tuple[int, int]:
+    """The most bytes that this rank has live in a step: measured and predicted."""
+    torch.manual_seed(0)
+    model = gpt2(4, vocab_size=300).to_empty(device="cpu")
+    model.init_weights()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(300, (8, 16))
+    call = {"input_ids": ids, "labels": ids}
+    sharded = shardgraph.compile(model, "pp", pipeline=pipeline, example_kwargs=call)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+
+    def step() -> None:
+        sharded.train_step(**call)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    with PeakMemory().track([*sharded.parameters(), *sharded.buffers(), *state, ids]) as memory:
+        step()
+    machine = replace(Cluster.detect(), devices_per_node=2)
+    return memory.peak_bytes, analyze_pipeline(sharded.program, machine).peak(dist.get_rank())
 
 
 def own_losses(name: str, plan: str) -> tuple[float, float]:

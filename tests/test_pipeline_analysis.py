@@ -1,0 +1,69 @@
+"""What a step of a pipeline is predicted to take, and where its stages are put for that."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import shardgraph
+from shardgraph import Pipeline, PlanError, preset
+from shardgraph.pipeline.analysis import PipelineAnalysis
+from tests import pipelines
+from tests.machines import toy_cluster
+from tests.test_analysis import gpt2, text
+
+
+def analysis(layers: int, ranks: int, pipeline: Pipeline, plan: str = "pp", **mesh: int) -> PipelineAnalysis:
+    wanted = preset(plan, {"pp": ranks, **mesh}, pipeline)
+    return shardgraph.analyze(gpt2(layers), (), wanted, example_kwargs=text(8), cluster=toy_cluster())
+
+
+def test_stages_are_of_equal_length_where_no_one_says_where_to_cut():
+    seconds = [stage.cost.forward + stage.cost.backward for stage in analysis(8, 4, Pipeline(8)).stages]
+    assert max(seconds) < 1.25 * min(seconds)
+
+
+def test_more_microbatches_make_smaller_bubbles_and_gpipe_holds_them_all():
+    few, many = (analysis(4, 2, Pipeline(count)) for count in (2, 8))
+    assert many.bubble_fraction < few.bubble_fraction
+    gpipe = analysis(4, 2, Pipeline(8, "gpipe"))
+    assert gpipe.peak(0) > many.peak(0)
+    assert gpipe.peak(0) - many.peak(0) == pytest.approx(6 * many.stages[0].cost.saved, rel=0.02)
+
+
+def test_recomputed_stages_save_what_they_are_given_and_take_longer():
+    kept, again = (analysis(4, 2, Pipeline(4, checkpoint=each)) for each in ("never", "always"))
+    assert again.stages[1].cost.saved < 0.3 * kept.stages[1].cost.saved
+    assert again.stages[1].cost.backward > kept.stages[1].cost.backward
+
+
+def test_states_of_a_stage_are_sharded_over_the_axes_beside_the_pipeline():
+    alone = analysis(4, 2, Pipeline(4))
+    sharded = analysis(4, 2, Pipeline(4), "pp+fsdp", dp=2)
+    for one, other in zip(alone.stages, sharded.stages, strict=True):
+        assert other.state["optimizer state"] == pytest.approx(one.state["optimizer state"] / 2, rel=0.05)
+
+
+def test_stages_that_no_cut_makes_fit_name_the_least_memory():
+    small = toy_cluster(memory=50_000)
+    with pytest.raises(PlanError, match="is the least that would do"):
+        shardgraph.analyze(gpt2(4), (), preset("pp", {"pp": 2}, Pipeline(4)), example_kwargs=text(8), cluster=small)
+
+
+def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = shardgraph.visualize(
+            analysis(4, 2, Pipeline(4, "zbv")), tmp_path / "plan.svg", model=gpt2(4), example_kwargs=text(8)
+        )
+    drawn = path.read_text()
+    assert "Schedule zbv of 4 microbatches" in drawn
+    assert "gradients of weights" in drawn
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule):
+    for measured, predicted in shardgraph.launch(pipelines.peaks, 2, args=(Pipeline(4, schedule),)):
+        assert predicted == pytest.approx(measured, rel=0.02)
