@@ -17,7 +17,7 @@ Array = NDArray[Any]
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _SECONDS, _SAVED, _KEPT, _FIXED = slice(0, 4), 4, 5, 6  # the columns of what blocks take
 _BOUNDS = np.linspace(1.0, 1.5, 11) + 1e-9  # on the slowest stage, in parts of the least possible
-_AT_ONCE = 4_000_000  # steps of partitions that are simulated together, which is what memory they take
+_AT_ONCE = 4_000_000  # simulated steps that are in memory together, 8 bytes each
 
 
 class Chain:
