@@ -25,22 +25,24 @@ def test_stages_are_of_equal_length_where_no_one_says_where_to_cut():
 
 
 def test_more_microbatches_make_smaller_bubbles_and_gpipe_holds_them_all():
-    few, many = (analysis(4, 2, Pipeline(count)) for count in (2, 8))
+    half = ("transformer.h.1",)
+    few, many = (analysis(2, 2, Pipeline(count, stages=half)) for count in (2, 8))
     assert many.bubble_fraction < few.bubble_fraction
-    gpipe = analysis(4, 2, Pipeline(8, "gpipe"))
-    assert gpipe.peak(0) > many.peak(0)
-    assert gpipe.peak(0) - many.peak(0) == pytest.approx(6 * many.stages[0].cost.saved, rel=0.02)
+    gpipe = analysis(2, 2, Pipeline(8, "gpipe", stages=half))
+    assert gpipe.peak(0) > many.peak(0) + 4 * many.stages[0].cost.saved
 
 
 def test_recomputed_stages_save_what_they_are_given_and_take_longer():
-    kept, again = (analysis(4, 2, Pipeline(4, checkpoint=each)) for each in ("never", "always"))
+    kept, again = (
+        analysis(2, 2, Pipeline(4, checkpoint=each, stages=("transformer.h.1",))) for each in ("never", "always")
+    )
     assert again.stages[1].cost.saved < 0.3 * kept.stages[1].cost.saved
     assert again.stages[1].cost.backward > kept.stages[1].cost.backward
 
 
 def test_states_of_a_stage_are_sharded_over_the_axes_beside_the_pipeline():
-    alone = analysis(4, 2, Pipeline(4))
-    sharded = analysis(4, 2, Pipeline(4), "pp+fsdp", dp=2)
+    half = Pipeline(4, stages=("transformer.h.1",))
+    alone, sharded = analysis(2, 2, half), analysis(2, 2, half, "pp+fsdp", dp=2)
     for one, other in zip(alone.stages, sharded.stages, strict=True):
         assert other.state["optimizer state"] == pytest.approx(one.state["optimizer state"] / 2, rel=0.05)
 
