@@ -37,6 +37,7 @@ from shardgraph.errors import (
     LaunchError,
     PassOrderError,
     PlanError,
+    RandomStateError,
     RankMismatchError,
     ShardGraphError,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Precision",
+    "RandomStateError",
     "RankMismatchError",
     "Rate",
     "ShardGraphError",

@@ -60,6 +60,7 @@ __all__ = [
     "single_dim_strategies",
     "strategy_of",
     "tensor_meta",
+    "without_code",
 ]
 
 DynamoError = dynamo.exc.TorchDynamoException
@@ -110,6 +111,20 @@ def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
     ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
     """
     return DTensor(local, like._spec, requires_grad=False)
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Graph modules that are made or changed in the body get no Python code: for graphs that are looked at, not run.
+
+    Writing and compiling it takes as long as all else that happens to a graph.
+    """
+    recompile = fx.GraphModule.recompile
+    setattr(fx.GraphModule, "recompile", lambda module: None)  # noqa: B010, mypy knows no other way
+    try:
+        yield
+    finally:
+        setattr(fx.GraphModule, "recompile", recompile)  # noqa: B010
 
 
 def below_autograd() -> AbstractContextManager[None]:

@@ -28,6 +28,7 @@ from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan
 from shardgraph.planner import choose_plan, plans_of, plans_on
+from shardgraph.recomputation import asked_for, with_recomputation
 from shardgraph.source import Source
 
 
@@ -46,6 +47,8 @@ def analyze(
     training: bool = True,
     backend: str = "eager",
     fold: bool = True,
+    recompute: str | None = None,
+    memory: int | str | None = None,
 ) -> Analysis | PipelineAnalysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
 
@@ -70,6 +73,8 @@ def analyze(
         training: a training step; False: a forward without gradients.
         fold: analyse a stack of equal layers by a few of them, which gives the same; False: all of them.
         backend: ``"eager"``, or ``"inductor"``: chains of pointwise operations priced as fused.
+        recompute: what backward computes again, as for ``shardgraph.compile``.
+        memory: what the predicted peak of a rank may be, likewise.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -90,14 +95,25 @@ def analyze(
     if plan == "auto":
         check_described(nothing, machine.device)
         groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
+        groups = [[asked_for(each, recompute, memory) for each in group] for group in groups]
         chosen = choose_plan(
-            source.joint(), source.shapes, groups, machine, said, precision=nothing.precision, optimizer=optimizer
+            source.joint(),
+            source.shapes,
+            groups,
+            machine,
+            said,
+            precision=nothing.precision,
+            optimizer=optimizer,
+            memory=memory,
         )
         return analyze_source(replace(source, plan=chosen))
-    chosen = annotated(resolve_plan(plan, axes, pipeline, precision), model)
+    chosen = annotated(asked_for(resolve_plan(plan, axes, pipeline, precision), recompute, memory), model)
     check_described(chosen, machine.device)
     if chosen.pipeline is not None:
         return _analyze_pipeline(replace(source, plan=chosen))
+    if memory is not None or chosen.recompute == "budget":
+        joint = replace(source, plan=chosen).joint()
+        chosen = with_recomputation(joint, chosen, source.shapes, machine, memory, optimizer)
     return analyze_source(replace(source, plan=chosen))
 
 
@@ -153,6 +169,16 @@ def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster
         return Cluster.load(cluster)
     one = Cluster.of(cluster)
     return Cluster.of(cluster, nodes=-(-ranks // one.devices_per_node))
+
+
+def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
+    """:func:`resolve_cluster`, where ranks may be more than this machine has cores.
+
+    Raises:
+        ClusterError: no such device or file.
+    """
+    machine = resolve_cluster(cluster, ranks)
+    return replace(machine, devices_per_node=max(machine.devices_per_node, ranks)) if cluster is None else machine
 
 
 def resolve_axes(plan: str | Path | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:

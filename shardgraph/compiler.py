@@ -22,6 +22,7 @@ from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import Precision
 from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
+from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
 from shardgraph.passes.rewrite.divide_experts import DivideExperts
@@ -93,11 +94,37 @@ def lower(
         PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name.
         DeadlockError: the program's collectives could block for ever.
     """
-    parameters = plan.resolve(shapes)
-    context = Context(plan, parameters, dict(shapes), joint.fake_mode)
     show("rewrite")
+    return emit(joint, shapes, *place(joint, plan, shapes), show)
+
+
+def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[fx.GraphModule, Context]:
+    """A copy of a captured graph that computes a rank's part of what is divided, and what passes know of it.
+
+    Raises:
+        PlanError: the plan does not fit the model's parameters.
+    """
+    context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode)
     gm = copy_graph(joint.module)
-    run_passes(gm, (*placing_passes(plan), *JOINT_PASSES), context)
+    run_passes(gm, placing_passes(plan), context)
+    return gm, context
+
+
+def emit(
+    joint: JointGraph,
+    shapes: Mapping[str, torch.Size],
+    gm: fx.GraphModule,
+    context: Context,
+    show: Callable[[str], None] = lambda stage: None,
+) -> Program:
+    """The program of ``joint`` from what :func:`place` gives, which is used up.
+
+    Raises:
+        PlanError: the plan's recomputation names what the model does not have.
+        DeadlockError: the program's collectives could block for ever.
+    """
+    plan = context.plan
+    run_passes(gm, JOINT_PASSES, context)
 
     show("split")
     forward, backward = split(gm, context)
@@ -111,6 +138,7 @@ def lower(
     for half in (forward, backward):
         if half is not None:
             check_half(half, plan)
+    check_random_state(forward, backward)
     return Program(joint, forward, backward, plan, context.parameters, shapes, context)
 
 
@@ -134,9 +162,7 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
     """``plan`` with a placement for every parameter that it leaves to be found along axes of operators and experts."""
     if not plan.undecided(shapes):
         return plan
-    context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode)
-    gm = copy_graph(joint.module)
-    run_passes(gm, placing_passes(plan), context)
+    _, context = place(joint, plan, shapes)
     return replace(plan, parameters=in_patterns(context.parameters))
 
 

@@ -29,6 +29,10 @@ class GraphInvariantError(ShardGraphError):
     """A graph is not valid between two passes: a bug in the pass that the message names."""
 
 
+class RandomStateError(ShardGraphError):
+    """A program would draw random numbers a second time where it needs the same ones; found before launch."""
+
+
 class DeadlockError(ShardGraphError):
     """The collectives of a program could block for ever; found before launch."""
 

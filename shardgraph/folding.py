@@ -50,10 +50,12 @@ def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
     """Whether ``plan`` says the same of every layer of a stack of ``model``."""
     layers: dict[str, set[object]] = {str(number): set() for number in range(stack.layers)}
     names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
-    for name in names if plan.annotations else ():
+    rules = plan.recompute if not isinstance(plan.recompute, str) else ()
+    told: tuple[tuple[str, object], ...] = (*plan.annotations, *rules)
+    for name in names if told else ():
         if name.startswith(f"{stack.path}."):
             number, _, rest = name.removeprefix(f"{stack.path}.").partition(".")
-            layers[number] |= {(rest, *each) for each in plan.annotations if matches(each[0], name)}
+            layers[number] |= {(rest, *each) for each in told if matches(each[0], name)}
     alike = all(said == layers["0"] for said in layers.values())
     return alike and all(pattern == "*" for pattern, _ in plan.parameters)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.agreement import Agreement
-from shardgraph.analyze import resolve_cluster
+from shardgraph.analyze import machine_for, resolve_cluster
 from shardgraph.annotations.annotate import annotated, remembered
 from shardgraph.capture import capture, own_loss
 from shardgraph.casting import cast_buffers, computed_dtypes
@@ -31,6 +30,7 @@ from shardgraph.pipeline.placing import place_pipeline
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.planner import choose_plan, plans_of, plans_on
+from shardgraph.recomputation import asked_for, with_recomputation
 
 Owners = Mapping[str, tuple[int, ...]]
 """The pipeline stages that use each parameter; empty without a pipeline."""
@@ -50,6 +50,8 @@ def compile(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     backend: str = "eager",
     cluster: Cluster | str | Path | None = None,
+    recompute: str | None = None,
+    memory: int | str | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -76,9 +78,14 @@ def compile(
             parameters stay stored as they are. Default: what the plan says.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
-        cluster: what ``plan="auto"`` prices plans by, and a pipeline its stages, as for :func:`shardgraph.analyze`;
-            None: this machine. Without example inputs there is nothing to price, and ``"auto"`` takes the plan of least
-            memory.
+        cluster: what ``plan="auto"`` and ``memory`` price plans by, and a pipeline its stages, as for
+            :func:`shardgraph.analyze`; None: this machine. Without example inputs there is nothing to price, and
+            ``"auto"`` takes the plan of least memory.
+        recompute: what backward computes again rather than keep it from forward, instead of what the plan says:
+            ``"none"``, ``"full"`` (every layer), ``"selective"`` (what is cheap for its bytes), or ``"budget"`` (what
+            makes the predicted peak fit ``memory``, by default the device's, in the least time; needs example inputs).
+        memory: bytes that the predicted peak of a rank may have, states included, or a text such as ``"12GiB"``. A
+            plan that says nothing of recomputation gets what fits.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.
         timeout: seconds that a rank waits for the others to compile the same program.
@@ -96,14 +103,17 @@ def compile(
     if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
         call = (example_inputs or (), dict(example_kwargs or {}))
         loss = loss_fn if "target" in call[1] else None
-        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, precision, loss, cluster))
+        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, precision, loss, cluster, recompute, memory))
+        recompute = memory = None  # they are in it
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
-    placed, owners = _placed(model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement)
+    decided, owners = _decided(
+        model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, recompute, memory
+    )
     device = _device(device_mesh, model)
-    chosen, entries = _agree_on_plan(agreement, placed, axes, pipeline, precision, model, device)
+    chosen, entries = _agree_on_plan(agreement, decided, axes, pipeline, precision, model, device)
 
     shared = device_mesh if chosen.whole_mesh else None
     stages = _Stages(chosen, shared, owners)
@@ -126,7 +136,7 @@ def compile(
     return sharded
 
 
-def _placed(
+def _decided(
     model: nn.Module,
     plan: str | Path | Plan,
     axes: Mesh,
@@ -136,22 +146,31 @@ def _placed(
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
     agreement: Agreement,
+    recompute: str | None,
+    memory: int | str | None,
 ) -> tuple[str | Path | Plan, Owners]:
-    """The plan with a placement for every parameter that it leaves to be found, as rank 0 finds it.
+    """The plan with a placement for every parameter, and a recomputation, where it leaves them to be found.
 
-    Of a pipeline also where stages begin, and beside the plan which stages use each parameter.
+    They are what rank 0 finds. Of a pipeline also where stages begin, and beside the plan which stages use each
+    parameter.
     """
     try:
-        chosen, shapes = annotated(resolve_plan(plan, axes, pipeline, precision), model), named_shapes(model)
-        if chosen.pipeline is None and (not chosen.undecided(shapes) or not dist.is_initialized()):
-            return plan, {}
+        resolved, shapes = resolve_plan(plan, axes, pipeline, precision), named_shapes(model)
+        annotated(resolved, model)
+        undecided = bool(resolved.undecided(shapes)) and dist.is_initialized()
     except ShardGraphError:
         return plan, {}  # all ranks are told of it together when they agree on the plan
+    plan = asked_for(resolved, recompute, memory)
+    chosen = annotated(plan, model)
+    budgeted = memory is not None or chosen.recompute == "budget"
+    if chosen.pipeline is None and not undecided and not budgeted:
+        return plan, {}
     if inputs is None:
         what = "where stages begin and parameters lie" if chosen.pipeline else "where parameters lie"
+        what = what if undecided or chosen.pipeline else "what fits the memory"
         raise PlanError(
             f"plan {chosen.name!r} finds {what} by what is computed with them: give example_inputs or "
-            "example_kwargs, or a plan that says where they lie (sharded.plan.save(path) of an earlier run writes one)"
+            "example_kwargs, or a plan that says it (sharded.plan.save(path) of an earlier run writes one)"
             if chosen.pipeline is None
             else f"plan {chosen.name!r} finds {what} by what is computed: give example_inputs or example_kwargs"
         )
@@ -168,7 +187,10 @@ def _placed(
         joint = capture(
             model, args, dict(kwargs), device=cpu, loss_fn=loss, annotations=said, precision=chosen.precision
         )
-        return place_operators(joint, chosen, shapes), {}
+        placed = place_operators(joint, chosen, shapes)
+        if not budgeted:
+            return placed, {}
+        return with_recomputation(joint, placed, shapes, machine_for(cluster, placed.world_size), memory), {}
 
     return _from_first_rank(find)
 
@@ -197,19 +219,20 @@ def _fastest(
     precision: str | Precision | None,
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
+    recompute: str | None,
+    memory: int | str | None,
 ) -> Plan:
     """The plan that this rank finds fastest; machines differ in what memory they have free."""
     ranks = dist.get_world_size()
-    machine = resolve_cluster(cluster, ranks)
-    if cluster is None:  # ranks may be more than a machine has cores
-        machine = replace(machine, devices_per_node=max(machine.devices_per_node, ranks))
+    machine = machine_for(cluster, ranks)
     if isinstance(mesh, DeviceMesh):
         groups = plans_on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
     else:
         groups = plans_of(ranks, machine) if mesh is None else plans_on(tuple(mesh.items()))
     said, chosen, cpu = remembered(model), Precision.of(precision or AS_STORED), torch.device("cpu")
     joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=chosen)
-    return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen)
+    groups = [[asked_for(plan, recompute, memory) for plan in group] for group in groups]
+    return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen, memory=memory)
 
 
 def _agree_on_plan(

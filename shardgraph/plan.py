@@ -36,6 +36,13 @@ the mesh of a stage::
 
     precision: {parameters: bfloat16, reduce: float32}
 
+``recompute`` says what of forward backward computes again: ``none``, ``full``, ``selective``, ``budget`` (to be found
+for the memory that there is), or operations by module::
+
+    recompute:
+      'model.layers.*.mlp': [silu, mul]
+      'model.layers.[0-5].self_attn': ['*']
+
 ``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
 
     mesh: {dp: 2, ep: 4}
@@ -77,6 +84,8 @@ from shardgraph.sizes import divisors, format_bytes, format_seconds
 
 SCHEMA = 1
 GRADIENTS = ("all_reduce", "reduce_scatter")
+RECOMPUTE = ("none", "full", "selective", "budget")
+Recomputation = str | tuple[tuple[str, tuple[str, ...]], ...]
 _STYLES = ("whole", "sequence", "context")
 
 
@@ -121,6 +130,10 @@ class Plan:
         apply to all that they match; two that contradict each other are refused.
     ``precision``
         The dtypes that it computes, reduces and keeps buffers in; see :class:`shardgraph.Precision`.
+    ``recompute``
+        What backward computes again instead of forward keeping it: ``"none"``, every layer (``"full"``), what is cheap
+        for its bytes (``"selective"``), what is to be found for a budget (``"budget"``), or rules, ``(pattern of
+        modules, names of operations)`` pairs; see :mod:`shardgraph.passes.recompute`. Annotations come first.
     ``note``
         Why this plan: shown to people, without effect.
     ``considered``
@@ -133,6 +146,7 @@ class Plan:
     prefetch: int = 4
     operators: tuple[tuple[str, str], ...] = ()
     annotations: tuple[Annotated, ...] = ()
+    recompute: Recomputation = "none"
     experts: str = ""
     pipeline: Pipeline | None = None
     precision: Precision = AS_STORED
@@ -289,8 +303,15 @@ class Plan:
             lines.append(f"  {pattern:<{width}}  {where or 'whole'}; gradient {entry.gradient}{again}")
         if said := str(self.precision):
             lines.append(f"  precision: {said}")
+        if self.recompute != "none":
+            lines.append(f"  computed again in backward: {self._again()}")
         lines += [f"  annotated {written(each)}" for each in self.annotations]
         return "\n".join(lines)
+
+    def _again(self) -> str:
+        if isinstance(self.recompute, str):
+            return self.recompute
+        return "; ".join(f"{', '.join(names)} of {pattern or 'the model'}" for pattern, names in self.recompute)
 
 
 def in_patterns(entries: Mapping[str, ParameterPlan]) -> tuple[tuple[str, ParameterPlan], ...]:
@@ -389,6 +410,15 @@ def _check_axis(plan: Plan, annotated: Annotated) -> None:
 # -- validation ------------------------------------------------------------------------------------
 
 
+def _are_rules(value: object) -> bool:
+    """Whether a value is a plan's recomputation, operation by operation: ``(("layers.*.mlp", ("silu", "mul")),)``."""
+    pairs = isinstance(value, tuple) and all(isinstance(rule, tuple) and len(rule) == 2 for rule in value)
+    return pairs and all(
+        isinstance(pattern, str) and isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+        for pattern, names in value  # type: ignore[attr-defined]
+    )
+
+
 def _check_plan(plan: Plan) -> None:
     def refuse(field: str, value: object, allowed: str) -> None:
         raise PlanError(f"plan {plan.name!r}: {field} is {value!r}; it may be {allowed}")
@@ -418,6 +448,8 @@ def _check_plan(plan: Plan) -> None:
     for annotated in plan.annotations:
         if not (isinstance(annotated, tuple) and len(annotated) == 2 and isinstance(annotated[1], Annotation)):
             refuse("annotations", annotated, "pairs of a pattern and an annotation")
+    if plan.recompute not in RECOMPUTE and not _are_rules(plan.recompute):
+        refuse("recompute", plan.recompute, f"{', '.join(map(repr, RECOMPUTE))} or operations by module")
     styles = [dict(plan.operators).get(axis) for axis in plan.axes]
     for pattern, entry in plan.parameters:
         here = f"parameters.{pattern}"

@@ -29,6 +29,7 @@ def written_plan(plan: Plan) -> str:
         "prefetch": plan.prefetch,
         "operators": dict(plan.operators),
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan.annotations],
+        "recompute": plan.recompute if isinstance(plan.recompute, str) else _lists(plan.recompute),
         "experts": plan.experts,
         "pipeline": _written_pipeline(plan.pipeline) if plan.pipeline else None,
         "precision": _written_precision(plan.precision),
@@ -44,6 +45,8 @@ def written_plan(plan: Plan) -> str:
     }
     optional = ("considered", "operators", "experts", "pipeline", "precision", "annotations")
     data = {key: value for key, value in data.items() if key not in optional or value}
+    if plan.recompute == "none":
+        del data["recompute"]
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
@@ -112,7 +115,21 @@ def _from_data(data: Any, source: str) -> Plan:
         changed["precision"] = _precision(take(top["precision"], "precision", Precision, _PRECISION_FIELDS), source)
     if "annotations" in top:
         changed["annotations"] = tuple(_annotation(each, source) for each in top["annotations"])
+    if isinstance(top.get("recompute"), dict):
+        changed["recompute"] = tuple(_rule(pattern, names, source) for pattern, names in top["recompute"].items())
     return Plan(**{**top, **changed})
+
+
+def _lists(rules: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[str, list[str]]:
+    return {pattern: list(names) for pattern, names in rules}
+
+
+def _rule(pattern: Any, names: Any, source: str) -> tuple[str, tuple[str, ...]]:
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise PlanError(
+            f"{source}: recompute.{pattern} is {names!r}; it may be a list of operations, such as [silu, mul]"
+        )
+    return str(pattern), tuple(names)
 
 
 def _annotation(data: Any, source: str) -> Annotated:
@@ -143,6 +160,7 @@ _PLAN_FIELDS = {
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
     "prefetch": (int, "a whole number from 0"),
     "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
+    "recompute": ((str, dict), "none, full, selective, budget, or a mapping of modules to their operations"),
     "experts": (str, "the mesh axis that divides experts"),
     "pipeline": (dict, "a mapping of ranks, schedule, microbatches and stages"),
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),

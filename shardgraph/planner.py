@@ -9,7 +9,6 @@ import torch
 
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.annotations.match import Annotated
-from shardgraph.compiler import lower
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
@@ -17,7 +16,8 @@ from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.plan import Candidate, Plan
 from shardgraph.presets import DIVIDING, PRESETS, preset
-from shardgraph.sizes import format_bytes, format_seconds
+from shardgraph.recomputation import Recomputations
+from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 
 def choose_plan(
@@ -29,7 +29,7 @@ def choose_plan(
     *,
     precision: Precision = AS_STORED,
     optimizer: str = "adamw",
-    memory: int | None = None,
+    memory: int | str | None = None,
 ) -> Plan:
     """The fastest plan for a batch whose predicted peak fits; of equally fast ones the smaller.
 
@@ -41,22 +41,25 @@ def choose_plan(
         annotations: what the plan must have, as ``joint`` was captured with; one that cannot is passed over.
         precision: what ``joint`` was captured with.
         optimizer: whose state and update are counted.
-        memory: bytes that a rank may use; default: what the device has.
+        memory: bytes that a rank may use, or a text; default: what the device has. Plans whose recomputation is
+            ``"budget"`` get what makes them fit.
 
     Raises:
         PlanError: no plan fits, and the message says what the smallest would take; or none can be as annotated.
     """
-    budget = memory or cluster.device.memory
+    budget = cluster.device.memory if memory is None else parse_bytes(memory)
     priced: list[tuple[Plan, Candidate]] = []
     refused: list[PlanError] = []
     for group in groups:
         for plan in [replace(plan, annotations=annotations, precision=precision) for plan in group]:
             try:
-                program = lower(joint, plan, shapes)
+                found = Recomputations(joint, plan, shapes, cluster, optimizer)
+                choice = found.nearest(budget)
             except PlanError as error:
                 refused.append(error)
             else:
-                priced.append((plan, _candidate(plan, analyze_program(program, cluster, optimizer=optimizer), budget)))
+                analysis = analyze_program(found.program(choice), cluster, optimizer=optimizer)
+                priced.append((replace(plan, recompute=choice.rules), _candidate(plan, analysis, budget)))
         if any(candidate.fits for _, candidate in priced):
             break
     if not priced:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardgraph._torch import pytree
+from shardgraph.analyze import machine_for
 from shardgraph.annotations.annotate import annotated
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
 from shardgraph.capture import capture
@@ -46,6 +47,7 @@ from shardgraph.pipeline.program import PipelineProgram, lower_pipeline
 from shardgraph.pipeline.statistics import combined
 from shardgraph.plan import Plan
 from shardgraph.program import Program
+from shardgraph.recomputation import asked_for, with_recomputation
 from shardgraph.rng import rank_generator
 from shardgraph.simulate import run_lockstep
 
@@ -123,6 +125,8 @@ def verify(
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
     steps: int = 1,
     fp64: bool = False,
+    recompute: str | None = None,
+    memory: int | str | None = None,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
@@ -143,6 +147,8 @@ def verify(
         optimizer: makes the optimizer; default AdamW with a learning rate of 1e-3.
         steps: training steps to compare.
         fp64: do everything in double precision, which tells a bug from rounding.
+        recompute: what backward computes again, as for ``shardgraph.compile``.
+        memory: what the predicted peak of a rank may be, likewise.
         tolerance: the largest relative error that is ok; default by the coarsest dtype that is computed with: 1e-4 in
             single and 1e-5 in double precision.
         seed: of each step's random numbers.
@@ -155,10 +161,14 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    chosen = annotated(_plan(plan, world_size, mesh, precision), model)
+    chosen = annotated(asked_for(_plan(plan, world_size, mesh, precision), recompute, memory), model)
     cast_buffers(original, chosen.precision, chosen.annotations)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]
+    if memory is not None or chosen.recompute == "budget":
+        joint = capture(original, *parts[0], device=_CPU, annotations=chosen.annotations, precision=chosen.precision)
+        machine = machine_for(None, chosen.world_size)
+        chosen = with_recomputation(joint, chosen, named_shapes(original), machine, memory)
     chosen, programs = _programs(original, chosen, cut[0])
     run = _Comparison(original, chosen, programs, cut, loss_fn or default_loss, seed, exact=fp64)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))

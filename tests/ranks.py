@@ -24,7 +24,7 @@ import shardgraph
 from shardgraph import Plan, preset
 from shardgraph.analysis import program_memory
 from shardgraph.measure import PeakMemory
-from tests.zoo import make, scalar, shorter
+from tests.zoo import Deep, make, scalar, shorter
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -549,3 +549,13 @@ def load_sharded(name: str, plan: str, mesh: dict[str, int], path: str) -> list[
     dcp.load(state, checkpoint_id=path)
     sharded.load_state_dict(state)
     return [fqn for fqn, parameter in sharded.named_parameters() if not torch.equal(whole(parameter), values[fqn])]
+
+
+def within_memory(rows: int) -> tuple[object, bool]:
+    """The recomputation that is found for a byte less than keeping everything takes, and whether the model trains."""
+    torch.manual_seed(0)
+    model, x = Deep(), torch.randn(rows, 32)
+    everything = shardgraph.analyze(model, (x,), "fsdp", mesh={"dp": dist.get_world_size()}).peak_memory
+    sharded = shardgraph.compile(model, "fsdp", example_inputs=(x,), memory=everything - 1)
+    sharded(x).backward()
+    return sharded.plan.recompute, all(parameter.grad is not None for parameter in sharded.parameters())

@@ -93,6 +93,21 @@ class TiedTransformer(nn.Module):
         return self.head(self.blocks(self.embedding(ids), mask=mask, is_causal=True))
 
 
+class Deep(nn.Module):
+    """Equal layers whose activations are most of the memory; gives its loss."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 class Loss(nn.Module):
     """A language model that gives its loss alone: no rank needs all logits."""
 

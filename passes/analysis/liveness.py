@@ -134,9 +134,9 @@ def profile_step(
 
 
 def _profile(graphs: dict[str, fx.GraphModule], granule: int, state: int, temporaries: int) -> MemoryProfile:
-    storages: list[_Storage] = []
+    storages: list[Storage] = []
     points: list[tuple[str, str]] = []
-    left: dict[Role, list[_Storage]] = {}  # what the graphs so far have left for later ones
+    left: dict[Role, list[Storage]] = {}  # what the graphs so far have left for later ones
     for name, gm in graphs.items():
         storages += _follow(gm, len(points), left, granule)
         points += [(name, node.name) for node in gm.graph.nodes]
@@ -148,8 +148,8 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, state: int, tempor
         for role, held in left.items():
             for storage in held if isinstance(role, (Parameter, Buffer, Input, Gradient)) else []:
                 storage.death = end
-        storages.append(_Storage(state, 0, end, "optimizer state"))
-        storages.append(_Storage(temporaries, end, end, "temporaries"))
+        storages.append(Storage(state, 0, end, "optimizer state"))
+        storages.append(Storage(temporaries, end, end, "temporaries"))
 
     lines: dict[str, list[int]] = {}
     for storage in {id(each): each for each in storages}.values():
@@ -161,8 +161,8 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, state: int, tempor
     return MemoryProfile(timeline, compositions, tuple(points))
 
 
-@dataclass
-class _Storage:
+@dataclass(eq=False)
+class Storage:
     """One allocation; it is live from node ``birth`` to node ``death``, both included."""
 
     nbytes: int
@@ -171,7 +171,7 @@ class _Storage:
     kind: str = "temporaries"
 
 
-def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[_Storage]], granule: int) -> list[_Storage]:
+def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
     """The storages of one graph, whose first node is point ``start``; updates what is ``left`` for later graphs."""
     nodes = list(gm.graph.nodes)
     known = {id(storage) for held in left.values() for storage in held}
@@ -186,7 +186,7 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[_Storage]], gr
     return [storage for each in held.values() for storage in each]
 
 
-def _keep_what_the_loss_uses(graphs: dict[str, fx.GraphModule], left: dict[Role, list[_Storage]], end: int) -> None:
+def _keep_what_the_loss_uses(graphs: dict[str, fx.GraphModule], left: dict[Role, list[Storage]], end: int) -> None:
     tangents = {role for role in placeholders(graphs["backward"]) if isinstance(role, Tangent)}
     for role, held in left.items():
         used = isinstance(role, Output) and Tangent(role.index) in tangents
@@ -197,33 +197,41 @@ def _keep_what_the_loss_uses(graphs: dict[str, fx.GraphModule], left: dict[Role,
 # -- which storages a node's value holds -----------------------------------------------------------
 
 
+def storages_of(gm: fx.GraphModule, granule: int = 1) -> dict[fx.Node, list[Storage]]:
+    """The storages of each node's value, one per tensor in it; views share those of their base.
+
+    How long each lives is not told.
+    """
+    return _storages(list(gm.graph.nodes), 0, {}, granule)
+
+
 def _storages(
-    nodes: list[fx.Node], start: int, left: dict[Role, list[_Storage]], granule: int
-) -> dict[fx.Node, list[_Storage]]:
+    nodes: list[fx.Node], start: int, left: dict[Role, list[Storage]], granule: int
+) -> dict[fx.Node, list[Storage]]:
     """The storages of each node's value, one per tensor in it; views share those of their base."""
-    held: dict[fx.Node, list[_Storage]] = {}
-    given: dict[torch.UntypedStorage, _Storage] = {}
+    held: dict[fx.Node, list[Storage]] = {}
+    given: dict[torch.UntypedStorage, Storage] = {}
     for index, node in enumerate(nodes, start):
         tensors = _tensors(node.meta.get("val"))
         if node.op == "placeholder" and node.meta["role"] in left:
             held[node] = left[node.meta["role"]]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
-            held[node] = [given.setdefault(t.untyped_storage(), _Storage(_nbytes(t, granule), start)) for t in tensors]
+            held[node] = [given.setdefault(t.untyped_storage(), Storage(_nbytes(t, granule), start)) for t in tensors]
         elif node.op == "output":
             held[node] = []
         elif node.target is operator.getitem:
             held[node] = _element(node, held)
         else:
             held[node] = [
-                held[base][0] if base is not None and held[base] else _Storage(_nbytes(tensor, granule), index)
+                held[base][0] if base is not None and held[base] else Storage(_nbytes(tensor, granule), index)
                 for value, base in _results(node)
                 for tensor in _tensors(value)
             ]
     return held
 
 
-def _element(node: fx.Node, held: dict[fx.Node, list[_Storage]]) -> list[_Storage]:
+def _element(node: fx.Node, held: dict[fx.Node, list[Storage]]) -> list[Storage]:
     source, position = node.args
     values = source.meta.get("val")
     before = len(_tensors(values[:position]))
@@ -272,7 +280,7 @@ def _nbytes(tensor: torch.Tensor, granule: int) -> int:
 # -- how long a storage lives, and what it is ------------------------------------------------------
 
 
-def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[_Storage]], start: int) -> None:
+def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[Storage]], start: int) -> None:
     """A storage dies after the last use of the last value that holds it."""
     index = {node: i for i, node in enumerate(nodes, start)}
     end = start + len(nodes) - 1
@@ -304,7 +312,7 @@ def _works_on_a_copy(node: fx.Node) -> bool:
     return node.target is ALL_REDUCE or (node.target is REDUCE_SCATTER and gloo)
 
 
-def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[_Storage]]) -> None:
+def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[Storage]]) -> None:
     """Name each storage by its most telling node; the later a rule stands, the more it tells."""
     nodes = list(gm.graph.nodes)
     rules: list[tuple[fx.Node, str]] = []

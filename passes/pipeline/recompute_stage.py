@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from shardgraph.passes.base import Context
-from shardgraph.passes.rewrite.recompute import computed_once
+from shardgraph.passes.recompute.values import computed_once
 from shardgraph.passes.rewrite.split import forward_nodes
 
 

@@ -1,29 +1,32 @@
-"""Recomputation by module: what is not kept from forward but computed again in backward."""
+"""Recomputation: what is not kept from forward but computed again in backward."""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from shardgraph.annotations.kinds import recompute, save
 from shardgraph.annotations.match import Annotated, matches
-from shardgraph.ir import Mutation, local_part, outputs, placeholders
+from shardgraph.errors import PlanError
+from shardgraph.ir import Tangent, placeholders
 from shardgraph.passes.base import Context
+from shardgraph.passes.recompute.modes import operations_of
+from shardgraph.passes.recompute.names import chosen_by, names_of
+from shardgraph.passes.recompute.values import computed_once, draws, values_of
 from shardgraph.passes.rewrite.split import forward_nodes
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Takes a joint graph; marks with ``meta["again"]`` what modules annotated ``recompute()`` compute.
+    """Takes a joint graph; marks with ``meta["again"]`` what backward computes again.
 
+    That is what the plan's ``recompute`` names, and what modules annotated ``recompute()`` compute.
     As in activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
     computed again from its inputs, and what it gives to others is kept if they need it. Of annotations around an
-    operation the innermost counts; what is under ``save()`` is kept. Random numbers are kept, never drawn twice, and
-    so is what is computed from buffers that forward writes: by backward they have other values.
+    operation the innermost counts, whatever the plan names; what is under ``save()`` is kept. Random numbers are kept,
+    never drawn twice, and so is what is computed from buffers that forward writes: by backward they have other values.
 
     Must not change: the computation.
     """
@@ -34,31 +37,41 @@ class Recompute:
     excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if context.plan.recompute == "budget":
+            raise PlanError(
+                "recompute='budget' is found before a program is made, by shardgraph.compile with example inputs, by "
+                "analyze or by verify: use one of them, or say what is computed again"
+            )
+        if context.plan.recompute != "none" and any(isinstance(role, Tangent) for role in placeholders(gm)):
+            _mark_planned(gm, context)
         said = [each for each in context.plan.annotations if isinstance(each[1], (recompute, save))]
-        if not said:
-            return
-        inside = forward_nodes(gm)
-        regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
-        once = computed_once(gm)
-        for node in gm.graph.nodes:
-            if node.op == "call_function" and node in inside and (region := regions[node]):
-                alone = all(regions.get(user, region) == region for user in node.users)
-                node.meta["again"] = region != _SAVED and node not in once and alone
+        if said:
+            _mark_annotated(gm, said)
 
 
-def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
-    """What backward cannot compute a second time: random numbers, and what reads buffers that forward writes."""
+def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
+    values, wanted = values_of(gm), context.plan.recompute
+    names = names_of(values.makes)
+    chosen = operations_of(wanted, gm, values) if isinstance(wanted, str) else chosen_by(wanted, names)
+    for node in sorted(chosen & values.once, key=lambda node: names[node]):
+        why = "draws random numbers" if draws(node) else "reads what forward writes"
+        context.notes.append(f"{names[node][1]} of {names[node][0]!r} {why}: it is kept, not computed again")
+    for node in values.together_with(chosen - values.once):
+        node.meta["again"] = True
+    for node in values.makes:
+        # A cast follows what it casts where nothing is said of it.
+        if node not in chosen and any(operand.meta.get("again") for operand in node.all_input_nodes):
+            node.meta.setdefault("again", False)
+
+
+def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
     inside = forward_nodes(gm)
-    written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
-    once: set[fx.Node] = set()
+    once = computed_once(gm)
+    regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node not in inside:
-            continue
-        if getattr(node.target, "is_view", False) and node.args[0] in written:
-            written.add(node)
-        elif _draws(node, once) or not written.isdisjoint(node.all_input_nodes):
-            once.add(node)
-    return once
+        if node.op == "call_function" and (region := regions.get(node)):
+            alone = all(regions.get(user, region) == region for user in node.users)
+            node.meta["again"] = region != _SAVED and node not in once and alone
 
 
 _SAVED = "save()"
@@ -77,10 +90,3 @@ def _region(node: fx.Node, said: list[Annotated]) -> str:
                 outer = region if region != _SAVED else ""
                 region = _SAVED if isinstance(annotation, save) else outer or call
     return region
-
-
-def _draws(node: fx.Node, once: set[fx.Node]) -> bool:
-    """Whether the value is random numbers, or a piece of what is computed only once."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return True
-    return node.target in (operator.getitem, local_part) and node.args[0] in once

@@ -49,6 +49,15 @@ def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     return inside | pieces
 
 
+def after_tangents(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that depend on what backward is given: no other has to wait for it."""
+    found = {node for role, node in placeholders(gm).items() if of_backward(role)}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role | None, Any]]) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -95,8 +104,12 @@ class _Backward:
         for role, node in placeholders(self.gm).items():
             if of_backward(role):
                 self.env[node] = self._placeholder(node.name, role, node)
+        # What backward alone computes from forward's values may stand among forward's nodes: a view that a derivative
+        # wants. It is written where first needed, else all that it is made of would be computed again at the start.
+        late = after_tangents(self.gm)
         for node in order:
-            self.env[node] = self.graph.node_copy(node, self._value)
+            if node in late:
+                self.env[node] = self.graph.node_copy(node, self._value)
         results = [(role, self._value(v) if isinstance(v, fx.Node) else v) for role, v in gradients]
         return _finish(self.gm, self.graph, {node: node for _, node in results}, results)
 
@@ -124,7 +137,7 @@ class _Backward:
                 self.saved[node] = None
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The node in the backward graph; constants and what is computed again are written where first needed."""
+        """The node in the backward graph; what depends on no tangent is written where first needed."""
         if node not in self.env:
             missing, stack = {node}, [node]
             while stack:

@@ -17,12 +17,12 @@ from shardgraph.passes.sharding.options import operands
 _LEAST = 3  # layers that are worth the trouble
 
 
-def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement]) -> dict[fx.Node, Hashable]:
+def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = _LEAST) -> dict[fx.Node, Hashable]:
     """A key for every node; nodes with equal keys do the same in layers that run the same operations.
 
     Layers are modules that differ in one number of their names, such as ``model.layers.7``, that hold at least
     two matrices, whose operations are the same ones in the same order, and of which ``fixed``, placements of parameters
-    by name, and annotations say the same.
+    by name, and annotations say the same. There are at least ``least`` of them.
     """
     layers: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in gm.graph.nodes:
@@ -36,7 +36,7 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement]) -> dict[fx.No
         for nodes in layers[stack].values():
             alike[tuple(_kind(node, fixed) for node in nodes)].append(nodes)
         for number, members in enumerate(alike.values()):
-            if len(members) >= _LEAST and _matrices(members[0]) > 1:
+            if len(members) >= least and _matrices(members[0]) > 1:
                 for nodes in members:
                     for position, node in enumerate(nodes):
                         found.setdefault(node, (stack, number, position))

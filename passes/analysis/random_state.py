@@ -1,0 +1,27 @@
+"""The gate for random numbers: no program may draw twice what it needs once.
+
+A random operation that backward ran again would draw other numbers than forward did: gradients of another function, and
+no error. torch's own memory budget has given such gradients (https://github.com/pytorch/pytorch/issues/190717).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardgraph.errors import RandomStateError
+from shardgraph.passes.recompute.values import draws
+
+
+def check_random_state(forward: fx.GraphModule, backward: fx.GraphModule | None) -> None:
+    """Check that no operation of forward that draws random numbers is in backward too.
+
+    Raises:
+        RandomStateError: one is; names its module and its line.
+    """
+    drawn = {node.name for node in forward.graph.nodes if draws(node)}
+    for node in backward.graph.nodes if backward is not None else ():
+        if draws(node) and node.name in drawn:
+            raise RandomStateError(
+                f"{node.name} ({node.meta.get('source') or 'no line known'}) draws random numbers in forward, and in "
+                "backward, which computes it again, it would draw others: save its result, without meta['again']"
+            )

@@ -1,0 +1,41 @@
+"""Recomputation by a name: what of every layer backward computes again."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Parameter
+from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.recompute.values import Values
+
+_aten = torch.ops.aten
+
+
+def operations_of(mode: str, gm: fx.GraphModule, values: Values) -> set[fx.Node]:
+    """The operations that ``mode`` computes again: ``"full"`` or ``"selective"``.
+
+    ``"full"`` is all of each layer, from what enters it (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
+    ``"selective"`` keeps products with weights, fused attention and what was sent, which take long for their bytes,
+    and computes the rest again, the inside of attention written out included (Korthikanti et al., 2022,
+    https://arxiv.org/abs/2205.05198). What leaves a layer and what must not be computed twice is kept in both.
+    """
+    kept = values.once | values.leaving()
+    found = {node for node in values.makes if values.layer[node] and node not in kept}
+    return found if mode == "full" else found - _dear(gm, found)
+
+
+def _dear(gm: fx.GraphModule, operations: set[fx.Node]) -> set[fx.Node]:
+    costs = node_costs(gm)
+    dear = {node for node in operations if costs[node].kind in ("attention", "convolution", "collective")}
+    products = (node for node in operations if costs[node].kind == "matmul")
+    return dear | {node for node in products if any(_is_weight(operand) for operand in node.all_input_nodes)}
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether the node is a parameter, or a view or cast of one."""
+    while node.op == "call_function" and (
+        getattr(node.target, "is_view", False) or node.target is _aten._to_copy.default
+    ):
+        node = node.args[0]  # type: ignore[assignment]
+    return isinstance(node.meta.get("role"), Parameter)

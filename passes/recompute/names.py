@@ -1,0 +1,112 @@
+"""Operations of forward by name, so that a plan can say which are computed again and a person can edit it.
+
+A rule is a pattern of module names and the names of operations in them: ``("model.layers.*.mlp", ("silu", "mul"))``.
+``mul`` is every multiplication of the module, ``mul.2`` its second one.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import fx
+
+from shardgraph.annotations.match import matches
+from shardgraph.errors import PlanError, nearest
+from shardgraph.passes.analysis.modules import module_of
+
+Rule = tuple[str, tuple[str, ...]]
+Name = tuple[str, str, int]
+"""A module, the kind of an operation in it, and which of that kind it is, from 1."""
+
+
+def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:
+    """The name of every operation; ``operations`` are all of forward, in order."""
+    count: Counter[tuple[str, str]] = Counter()
+    found: dict[fx.Node, Name] = {}
+    for node in operations:
+        key = (module_of(node), _kind(node))
+        count[key] += 1
+        found[node] = (*key, count[key])
+    return found
+
+
+def _kind(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0].strip("_")
+
+
+def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.Node]:
+    """The operations that ``rules`` name.
+
+    Raises:
+        PlanError: a pattern matches no module that computes something, or such modules have no operation of a name.
+    """
+    modules: dict[str, list[fx.Node]] = defaultdict(list)
+    for node, (module, _, _) in names.items():
+        modules[module].append(node)
+    chosen: set[fx.Node] = set()
+    for pattern, wanted in rules:
+        inside = [node for module, nodes in modules.items() if matches(pattern, module) for node in nodes]
+        if not inside:
+            known = nearest(pattern, modules) or f"; such modules are {', '.join(map(repr, list(modules)[:4]))}"
+            raise PlanError(f"recompute names the module {pattern!r}, and none that computes something matches{known}")
+        for name in wanted:
+            found = {node for node in inside if _is_called(names[node], name)}
+            if not found:
+                kinds = dict.fromkeys(names[node][1] for node in inside)
+                raise PlanError(
+                    f"recompute names the operation {name!r} of {pattern!r}, which is not there{nearest(name, kinds)}; "
+                    f"there are {', '.join(kinds)}"
+                )
+            chosen |= found
+    return chosen
+
+
+def _is_called(name: Name, wanted: str) -> bool:
+    kind, _, number = wanted.partition(".")
+    return fnmatch.fnmatchcase(name[1], kind) and number in ("", str(name[2]))
+
+
+def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tuple[Rule, ...]:
+    """Rules that name the ``chosen`` operations and no others, equal layers together."""
+    every: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    wanted: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    kinds = Counter(name[:2] for name in names.values())
+    whole = Counter(names[node][:2] for node in chosen)
+    for node, (module, kind, number) in names.items():
+        before, layer, after = _in_layer(module)
+        every[before, after, kind].add(layer)
+        if node in chosen:
+            alone = whole[module, kind] < kinds[module, kind]
+            wanted[before, after, f"{kind}.{number}" if alone else kind].add(layer)
+    rules: dict[str, list[str]] = defaultdict(list)
+    for (before, after, name), layers in wanted.items():
+        full = layers == every[before, after, name.partition(".")[0]]
+        for wildcard in ["*"] if full and layers != {""} else _ranges(layers):
+            rules[before + wildcard + after].append(name)
+    return tuple((pattern, tuple(names)) for pattern, names in rules.items())
+
+
+def _in_layer(module: str) -> tuple[str, str, str]:
+    """A module's name before, at and after its first number."""
+    found = re.search(r"(?<![^.])\d+(?![^.])", module)
+    return (module[: found.start()], found[0], module[found.end() :]) if found else (module, "", "")
+
+
+def _ranges(numbers: Collection[str]) -> list[str]:
+    """Wildcards for a set of numbers: ``["[0-9]", "1[0-4]"]`` for those from 0 to 14."""
+    last: dict[str, list[int]] = defaultdict(list)
+    for number in sorted(numbers, key=lambda text: int(text or 0)):
+        last[number[:-1]].append(int(number[-1])) if number else last[""]
+    found: list[str] = [] if "" not in numbers else [""]
+    for tens, digits in last.items():
+        while digits:
+            run = 1
+            while run < len(digits) and digits[run] == digits[0] + run:
+                run += 1
+            first, end = digits[0], digits[run - 1]
+            found.append(f"{tens}{first}" if run == 1 else f"{tens}[{first}-{end}]")
+            digits = digits[run:]
+    return found

@@ -1,0 +1,139 @@
+"""Forward as recomputation sees it: operations, the storages that they make, and who needs those."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Gradient, Mutation, Parameter, local_part, outputs, placeholders
+from shardgraph.passes.analysis.liveness import Storage, storages_of
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.rewrite.split import forward_nodes
+
+
+@dataclass(frozen=True)
+class Values:
+    """What the forward half of a joint graph makes.
+
+    ``makes``
+        The storages that each operation makes, operations in order. What makes none (a view, a wait) is no operation.
+    ``takes``
+        The storages that each operation reads and that operations make.
+    ``maker``
+        The operation that makes a storage.
+    ``held``
+        The storages in which the value of each node lies, for nodes whose storages are all made by operations.
+    ``demanded``
+        The storages that backward reads.
+    ``once``
+        What must not run twice: see :func:`computed_once`.
+    ``layer``
+        The layer that each operation is in: see :func:`layers_of`.
+    """
+
+    makes: dict[fx.Node, list[Storage]]
+    takes: dict[fx.Node, list[Storage]]
+    maker: dict[Storage, fx.Node]
+    held: dict[fx.Node, list[Storage]]
+    demanded: set[Storage]
+    once: set[fx.Node]
+    layer: dict[fx.Node, str]
+
+    def leaving(self) -> set[fx.Node]:
+        """The operations whose results are used outside of their layer."""
+        readers = ((node, storage) for node, taken in self.takes.items() for storage in taken)
+        return {self.maker[s] for node, s in readers if self.layer[self.maker[s]] != self.layer[node]}
+
+    def kept(self, again: Collection[fx.Node]) -> int:
+        """The bytes that are kept for backward when the operations ``again`` are computed there."""
+        needed = self.demanded.union(*(self.takes[node] for node in again))
+        return sum(storage.nbytes for storage in needed if self.maker[storage] not in again)
+
+    def dropped(self, again: Collection[fx.Node]) -> int:
+        """The bytes that backward reads and that are not kept for it when it computes the operations ``again``."""
+        return sum(storage.nbytes for storage in self.demanded if self.maker[storage] in again)
+
+    def together_with(self, operations: Collection[fx.Node]) -> list[fx.Node]:
+        """``operations`` with the pieces and views of what they make: the nodes that are computed again with them."""
+        return [node for node, held in self.held.items() if all(self.maker[each] in operations for each in held)]
+
+
+def values_of(gm: fx.GraphModule, granule: int = 1) -> Values:
+    """What forward makes in ``gm``, with each storage rounded up to ``granule`` bytes."""
+    inside = forward_nodes(gm)
+    stored = storages_of(gm, granule)
+    found = Values({}, {}, {}, {}, set(), computed_once(gm), layers_of(gm))
+    given = {storage for node in gm.graph.nodes if node.op in ("placeholder", "get_attr") for storage in stored[node]}
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        read = dict.fromkeys(s for operand in node.all_input_nodes for s in stored[operand] if s in found.maker)
+        if node not in inside:
+            found.demanded.update(read)
+            continue
+        if new := [s for s in dict.fromkeys(stored[node]) if s not in found.maker and s not in given]:
+            found.makes[node], found.takes[node] = new, list(read)
+            found.maker.update(dict.fromkeys(new, node))
+        if stored[node] and all(s in found.maker for s in stored[node]):
+            found.held[node] = stored[node]
+    for role, value in outputs(gm):
+        if isinstance(role, Gradient) and value in found.held:
+            found.demanded.update(found.held[value])
+    return found
+
+
+def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes of forward that backward must not compute again, because their values would be others.
+
+    They draw random numbers, or read a buffer that forward writes; a piece of such a value is one too.
+    """
+    inside = forward_nodes(gm)
+    written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
+    once: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node not in inside:
+            continue
+        piece = node.target in (operator.getitem, local_part) and node.args[0] in once
+        if getattr(node.target, "is_view", False) and node.args[0] in written:
+            written.add(node)
+        elif draws(node) or piece or not written.isdisjoint(node.all_input_nodes):
+            once.add(node)
+    return once
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the node draws random numbers. Fused attention is said to, but does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
+
+
+def layers_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The layer that each operation is in, such as ``"model.layers.7"``; ``""`` outside of layers.
+
+    A layer is a module in a list of at least two that hold two matrices or more each: the outermost such.
+    """
+    matrices: Counter[str] = Counter()
+    for role, node in placeholders(gm).items():
+        if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
+            matrices.update(_numbered(role.fqn))
+    lists = Counter(path.rpartition(".")[0] for path, count in matrices.items() if count > 1)
+    layers = {path for path, count in matrices.items() if count > 1 and lists[path.rpartition(".")[0]] > 1}
+    nodes = (node for node in gm.graph.nodes if node.op == "call_function")
+    return {node: next((path for path in _numbered(module_of(node)) if path in layers), "") for node in nodes}
+
+
+def _numbered(path: str) -> list[str]:
+    """The modules around and at ``path`` whose own name is a number, outermost first."""
+    return [path[: found.end()] for found in _NUMBER.finditer(path)]
