@@ -94,7 +94,7 @@ def lower(
         DeadlockError: the program's collectives could block for ever.
     """
     parameters = plan.resolve(shapes)
-    context = Context(plan, parameters, dict(shapes), joint.fake_mode)
+    context = Context(plan, parameters, dict(shapes), joint.fake_mode, stored=joint.stored)
     show("rewrite")
     gm = copy_graph(joint.module)
     run_passes(gm, (*placing_passes(plan), *JOINT_PASSES), context)
