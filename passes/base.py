@@ -12,7 +12,7 @@ of passes. The contract, checked between passes by :func:`run_passes`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -31,7 +31,8 @@ class Context:
     ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
     whole, or the part that operators use once a pass has split them. ``fake_mode`` is the mode in which new
     ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of. ``sums`` has the axes of
-    operators over which a parameter's gradient is yet to be summed.
+    operators over which a parameter's gradient is yet to be summed. ``stored`` is the dtype in which each parameter is
+    kept between steps, where it may be another than the graph's.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Context:
     facts: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     sums: dict[str, list[str]] = field(default_factory=dict)
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -91,8 +91,7 @@ def capture(
     ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing
     requires a gradient, the graph is the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``):
     only names, shapes and dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in it.
-    Parameters have the dtype that ``precision`` has them computed with; in which they are stored says
-    ``meta["stored"]``.
+    Parameters have the dtype that ``precision`` has them computed with.
 
     Raises:
         PlanError: an annotation marks nothing, or a tied parameter is to have two dtypes.
@@ -102,7 +101,6 @@ def capture(
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
     )
-    stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     dtypes = computed_dtypes(model, precision, annotations)
     with (
         casting(model, precision, annotations),
@@ -118,9 +116,7 @@ def capture(
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
     joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
-    for role, node in placeholders(joint.module).items():
-        if isinstance(role, Parameter):
-            node.meta["stored"] = stored[role.fqn]
+    joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
     return joint
 

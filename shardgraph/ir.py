@@ -193,12 +193,16 @@ class JointGraph:
         Outputs that are views of something else, by output index.
     ``fake_mode``
         The mode that the graph's ``meta["val"]`` tensors belong to.
+    ``stored``
+        The dtype in which each parameter is kept between steps, by name; in the graph it has the one that it is
+        computed with.
     """
 
     module: fx.GraphModule
     out_spec: Any
     fake_mode: Any
     aliases: dict[int, OutputAlias] = field(default_factory=dict)
+    stored: dict[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:

@@ -23,7 +23,7 @@ class MixedPrecision:
     """Takes a joint graph over parameters, or shards, of the dtype that they are computed with; gives one over stored
     ones.
 
-    A placeholder gets the dtype of ``meta["stored"]``, and before its first use stands a cast to the one that it had:
+    A placeholder gets the dtype of ``context.stored``, and before its first use stands a cast to the one that it had:
     before the padding and the gather, so that those are of the lower precision. The cast is done again in backward
     where the gather is (``reshard_after_forward``). Gradients are cast to ``plan.precision.reduce``; what follows
     reduces them in it, and ``no_sync`` adds them up in it.
@@ -39,7 +39,7 @@ class MixedPrecision:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
         for role, node in placeholders(gm).items():
-            if isinstance(role, Parameter) and node.meta["stored"] != node.meta["val"].dtype:
+            if isinstance(role, Parameter) and context.stored.get(role.fqn) not in (None, node.meta["val"].dtype):
                 _store(gm, context, role.fqn, node, order)
         if context.plan.precision.reduce is not None:
             _cast_gradients(gm, context, dtype_of(context.plan.precision.reduce))
@@ -49,7 +49,7 @@ def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
     """Make the placeholder the stored parameter, and cast it before its first use."""
     computed, users = node.meta["val"], list(node.users)
     with context.fake_mode:
-        node.meta["val"] = torch.empty(computed.shape, dtype=node.meta["stored"], device=computed.device)
+        node.meta["val"] = torch.empty(computed.shape, dtype=context.stored[fqn], device=computed.device)
     if users:
         first = min(users, key=order.__getitem__)
         again = context.parameters[fqn].reshard_after_forward

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, placeholders, set_outputs, trim_shard
+from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, set_outputs, trim_shard
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context
 from shardgraph.passes.emitter import Emitter, padded_rows
@@ -35,22 +35,21 @@ class ReduceGradients:
     excludes: ClassVar[frozenset[str]] = frozenset({"reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        taken = placeholders(gm).items()
-        stored = {role: node.meta["val"].dtype for role, node in taken if isinstance(role, Parameter)}
         results: list[tuple[Role | None, object]] = []
         for role, value in outputs(gm):
             if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
-                value = reduce_gradient(gm, context, role.of.fqn, value, stored[role.of])
+                value = reduce_gradient(gm, context, role.of.fqn, value)
             results.append((role, value))
         set_outputs(gm, results)
 
 
-def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node, stored: torch.dtype) -> fx.Node:
+def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
     """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
     entry, world = context.parameters[fqn], context.plan.data_size
     sums = context.sums.get(fqn, [])
     emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""), reduces=fqn)
     node = gradient
+    stored = context.stored.get(fqn, gradient.meta["val"].dtype)
     if world == 1 and not sums:
         return node if node.meta["val"].dtype == stored else emit.cast(node, stored)
     early = gradient.meta["val"].dtype == torch.float16 and world > 1

@@ -155,7 +155,7 @@ def lower_pipeline(
     """
     assert plan.pipeline is not None
     inside = plan.of_stage
-    context = Context(inside, inside.resolve(shapes), dict(shapes), joint.fake_mode)
+    context = Context(inside, inside.resolve(shapes), dict(shapes), joint.fake_mode, stored=joint.stored)
     show("rewrite")
     gm = ir.copy_graph(joint.module)
     run_passes(gm, (*placing_passes(inside), *WHOLE_PASSES), context)
