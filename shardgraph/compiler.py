@@ -36,7 +36,7 @@ from shardgraph.passes.rewrite.shard_parameters import ShardParameters
 from shardgraph.passes.rewrite.split import split
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan, in_patterns
-from shardgraph.presets import preset
+from shardgraph.presets import preset, refuse_pipeline
 from shardgraph.program import Program
 
 WHOLE_PASSES: tuple[Pass, ...] = (
@@ -207,6 +207,7 @@ def _named_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None) 
 
 
 def _automatic(mesh: Mesh) -> Plan:
+    refuse_pipeline(mesh)
     world = math.prod(size for _, size in mesh)
     if world == 1:
         return replace(preset("single", mesh), note="chosen by 'auto': one rank, so there is nothing to shard")

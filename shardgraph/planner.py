@@ -15,7 +15,7 @@ from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.plan import Candidate, Plan
-from shardgraph.presets import DIVIDING, PRESETS, preset
+from shardgraph.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.recomputation import Recomputations
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
@@ -105,7 +105,11 @@ def plans_on(mesh: Mesh) -> list[list[Plan]]:
     """Every preset that can be on ``mesh``, as one group of :func:`plans_of`.
 
     With an axis that is called as presets call those that they divide operators or experts along, those that do.
+
+    Raises:
+        PlanError: an axis is called as that of a pipeline, which is asked for by name.
     """
+    refuse_pipeline(mesh)
     return [_presets(mesh)]
 
 

@@ -114,6 +114,15 @@ def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
     return replace(plan, name=name, pipeline=replace(pipeline, ranks=dict(mesh).get(pipeline.axis, 1)))
 
 
+def refuse_pipeline(mesh: Mesh) -> None:
+    """Raise PlanError if ``mesh`` has an axis of pipeline stages: ``"auto"`` would take it for one of data."""
+    if "pp" in dict(mesh):
+        raise PlanError(
+            f"plan 'auto' does not choose pipelines, and the mesh {dict(mesh)} has an axis 'pp': ask for 'pp', or "
+            "'pp+' and a plan for the other axes, such as 'pp+fsdp'; the stages are found"
+        )
+
+
 DIVIDING = {
     "tp": {"tp": "whole"},
     "tp+sp": {"tp": "sequence"},

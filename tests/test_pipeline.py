@@ -121,6 +121,12 @@ def test_a_rank_that_dies_in_a_step_is_named_by_all_others(victim):
         assert f"the pipeline stopped in the middle of a step: rank {victim} has ended" in message
 
 
+def test_a_step_may_have_other_shapes_if_it_has_them_on_all_ranks():
+    assert max(shardgraph.launch(pipelines.other_shapes, 2, args=(False,))) < 1e-6
+    with pytest.raises(shardgraph.LaunchError, match="the ranks differ in the inputs of a call"):
+        shardgraph.launch(pipelines.other_shapes, 2, args=(True,))
+
+
 def test_train_step_works_for_plans_without_a_pipeline_with_the_model_s_own_loss():
     for mine, theirs in shardgraph.launch(pipelines.own_losses, 2, args=("llama", "fsdp")):
         assert mine == pytest.approx(theirs, rel=1e-6)

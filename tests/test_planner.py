@@ -9,7 +9,7 @@ import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.capture import capture
 from shardgraph.parameters import named_shapes
-from shardgraph.planner import choose_plan, plans_of
+from shardgraph.planner import choose_plan, plans_of, plans_on
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make
@@ -80,3 +80,8 @@ def test_analyze_plans_too():
 def test_ranks_compile_the_plan_that_was_found_fastest():
     found = shardgraph.launch(ranks.automatic_plan, 2, timeout=100)
     assert found[0] == found[1] and "<- chosen" in found[0][1]
+
+
+def test_auto_takes_no_axis_of_pipeline_stages_for_one_of_data():
+    with pytest.raises(PlanError, match=r"ask for 'pp', or 'pp\+' and a plan for the other axes"):
+        plans_on((("pp", 2), ("dp", 2)))
