@@ -60,19 +60,21 @@ class WithLoss(nn.Module):
         return self.loss_fn(self.model(*args, **kwargs), target)
 
 
-def own_loss(output: Any) -> torch.Tensor:
-    """The loss that a model returns as ``output.loss`` or ``output["loss"]``.
-
-    Raises:
-        ShardGraphError: it returns none.
-    """
+def own_loss(output: Any) -> Any:
+    """The loss that a model returns as ``output.loss`` or ``output["loss"]``; ``output``, where it returns none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor):
+    return loss if isinstance(loss, torch.Tensor) else output
+
+
+def _check_loss(joint: JointGraph) -> None:
+    """Raise ShardGraphError unless the graph gives a loss and nothing else."""
+    values = [value for role, value in outputs(joint.module) if isinstance(role, Output)]
+    if len(values) != 1 or not isinstance(values[0], fx.Node) or values[0].meta["val"].dim():
         raise ShardGraphError(
-            "train_step needs a loss: give shardgraph.compile a loss_fn(output, target) and train_step a target, or "
-            "call a model that returns its loss as output.loss with what that takes, such as labels"
+            "train_step needs a loss, which is one number: give shardgraph.compile a loss_fn(output, target) and "
+            "train_step a target, or call a model that returns its loss as output.loss with what that takes, such as "
+            "labels"
         )
-    return loss
 
 
 def capture(
@@ -118,6 +120,8 @@ def capture(
     joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
+    if loss_fn is own_loss:
+        _check_loss(joint)
     return joint
 
 

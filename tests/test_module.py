@@ -269,3 +269,13 @@ def test_an_unknown_backend_is_refused():
 def test_a_mesh_without_ranks_is_refused_with_what_would_start_them():
     with pytest.raises(shardgraph.PlanError, match=r"shardgraph\.launch"):
         shardgraph.compile(nn.Linear(2, 2), "fsdp", mesh={"dp": 2})
+
+
+def test_a_training_step_without_any_loss_says_what_gives_one():
+    sharded = shardgraph.compile(nn.Linear(3, 3), "single")
+    with pytest.raises(
+        shardgraph.ShardGraphError, match=r"needs a loss, which is one number: give shardgraph.compile a loss_fn"
+    ):
+        sharded.train_step(torch.randn(2, 3))
+    with pytest.raises(shardgraph.ShardGraphError, match=r"has a target and no loss to make of it"):
+        sharded.train_step(torch.randn(2, 3), target=torch.randn(2, 3))
