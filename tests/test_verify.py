@@ -14,6 +14,7 @@ from shardgraph.simulate import run_lockstep
 from tests.zoo import ZOO, make
 
 PLANS = ["ddp", "zero1", "zero2", "fsdp"]
+LONG = ("gpt2", "bert", "vit", "t5", "mixtral")  # models whose verification takes ten seconds or more
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -25,7 +26,7 @@ def test_five_steps_equal_the_original(name, plan, world_size):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in ZOO])
 def test_hybrid_sharding_equals_the_original(name):
     model, (args, kwargs) = make(name, 8)
     mesh = {"dp_replicate": 2, "dp_shard": 2}
@@ -33,9 +34,7 @@ def test_hybrid_sharding_equals_the_original(name):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(
-    ("plan", "world_size"), [("ddp", 2), ("zero1", 3), ("zero2", 4), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)]
-)
+@pytest.mark.parametrize(("plan", "world_size"), [("zero1", 3), ("zero2", 4), ("fsdp", 3)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_five_steps_equal_the_models_of_transformers(name, plan, world_size):
     model, (args, kwargs) = make(name, 2 * world_size)
