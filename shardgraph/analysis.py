@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from shardgraph.cost_models.timeline import COMPUTE, StepTime, Task, Timeline, s
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
-from shardgraph.passes.analysis.local import on_rank, shard_shape
+from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.plan import Plan
 from shardgraph.program import Program
@@ -31,8 +30,71 @@ if TYPE_CHECKING:
     from shardgraph.symbolic import Symbolic
 
 
+class StepCosts:
+    """What follows from the predicted costs of a step on one rank, however they were found."""
+
+    plan: Plan
+    cluster: Cluster
+    samples: int
+    tokens: int
+
+    if TYPE_CHECKING:  # what each kind of analysis has in its own way
+
+        @property
+        def peak_memory(self) -> int: ...
+        @property
+        def time(self) -> StepTime: ...
+        @property
+        def flops(self) -> int: ...
+        @property
+        def rows(self) -> tuple[Row, ...]: ...
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak_memory <= self.cluster.device.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all ranks; 0 for inputs that are not sequences."""
+        return self.tokens / self.time.total if self.time.total else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the device's peak FLOP/s that the step attains, in the dtype of most of its FLOPs.
+
+        Definition: A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. None where the device states no peak.
+        """
+        peak = self.cluster.device.peak.get(self._dtype)
+        return self.flops / self.time.total / peak if peak and self.time.total else None
+
+    @property
+    def _dtype(self) -> str:
+        flops: Counter[str] = Counter()
+        for row in self.rows:
+            flops[row.dtype] += row.flops
+        return flops.most_common(1)[0][0] if flops else ""
+
+    def _totals(self) -> dict[str, Any]:
+        time = self.time
+        return {
+            "fits": self.fits,
+            "step": time.total,
+            "compute": time.compute,
+            "optimizer": time.optimizer,
+            "communication": time.communication,
+            "exposed": time.exposed,
+            "hidden": time.hidden,
+            "bubble": time.bubble,
+            "flops": self.flops,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "samples": self.samples,
+        }
+
+
 @dataclass(frozen=True)
-class Analysis:
+class Analysis(StepCosts):
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
     ``rows`` are its operations in the order in which they run, the optimizer's update last. ``samples`` and ``tokens``
@@ -78,28 +140,9 @@ class Analysis:
         return StepTime(compute, optimizer, communication, max(0.0, self.timeline.exposed))
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second over all ranks; 0 for inputs that are not sequences."""
-        return self.tokens / self.time.total if self.time.total else 0.0
-
-    @property
-    def mfu(self) -> float | None:
-        """The part of the device's peak FLOP/s that the step attains, in the dtype of most of its FLOPs.
-
-        Definition: A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. None where the device states no peak.
-        """
-        peak = self.cluster.device.peak.get(self._dtype)
-        return self.flops / self.time.total / peak if peak and self.time.total else None
-
-    @property
     def unpriced(self) -> dict[str, int]:
         """Operations that no formula was found for, priced by their bytes, and how often they occur."""
         return dict(Counter(row.operation for row in self.rows if not row.known))
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.peak_memory <= self.cluster.device.memory
 
     # -- other sizes -------------------------------------------------------------------------------
 
@@ -212,7 +255,6 @@ class Analysis:
 
     def summary(self) -> dict[str, Any]:
         """The totals by name: bytes, seconds and FLOPs of one rank."""
-        time = self.time
         return {
             "plan": self.plan.name,
             "mesh": dict(self.plan.mesh),
@@ -220,18 +262,7 @@ class Analysis:
             "peak_memory": self.peak_memory,
             "peak_at": f"{self.peak.half} {self.peak.node}",
             "composition": dict(self.peak.memory),
-            "fits": self.fits,
-            "step": time.total,
-            "compute": time.compute,
-            "optimizer": time.optimizer,
-            "communication": time.communication,
-            "exposed": time.exposed,
-            "hidden": time.hidden,
-            "bubble": time.bubble,
-            "flops": self.flops,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "samples": self.samples,
+            **self._totals(),
             "unpriced": self.unpriced,
         }
 
@@ -253,13 +284,6 @@ class Analysis:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
             lines.append(f"  priced by bytes for want of a formula: {named}")
         return "\n".join(lines)
-
-    @property
-    def _dtype(self) -> str:
-        flops: Counter[str] = Counter()
-        for row in self.rows:
-            flops[row.dtype] += row.flops
-        return flops.most_common(1)[0][0] if flops else ""
 
 
 def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
@@ -369,12 +393,7 @@ def _trained_shards(program: Program, rank: int) -> list[int]:
     if program.backward is None:
         return []
     trained = {r.of for r, v in outputs(program.backward) if isinstance(r, Gradient) and v is not None}
-    values = {role: node.meta["val"] for role, node in placeholders(program.forward).items()}
-    return [
-        math.prod(shard_shape(program.context, role.fqn, rank)) * values[role].element_size()
-        for role in trained
-        if isinstance(role, Parameter)
-    ]
+    return [shard_bytes(program.context, role.fqn, rank) for role in trained if isinstance(role, Parameter)]
 
 
 def _ancestors(path: str) -> Iterator[str]:

@@ -166,13 +166,15 @@ def _decided(
     if chosen.pipeline is None and not undecided and not budgeted:
         return plan, {}
     if inputs is None:
-        what = "where stages begin and parameters lie" if chosen.pipeline else "where parameters lie"
-        what = what if undecided or chosen.pipeline else "what fits the memory"
+        if chosen.pipeline is not None:
+            raise PlanError(
+                f"plan {chosen.name!r} finds where stages begin and parameters lie by what is computed: give "
+                "example_inputs or example_kwargs"
+            )
         raise PlanError(
-            f"plan {chosen.name!r} finds {what} by what is computed with them: give example_inputs or "
-            "example_kwargs, or a plan that says it (sharded.plan.save(path) of an earlier run writes one)"
-            if chosen.pipeline is None
-            else f"plan {chosen.name!r} finds {what} by what is computed: give example_inputs or example_kwargs"
+            f"plan {chosen.name!r} finds {'where parameters lie' if undecided else 'what fits the memory'} by what is "
+            "computed with them: give example_inputs or example_kwargs, or a plan that says it "
+            "(sharded.plan.save(path) of an earlier run writes one)"
         )
     args, kwargs = inputs
     agreement.agree("the plan", chosen.to_yaml())
@@ -278,7 +280,7 @@ class _Stages:
         """Whether a stage of this rank uses the parameter."""
         if self._pipeline is None or self._pipeline.ranks == 1:
             return True
-        return self._place in map(self._pipeline.rank_of, self._owners[fqn])
+        return self._place in self._pipeline.places_of(self._owners[fqn])
 
     def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
         """``whole`` as the ranks have it that have the parameter, on every rank."""

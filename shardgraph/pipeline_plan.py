@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardgraph.cost_models.actions import Order
 from shardgraph.errors import PlanError
-from shardgraph.pipeline.orders import check, find_schedule, rank_of_stage, stages_per_rank
+from shardgraph.pipeline.orders import check, find_schedule, pipeline_order, rank_of_stage, stages_per_rank
 
 CHECKPOINTS = ("never", "except_last", "always")
 
@@ -64,6 +66,24 @@ class Pipeline:
     def rank_of(self, stage: int) -> int:
         """Where along the axis a stage is."""
         return rank_of_stage(self.schedule, self.ranks, self.count)[stage]
+
+    def places_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The places along the axis that have any of these stages, ascending."""
+        return tuple(sorted(set(map(self.rank_of, stages))))
+
+    def recomputes(self, microbatch: int, count: int) -> bool:
+        """Whether this one of ``count`` microbatches computes its stages' forward again in backward."""
+        return self.checkpoint == "always" or (self.checkpoint == "except_last" and microbatch < count - 1)
+
+    @property
+    def order(self) -> Order:
+        """What each rank does in a step."""
+        return pipeline_order(self.schedule, self.ranks, self.count, self.parts)
+
+    @property
+    def prefetch(self) -> bool:
+        """Whether ranks ask for messages ahead of what needs them."""
+        return find_schedule(self.schedule).prefetch
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of the rank at this place along the axis."""

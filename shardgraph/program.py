@@ -38,20 +38,24 @@ from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.rng import rank_generator
 
 
-@dataclass(eq=False)
-class Program:
-    """Forward and backward graphs, the same on every rank, and what is needed to call them.
+class Emitted:
+    """What a compilation emits: graphs that are the same text on every rank, and what is needed to call them.
 
-    ``joint`` is the graph as captured, before any rewrite; ``random`` says whether forward draws random numbers.
+    ``joint`` is the graph as captured, before any rewrite; ``context`` what the passes knew.
     """
 
     joint: JointGraph
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    plan: Plan
-    parameters: Mapping[str, ParameterPlan]
-    shapes: Mapping[str, torch.Size]
     context: Context
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """All graphs that a step runs."""
+        raise TypeError(f"{type(self).__name__} does not say which graphs it has")
+
+    @property
+    def forwards(self) -> list[fx.GraphModule]:
+        """Those of forward."""
+        raise TypeError(f"{type(self).__name__} does not say which graphs are forward's")
 
     @property
     def out_spec(self) -> Any:
@@ -72,13 +76,35 @@ class Program:
     def random(self) -> bool:
         """Whether forward draws random numbers."""
         tag = torch.Tag.nondeterministic_seeded
-        return any(tag in getattr(node.target, "tags", ()) for node in self.forward.graph.nodes)
+        return any(tag in getattr(node.target, "tags", ()) for gm in self.forwards for node in gm.graph.nodes)
 
     @cached_property
     def text(self) -> str:
-        """Both graphs as text, the same on every rank: what ranks compare before they run."""
-        halves = [half for half in (self.forward, self.backward) if half is not None]
-        return "\n".join(node.format_node() or "" for half in halves for node in half.graph.nodes)
+        """All graphs as text, the same on every rank: what ranks compare before they run."""
+        return "\n".join(node.format_node() or "" for gm in self.graphs for node in gm.graph.nodes)
+
+
+@dataclass(eq=False)
+class Program(Emitted):
+    """Forward and backward graphs, the same on every rank, and what is needed to call them."""
+
+    joint: JointGraph
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    plan: Plan
+    parameters: Mapping[str, ParameterPlan]
+    shapes: Mapping[str, torch.Size]
+    context: Context
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """Forward and, of what is trained, backward."""
+        return [half for half in (self.forward, self.backward) if half is not None]
+
+    @property
+    def forwards(self) -> list[fx.GraphModule]:
+        """Forward."""
+        return [self.forward]
 
     def backward_variant(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
         """The backward graph ``"reduce"``, ``"local"`` (of ``no_sync``) or ``"accumulate"`` (that ends it).
@@ -177,7 +203,7 @@ class Executable:
         return rebuild(self.program, by_role, leaves, self.state)
 
 
-def rebuild(program: Any, by_role: Mapping[Any, Any], leaves: Sequence[Any], state: State) -> Any:
+def rebuild(program: Emitted, by_role: Mapping[Any, Any], leaves: Sequence[Any], state: State) -> Any:
     """What the model returns, from the results of its program by role."""
     values = {role.index: value for role, value in by_role.items() if isinstance(role, Output)}
     for index, alias in program.aliases.items():

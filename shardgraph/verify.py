@@ -21,7 +21,7 @@ from shardgraph._torch import pytree
 from shardgraph.analyze import machine_for
 from shardgraph.annotations.annotate import annotated
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
-from shardgraph.capture import capture
+from shardgraph.capture import capture, own_loss
 from shardgraph.casting import cast_buffers, casting, computed_dtypes
 from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.errors import ShardGraphError
@@ -179,8 +179,8 @@ def verify(
 
 def default_loss(output: Any) -> torch.Tensor:
     """``output.loss``, or the mean square of every floating tensor in the output, summed."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
+    loss = own_loss(output)
+    if loss is not output:
         return loss
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return torch.stack([t.square().mean() for t in tensors if t.is_floating_point() and t.numel()]).sum()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
-from shardgraph.analyze import analyze, resolve_cluster
+from shardgraph.analyze import analyze, machine_for
 from shardgraph.annotations.annotate import annotated
 from shardgraph.compiler import build_program, lower
 from shardgraph.cost_models.cluster import Cluster
@@ -169,9 +168,7 @@ def _analysis_of(
     if isinstance(what, (Analysis, PipelineAnalysis)):
         return what
     plan = what if isinstance(what, Plan) else what.plan
-    machine = resolve_cluster(cluster, plan.world_size)
-    if cluster is None:  # one rank's memory is drawn, wherever the others are
-        machine = replace(machine, devices_per_node=max(machine.devices_per_node, plan.world_size))
+    machine = machine_for(cluster, plan.world_size)
     if isinstance(what, ShardedModule):
         program = what.program
         return (

@@ -47,6 +47,15 @@ def test_states_of_a_stage_are_sharded_over_the_axes_beside_the_pipeline():
         assert other.state["optimizer state"] == pytest.approx(one.state["optimizer state"] / 2, rel=0.05)
 
 
+def test_states_of_a_stage_are_stored_in_full_precision_where_it_computes_in_less():
+    half = preset("pp", {"pp": 2}, Pipeline(4, stages=("transformer.h.1",)))
+    given = {"example_kwargs": text(8), "cluster": toy_cluster()}
+    full, low = (shardgraph.analyze(gpt2(2), (), half, precision=each, **given) for each in (None, "bf16"))
+    for one, other in zip(full.stages, low.stages, strict=True):
+        assert other.state["parameters"] == one.state["parameters"]
+        assert other.state["optimizer state"] == one.state["optimizer state"]
+
+
 def test_stages_that_no_cut_makes_fit_name_the_least_memory():
     small = toy_cluster(memory=50_000)
     with pytest.raises(PlanError, match="is the least that would do"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -34,6 +36,11 @@ def shard_shape(context: Context, fqn: str, rank: int) -> tuple[int, ...]:
     index = coordinates(mesh, rank)[entry.shard_axis]
     start, stop = chunk_bounds(shape[0], mesh[entry.shard_axis][1], index)
     return (stop - start, *shape[1:])
+
+
+def shard_bytes(context: Context, fqn: str, rank: int) -> int:
+    """Bytes of ``rank``'s part of a parameter, as it is stored between steps."""
+    return math.prod(shard_shape(context, fqn, rank)) * context.stored[fqn].itemsize
 
 
 def _reshape(gm: fx.GraphModule, context: Context, rank: int, given: dict[Role, torch.Tensor]) -> fx.GraphModule:

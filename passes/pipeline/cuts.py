@@ -30,11 +30,11 @@ def cut_points(gm: fx.GraphModule) -> list[CutPoint]:
     first: dict[str, fx.Node] = {}
     for path, node in _beginnings(gm):
         first.setdefault(path, node)
+    start = first.get("")
     outermost: dict[fx.Node, str] = {}
     for path, node in first.items():
         if node not in outermost or len(path) < len(outermost[node]):
             outermost[node] = path
-    start = next((node for _, node in _beginnings(gm)), None)
     return [CutPoint(path, node) for node, path in outermost.items() if node is not start and path]
 
 
@@ -66,8 +66,7 @@ def beginnings_of(gm: fx.GraphModule, names: Sequence[str]) -> list[fx.Node]:
             )
         found.append(known[name])
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    start = next((node for _, node in _beginnings(gm)), None)
-    for earlier, later, name in zip([start, *found], found, names, strict=False):
+    for earlier, later, name in zip([known.get(""), *found], found, names, strict=False):
         if earlier is None or order[later] <= order[earlier]:
             raise PlanError(
                 f"the stage that begins with the module {name!r} would be empty or before the one that precedes it: "
@@ -134,10 +133,8 @@ def balanced(gm: fx.GraphModule, balance: Sequence[int]) -> tuple[str, ...]:
 def stack_of_layers(gm: fx.GraphModule) -> list[str]:
     """The names of the layers of the longest numbered stack that forward runs, in its order."""
     stacks: dict[str, list[str]] = {}
-    for point in [CutPoint(path, node) for path, node in _beginnings(gm)]:
-        parent, _, number = point.name.rpartition(".")
+    for path in dict.fromkeys(path for path, _ in _beginnings(gm)):
+        parent, _, number = path.rpartition(".")
         if number.isdigit():
-            layers = stacks.setdefault(parent, [])
-            if point.name not in layers:
-                layers.append(point.name)
+            stacks.setdefault(parent, []).append(path)
     return max(stacks.values(), key=len, default=[])

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import torch
-
-from shardgraph.ir import Parameter, collectives, group_of, placeholders
+from shardgraph.ir import collectives, group_of
 from shardgraph.mesh import Mesh
 from shardgraph.passes.analysis.local import shard_shape
 from shardgraph.passes.analysis.modules import module_of
@@ -214,12 +212,10 @@ def build_tree(program: Program) -> Tree:
     A collective counts for the module of the parameter or buffer that it is for, else for that of its node.
     """
     mesh, root = program.plan.mesh, Module("")
-    roles = placeholders(program.forward).items()
-    itemsizes = {role.fqn: node.meta["val"].element_size() for role, node in roles if isinstance(role, Parameter)}
     for fqn, shape in program.shapes.items():
         path, _, name = fqn.rpartition(".")
         local, placement = shard_shape(program.context, fqn, 0), _placement(program.parameters[fqn].placements, mesh)
-        itemsize = itemsizes.get(fqn, torch.get_default_dtype().itemsize)  # the program leaves out what it does not use
+        itemsize = program.context.stored[fqn].itemsize
         root.find(path).own.append(HeldParameter(name, tuple(shape), local, placement, itemsize))
     for direction, gm in (("forward", program.forward), ("backward", program.backward)):
         for node in collectives(gm) if gm is not None else ():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,18 +11,17 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.analysis import tasks_of
+from shardgraph.analysis import StepCosts, tasks_of
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import StepTime, simulate
 from shardgraph.ir import Buffer, Input
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step
-from shardgraph.passes.analysis.local import on_rank, shard_shape
+from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
-from shardgraph.pipeline.orders import find_schedule, pipeline_order
-from shardgraph.pipeline.program import Halves, PipelineProgram, StageProgram, crossing, trained
+from shardgraph.pipeline.messages import message_seconds
+from shardgraph.pipeline.program import Halves, PipelineProgram, StageProgram, crossing, gradients_of, trained
 from shardgraph.plan import Plan
 from shardgraph.sizes import format_bytes, format_seconds
 
@@ -36,10 +33,10 @@ class StageAnalysis:
     """One stage on one of its ranks.
 
     ``rows`` are the operations of one microbatch, forward and backward; ``cost`` what the schedule is simulated with.
-    ``once`` are the seconds of what a step does once: gathers of parameters that are kept, reductions of gradients, the
-    optimizer's update. Of bytes, ``state`` is there all the time (parameters and buffers, what is gathered once, the
-    optimizer's state) and ``gradients`` from the first backward on; ``working`` is what an action of each kind has live
-    at most, beyond those and what other microbatches have saved.
+    ``once`` are the seconds of what a step does once: gathers of parameters that are kept and reductions of gradients;
+    ``update`` those of the optimizer's update. Of bytes, ``state`` is there all the time (parameters and buffers, what
+    is gathered once, the optimizer's state) and ``gradients`` from the first backward on; ``working`` is what an action
+    of each kind has live at most, beyond those and what other microbatches have saved.
     """
 
     number: int
@@ -51,11 +48,15 @@ class StageAnalysis:
     state: Mapping[str, int]
     gradients: int
     working: Mapping[str, int]
-    flops: int
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one microbatch."""
+        return sum(row.flops for row in self.rows)
 
 
 @dataclass(frozen=True)
-class PipelineAnalysis:
+class PipelineAnalysis(StepCosts):
     """The predicted costs of a training step of a pipeline; see :func:`shardgraph.analyze`.
 
     ``stages`` in order, ``schedule`` the step as simulated. ``samples`` and ``tokens`` are those of one step over all
@@ -84,24 +85,17 @@ class PipelineAnalysis:
         begun: set[int] = set()
         for ran in self.schedule.ranks[rank]:
             stage, kind = own[ran.action.stage], ran.action.kind
-            if kind in "BW" and stage.number not in begun:
-                begun.add(stage.number)
-            elif kind in "BW":
-                gradients = sum(own[number].gradients for number in begun)
             most = max(most, steady + saved + gradients + stage.working[kind])
             saved += stage.cost.held(kind)
-            gradients = sum(own[number].gradients for number in begun)
+            if kind in "BW" and stage.number not in begun:
+                begun.add(stage.number)
+                gradients += stage.gradients
         return most
 
     @cached_property
     def peak_memory(self) -> int:
         """The most bytes live at once on any rank."""
         return max(map(self.peak, range(len(self.schedule.ranks))))
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.peak_memory <= self.cluster.device.memory
 
     @cached_property
     def time(self) -> StepTime:
@@ -133,46 +127,20 @@ class PipelineAnalysis:
         return parts * sum(stage.flops for stage in self.stages) // len(self.schedule.ranks)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second over all ranks; 0 for inputs that are not sequences."""
-        return self.tokens / self.time.total if self.time.total else 0.0
-
-    @property
-    def mfu(self) -> float | None:
-        """The part of the devices' peak FLOP/s that the step attains; None where the device states no peak."""
-        dtypes: Counter[str] = Counter()
-        for row in self.rows:
-            dtypes[row.dtype] += row.flops
-        peak = self.cluster.device.peak.get(dtypes.most_common(1)[0][0]) if dtypes else None
-        return self.flops / self.time.total / peak if peak and self.time.total else None
-
-    @property
     def _updates(self) -> list[float]:
         ranks = range(len(self.schedule.ranks))
         return [sum(stage.update for stage in self.stages if stage.rank == rank) for rank in ranks]
 
     def summary(self) -> dict[str, Any]:
         """The totals by name, in bytes, seconds and FLOPs of one rank."""
-        time = self.time
         return {
             "plan": self.plan.name,
             "mesh": dict(self.plan.whole_mesh),
             "cluster": self.cluster.name,
             "peak_memory": self.peak_memory,
             "peaks": [self.peak(rank) for rank in range(len(self.schedule.ranks))],
-            "fits": self.fits,
-            "step": time.total,
-            "compute": time.compute,
-            "optimizer": time.optimizer,
-            "communication": time.communication,
-            "exposed": time.exposed,
-            "hidden": time.hidden,
-            "bubble": time.bubble,
+            **self._totals(),
             "bubble_fraction": self.bubble_fraction,
-            "flops": self.flops,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "samples": self.samples,
         }
 
     def __str__(self) -> str:
@@ -207,9 +175,7 @@ def analyze_pipeline(
     cluster.check_mesh(plan.whole_mesh)
     find = _Stages(program, cluster, optimizer, fused)
     stages = tuple(find.analysis(stage) for stage in program.stages)
-    order = pipeline_order(pipeline.schedule, pipeline.ranks, pipeline.count, pipeline.parts)
-    prefetch = find_schedule(pipeline.schedule).prefetch
-    schedule = simulate_schedule(order, [stage.cost for stage in stages], prefetch=prefetch)
+    schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     tensors = [n.meta["val"] for r, n in ir.placeholders(program.joint.module).items() if isinstance(r, Input)]
     rows = next((t.shape[0] for t in tensors if t.dim()), 0)
     words = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
@@ -223,7 +189,7 @@ class _Stages:
 
     def __init__(self, program: PipelineProgram, cluster: Cluster, optimizer: str, fused: bool) -> None:
         self.program, self.cluster, self.fused = program, cluster, fused
-        self.optimizer, self.name = optimizer_cost(optimizer), optimizer
+        self.optimizer = optimizer_cost(optimizer)
         self.prices = Prices(cluster, program.plan.mesh)
         self.granule = cluster.device.allocation
         assert program.plan.pipeline is not None
@@ -239,7 +205,8 @@ class _Stages:
         shards = self._shards(stage)
         state = self._state(stage, shards)
         gradients = self._gradients(stage)
-        cost = self._cost(stage, halves, rows, saved, sum(state.values()) + gradients)
+        kept = self._kept(halves)
+        cost = self._cost(stage, halves, rows, saved, kept, sum(state.values()) + gradients)
         once = sum(self._seconds_of(graph) for graph in (stage.gather, stage.reduce) if graph is not None)
         rate = self.cluster.device.rate("optimizer")
         assert rate is not None
@@ -253,13 +220,14 @@ class _Stages:
             update=update,
             state=state,
             gradients=gradients,
-            working=self._working(halves, memory, saved),
-            flops=sum(row.flops for row in rows),
+            working=self._working(halves, memory, saved, kept),
         )
 
     # -- seconds -----------------------------------------------------------------------------------
 
-    def _cost(self, stage: StageProgram, halves: Halves, rows: Sequence[Row], saved: int, fixed: int) -> StageCost:
+    def _cost(
+        self, stage: StageProgram, halves: Halves, rows: Sequence[Row], saved: int, kept: int, fixed: int
+    ) -> StageCost:
         seconds = {half: self._simulated([row for row in rows if row.half == half]) for half in ("forward", "backward")}
         inputs, weights = None, None
         if halves.backward is not None:
@@ -273,10 +241,10 @@ class _Stages:
             backward=seconds["backward"],
             backward_input=inputs,
             backward_weight=weights,
-            send_output=self._message(following),
-            send_gradient=self._message(preceding),
+            send_output=message_seconds(following, self.program.plan, self.cluster),
+            send_gradient=message_seconds(preceding, self.program.plan, self.cluster),
             saved=saved,
-            kept=self._kept(halves) if halves.backward is not None else None,
+            kept=kept,
             fixed=fixed,
         )
 
@@ -288,11 +256,6 @@ class _Stages:
         named = replace(memory, nodes=tuple(("graph", node) for _, node in memory.nodes))
         return self._simulated(list(rows_of({"graph": graph}, named, self.prices, self.fused)))
 
-    def _message(self, tensors: Sequence[torch.Tensor]) -> float:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        link = self.cluster.link_of(self.program.plan.whole_mesh, self.pipeline.axis)
-        return collective_seconds("send", nbytes, nbytes, 2, link, self.cluster.efficiency) if nbytes else 0.0
-
     # -- bytes -------------------------------------------------------------------------------------
 
     def _shards(self, stage: StageProgram) -> list[int]:
@@ -300,7 +263,7 @@ class _Stages:
         return [self._part(fqn) for fqn in sorted(trained([stage]))]
 
     def _part(self, fqn: str) -> int:
-        return math.prod(shard_shape(self.program.context, fqn, 0)) * self.program.itemsizes[fqn]
+        return shard_bytes(self.program.context, fqn, 0)
 
     def _state(self, stage: StageProgram, shards: Sequence[int]) -> dict[str, int]:
         buffers = [n.meta["val"] for r, n in ir.placeholders(stage.kept.forward).items() if isinstance(r, Buffer)]
@@ -316,25 +279,21 @@ class _Stages:
         """Bytes of the stage's whole gradients, which are added up over microbatches."""
         if stage.kept.backward is None:
             return 0
-        roles = ir.outputs(stage.kept.backward)
-        return sum(
-            node.meta["val"].nbytes
-            for role, node in roles
-            if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and isinstance(node, fx.Node)
-        )
+        return sum(node.meta["val"].nbytes for node in gradients_of(ir.outputs(stage.kept.backward)).values())
 
-    def _working(self, halves: Halves, memory: MemoryProfile, saved: int) -> dict[str, int]:
+    def _working(self, halves: Halves, memory: MemoryProfile, saved: int, kept: int) -> dict[str, int]:
         """What an action has live at most, without what stays and without what its own microbatch had saved before."""
         found = {"F": self._most(memory, "forward"), "B": 0, "I": 0, "W": 0}
         if halves.backward is not None:
             found["B"] = self._most(memory, "backward") - saved
-            kept = self._kept(halves)
             for kind, part, held in zip("IW", halves.parts, (saved, kept), strict=True):
                 found[kind] = max(0, max(profile_memory(part, self.granule).timeline, default=0) - held)
         return found
 
     def _kept(self, halves: Halves) -> int:
         """Bytes that wait for the second half of backward once the first has run."""
+        if halves.backward is None:
+            return 0
         wanted = ir.placeholders(halves.parts[1]).items()
         storages = {
             n.meta["val"].untyped_storage()._cdata: n.meta["val"].untyped_storage().nbytes()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.schedules import StageCost
 from shardgraph.ir import JointGraph, Parameter, Saved, copy_graph, outputs, placeholders
@@ -20,6 +19,7 @@ from shardgraph.passes.pipeline.assign import Assignment, assign_stages
 from shardgraph.passes.pipeline.cuts import cut_points
 from shardgraph.passes.pipeline.extract import crossings
 from shardgraph.passes.rewrite.split import split
+from shardgraph.pipeline.messages import message_seconds
 from shardgraph.plan import Plan
 
 
@@ -48,11 +48,10 @@ def blocks_of(
     again = plan.pipeline.checkpoint != "never"
     saved = [0] * assignment.count if again else _saved(gm, assignment, joint, plan)
     fixed = _fixed(gm, assignment, plan, shapes, optimizer)
-    link, ends = cluster.link_of(plan.whole_mesh, plan.pipeline.axis), crossings(gm, assignment)
+    ends = crossings(gm, assignment)
 
     def message(nodes: Sequence[fx.Node]) -> float:
-        nbytes = sum(node.meta["val"].nbytes for node in nodes)
-        return collective_seconds("send", nbytes, nbytes, 2, link, cluster.efficiency) if nbytes else 0.0
+        return message_seconds((node.meta["val"] for node in nodes), plan, cluster)
 
     costs = []
     for number in range(assignment.count):
@@ -83,7 +82,7 @@ class _Work:
             home = assignment.home.get(node)
             if home is None or node in assignment.anywhere or cost.kind in ("free", "collective"):
                 continue
-            seconds = prices.view if cost.kind == "view" else prices.computation(cost)
+            seconds = prices.view if cost.kind == VIEW else prices.computation(cost)
             (self.forward if node in assignment.inside else self.backward)[home] += seconds
             if node not in assignment.inside and node not in passed:
                 self.weights[home] += seconds

@@ -22,7 +22,7 @@ from shardgraph.ir import (
     Saved,
     Tangent,
 )
-from shardgraph.pipeline.program import PipelineProgram, StageProgram, gradients_of
+from shardgraph.pipeline.program import Halves, PipelineProgram, StageProgram, gradients_of
 from shardgraph.pipeline.statistics import combined
 from shardgraph.simulate import Results, run_lockstep
 
@@ -73,13 +73,12 @@ class LockstepStep:
         given: list[Values] = [{} for _ in range(self.ranks)]
         saved: list[list[Values]] = []
         written: dict[str, torch.Tensor] = {}
-        last = number == len(self.programs) - 1
         for stage in program.stages:
             inputs = [
                 {**mine, **whole, **received}
                 for mine, whole, received in zip(self.inputs[number], gathered[stage.number], given, strict=True)
             ]
-            halves = self._halves(program, stage, last)
+            halves = self._halves(number, program, stage)
             results = _by_role(run_lockstep(halves.forward, self.mesh, inputs, rng=self.rng))
             saved.append([{r: v for r, v in each.items() if isinstance(r, Saved)} for each in results])
             given = [{r: v for r, v in each.items() if isinstance(r, Forwarded)} for each in results]
@@ -89,13 +88,14 @@ class LockstepStep:
                     written[role.of.fqn] = torch.stack(every).mean(0) if value.is_floating_point() else value
         tangents: Sequence[Mapping[Any, Any]] = self.tangents(number, results)
         for stage in reversed(program.stages):
-            tangents = self._backward(stage, self._halves(program, stage, last).backward, saved[stage.number], tangents)
+            tangents = self._backward(
+                stage, self._halves(number, program, stage).backward, saved[stage.number], tangents
+            )
         return written
 
-    def _halves(self, program: PipelineProgram, stage: StageProgram, last: bool) -> Any:
+    def _halves(self, number: int, program: PipelineProgram, stage: StageProgram) -> Halves:
         assert program.plan.pipeline is not None
-        again = {"never": False, "always": True, "except_last": not last}[program.plan.pipeline.checkpoint]
-        return stage.again if again else stage.kept
+        return stage.again if program.plan.pipeline.recomputes(number, len(self.programs)) else stage.kept
 
     def _backward(
         self, stage: StageProgram, backward: Any, saved: list[Values], tangents: Sequence[Mapping[Any, Any]]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.plan import Plan
 
 
 def empty_like_traced(traced: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -33,3 +39,11 @@ def _dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def message_seconds(tensors: Iterable[torch.Tensor], plan: Plan, cluster: Cluster) -> float:
+    """Seconds of sending ``tensors`` to the stage before or after; 0 where there are none."""
+    assert plan.pipeline is not None
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    link = cluster.link_of(plan.whole_mesh, plan.pipeline.axis)
+    return collective_seconds("send", nbytes, nbytes, 2, link, cluster.efficiency) if nbytes else 0.0

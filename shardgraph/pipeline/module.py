@@ -19,7 +19,7 @@ from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import named_shapes
 from shardgraph.pipeline.failure import told
-from shardgraph.pipeline.microbatches import merged, microbatches, shares
+from shardgraph.pipeline.microbatches import batch_size, merged, microbatches, shares
 from shardgraph.pipeline.program import PipelineProgram, lower_pipeline
 from shardgraph.pipeline.running import BoundPipeline, RunningPipeline, Work
 from shardgraph.plan import Plan
@@ -77,7 +77,7 @@ class PipelinedModule(ShardedModule):
                 rebuild(item.bound.program, result, item.leaves, self._state)
                 for item, result in zip(work, results, strict=True)
             ]
-            return merged(outputs, [item.share for item in work], [self._rows(item) for item in work])
+            return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward of all microbatches; see :meth:`ShardedModule.train_step`.
@@ -95,9 +95,8 @@ class PipelinedModule(ShardedModule):
     ) -> torch.Tensor:
         """See :meth:`ShardedModule.clip_grad_norm_`."""
         gradients = {fqn: p.grad for fqn, p in self.named_parameters() if p.grad is not None}
-        counted = [
-            grad for fqn, grad in gradients.items() if self._running.holders(self._owners, fqn)[0] == self._running.rank
-        ]
+        first = {fqn: self.pipeline.places_of(self._owners[fqn])[0] for fqn in gradients}
+        counted = [grad for fqn, grad in gradients.items() if first[fqn] == self._running.rank]
         norm = nn.utils.get_total_norm(counted, norm_type, error_if_nonfinite) if counted else torch.zeros(())
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self._state.device, torch.float64)
         if self._running.group is not None:
@@ -130,9 +129,6 @@ class PipelinedModule(ShardedModule):
             for each, (leaves, _), share in zip(bound, flat, shares(parts), strict=True)
         ]
 
-    def _rows(self, item: Work) -> int:
-        return next((leaf.shape[0] for leaf in item.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-
     # -- compiling ---------------------------------------------------------------------------------
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +147,7 @@ class PipelinedModule(ShardedModule):
         )
         program = lower_pipeline(joint, self.plan, named_shapes(model), show)
         for fqn in program.owners:
-            used, had = (self._running.holders(owners, fqn) for owners in (program.owners, self._owners))
+            used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self._owners))
             if missing := set(used) - set(had):
                 raise PlanError(
                     f"with these inputs {fqn!r} is used on the pipeline's ranks {sorted(missing)}, which lack it: "

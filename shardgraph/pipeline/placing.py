@@ -16,10 +16,9 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.parameters import named_shapes
-from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of, cut_points
+from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of
 from shardgraph.pipeline.blocks import blocks_of
 from shardgraph.pipeline.microbatches import microbatches
-from shardgraph.pipeline.orders import find_schedule, pipeline_order
 from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.plan import Plan
 
@@ -56,16 +55,13 @@ def place_stages(
 def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> tuple[str, ...]:
     pipeline = plan.pipeline
     assert pipeline is not None
-    points = cut_points(joint.module)
-    if len(points) < pipeline.count - 1:
-        raise PlanError(
-            f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(points)} places for "
-            f"one ({', '.join(repr(point.name) for point in points)}): use fewer ranks along {pipeline.axis!r}"
-        )
     blocks = blocks_of(joint, plan, shapes, cluster)
-    order = pipeline_order(pipeline.schedule, pipeline.ranks, pipeline.count, pipeline.parts)
-    prefetch = find_schedule(pipeline.schedule).prefetch
-    found = balance(blocks.costs, order, limit=cluster.device.memory, prefetch=prefetch)
+    if len(blocks.names) < pipeline.count - 1:
+        raise PlanError(
+            f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(blocks.names)} places for "
+            f"one ({', '.join(map(repr, blocks.names))}): use fewer ranks along {pipeline.axis!r}"
+        )
+    found = balance(blocks.costs, pipeline.order, limit=cluster.device.memory, prefetch=pipeline.prefetch)
     return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
 
 

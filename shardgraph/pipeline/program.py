@@ -25,6 +25,7 @@ from shardgraph.passes.pipeline.weight_gradients import split_backward
 from shardgraph.passes.rewrite.accumulate_gradients import KeepGradientsLocal
 from shardgraph.passes.rewrite.split import split
 from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.program import Emitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ class StageProgram:
 
 
 @dataclass(eq=False)
-class PipelineProgram:
+class PipelineProgram(Emitted):
     """All stages for one kind of microbatch. ``joint`` is the graph as captured; ``parameters`` their plans by name."""
 
     joint: JointGraph
@@ -100,40 +101,14 @@ class PipelineProgram:
     context: Context
 
     @property
-    def notes(self) -> list[str]:
-        """Decisions of the passes that are worth knowing."""
-        return self.context.notes
-
-    @cached_property
-    def itemsizes(self) -> dict[str, int]:
-        """The bytes of an element of each parameter that forward uses."""
-        roles = ir.placeholders(self.joint.module).items()
-        return {role.fqn: node.meta["val"].element_size() for role, node in roles if isinstance(role, Parameter)}
+    def graphs(self) -> list[fx.GraphModule]:
+        """Those of all stages."""
+        return [graph for stage in self.stages for graph in stage.graphs]
 
     @property
-    def out_spec(self) -> Any:
-        """The pytree of what the model returns."""
-        return self.joint.out_spec
-
-    @property
-    def aliases(self) -> dict[int, ir.OutputAlias]:
-        """Outputs that are views of something else."""
-        return self.joint.aliases
-
-    @cached_property
-    def random(self) -> bool:
-        """Whether any stage draws random numbers."""
-        tag = torch.Tag.nondeterministic_seeded
-        return any(
-            tag in getattr(node.target, "tags", ()) for stage in self.stages for node in stage.kept.forward.graph.nodes
-        )
-
-    @cached_property
-    def text(self) -> str:
-        """All graphs as text, the same on every rank: what ranks compare before they run."""
-        return "\n".join(
-            node.format_node() or "" for stage in self.stages for gm in stage.graphs for node in gm.graph.nodes
-        )
+    def forwards(self) -> list[fx.GraphModule]:
+        """Those of every stage for a microbatch."""
+        return [stage.kept.forward for stage in self.stages]
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
@@ -165,10 +140,10 @@ def lower_pipeline(
     stages = tuple(_stage(number, graph, context, plan) for number, graph in enumerate(graphs))
     show("check")
     _check_buffers(stages)
-    for stage in stages:
-        for graph in stage.graphs:
-            check_half(graph, inside)
-    return PipelineProgram(joint, stages, plan, context.parameters, shapes, context)
+    program = PipelineProgram(joint, stages, plan, context.parameters, shapes, context)
+    for graph in program.graphs:
+        check_half(graph, inside)
+    return program
 
 
 def _check_buffers(stages: Sequence[StageProgram]) -> None:

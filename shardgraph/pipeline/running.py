@@ -56,13 +56,9 @@ class RunningPipeline:
     @property
     def neighbours(self) -> list[int]:
         """The global ranks that have the stages before and after this rank's."""
-        places = {
-            self.pipeline.rank_of(n + step)
-            for n in self.numbers
-            for step in (-1, 1)
-            if 0 <= n + step < self.pipeline.count
-        }
-        return [] if self.group is None else [dist.get_global_rank(self.group, p) for p in sorted(places - {self.rank})]
+        beside = {number + step for number in self.numbers for step in (-1, 1)} & set(range(self.pipeline.count))
+        places = [place for place in self.pipeline.places_of(beside) if place != self.rank]
+        return [] if self.group is None else [dist.get_global_rank(self.group, place) for place in places]
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -89,14 +85,13 @@ class RunningPipeline:
         return self._from_last_stage(loss)
 
     def _begin(self, work: Sequence[Work], train: bool) -> None:
-        checkpoint = self.pipeline.checkpoint
         count, data_rank = self.pipeline.count, 0 if self.state.mesh is None else mesh_rank(self.state.mesh)
         alone = count == 1 and self.plan.data_size == 1
         common = common_draw() if work[0].bound.program.random and not alone else None
         for stage in self.stages:
             mine = []
             for number, item in enumerate(work):
-                again = train and (checkpoint == "always" or (checkpoint == "except_last" and number < len(work) - 1))
+                again = train and self.pipeline.recomputes(number, len(work))
                 place = (number * count + stage.stage_index) * self.plan.data_size + self.plan.data_rank(data_rank)
                 seed = None if common is None else rank_seed(common, place)
                 mine.append(Microbatch(item.bound.stages[stage.stage_index], item.leaves, item.share, again, seed))
@@ -151,7 +146,7 @@ class RunningPipeline:
             for fqn, value in own.items():
                 totals[fqn] = totals[fqn] + value if fqn in totals else value
         for fqn in sorted(trained(program.stages)):
-            ranks = self.holders(program.owners, fqn)
+            ranks = self.pipeline.places_of(program.owners[fqn])
             if len(ranks) > 1 and self.rank in ranks:
                 local = _torch.local_tensor(self.state.model.get_parameter(fqn))
                 total = torch.zeros_like(local)  # not every stage that uses a parameter need have a gradient of it
@@ -174,23 +169,16 @@ class RunningPipeline:
     def prepare(self, owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make the groups over which the gradients of shared parameters are added up; all ranks must call it."""
         for fqn in sorted(owners):
-            ranks = self.holders(owners, fqn)
+            ranks = self.pipeline.places_of(owners[fqn])
             if len(ranks) > 1 and self.mesh is not None and ranks not in self._sharing:
                 self._sharing[ranks] = self._group_of(ranks, self.mesh)
-
-    def holders(self, owners: Mapping[str, tuple[int, ...]], fqn: str) -> tuple[int, ...]:
-        """The places along the pipeline that have a parameter."""
-        return tuple(sorted({self.pipeline.rank_of(number) for number in owners[fqn]}))
 
     def _group_of(self, ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
         """The group of these places along the pipeline, at this rank's place along all other axes."""
         if len(ranks) == self.pipeline.ranks:
             return self.group
-        columns, found = (
-            mesh.mesh.flatten(1) if mesh.ndim > 1 else mesh.mesh.unsqueeze(1),
-            None,
-        )  # the pipeline's axis is the outermost
-        for column in columns.t().tolist():
+        found = None
+        for column in mesh.mesh.reshape(self.pipeline.ranks, -1).t().tolist():  # the pipeline's axis is the outermost
             group = dist.new_group([column[place] for place in ranks], backend=dist.get_backend(self.group))
             found = group if column[self.rank] == dist.get_rank() else found
         return found
