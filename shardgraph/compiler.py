@@ -34,6 +34,7 @@ from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
 from shardgraph.passes.rewrite.remove_constraints import RemoveConstraints
 from shardgraph.passes.rewrite.shard_operators import ShardOperators
 from shardgraph.passes.rewrite.shard_parameters import ShardParameters
+from shardgraph.passes.rewrite.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.rewrite.split import split
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan, in_patterns
@@ -158,7 +159,8 @@ def placing_passes(plan: Plan) -> list[Pass]:
     axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
     operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
     experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
-    return [MarkScores(), *operators, *experts]
+    loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
+    return [*loss, *operators, *experts]
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

@@ -67,6 +67,14 @@ class RowByRow(Language):
         return (rows * torch.linspace(0, 1, rows.shape[0], dtype=rows.dtype)).sum()
 
 
+class Shifted(Language):
+    """Scores of all positions but the last, against labels of all but the first, as causal models shift them."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(self.embedding(ids)).float()[..., :-1, :].contiguous()
+        return F.cross_entropy(scores.view(-1, scores.shape[-1]), ids[..., 1:].reshape(-1), **self.loss)
+
+
 def words(
     rows: int = 4, length: int = 9, vocabulary: int = 61, ignored: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +119,17 @@ def test_the_loss_and_its_gradients_are_those_of_all_rows(model):
     assert 0 < scores_at_once(in_chunks(model, *call)) <= 5
     report = shardgraph.verify(model, call, "single", world_size=1, loss_chunk=CHUNK, steps=3, fp64=True)
     assert report.ok and max(report.errors.values()) < 1e-12, str(report)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("plan", "mesh"), [("single", {}), ("fsdp+tp", BOTH), ("cp", {"cp": 3})])
+def test_scores_that_a_shift_leaves_out_are_not_computed(bias, plan, mesh):
+    model, call = Shifted(bias=bias), words(2 * mesh.get("dp", 1), 6)
+    program = build_program(model, replace(preset(plan, mesh), loss_chunk=CHUNK // 4), words(2, 6))
+    assert program.notes[-1].startswith("scores [10, ") and program.notes[-1].endswith("chunks")
+    given = {"mesh": mesh} if mesh else {"world_size": 1}
+    report = shardgraph.verify(model, call, plan, **given, loss_chunk=CHUNK // 4, steps=3)
+    assert report.ok, str(report)
 
 
 def test_the_last_chunk_may_be_smaller():

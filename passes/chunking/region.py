@@ -136,22 +136,22 @@ def pieces(node: fx.Node) -> list[fx.Node]:
 def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.Node], product: fx.Node) -> None:
     """Add what only serves the region and would be as large as the scores, though not made of them: constants."""
     rows, columns = product.meta["val"].shape
-    stack = [operand for node in kept - {product} for operand in _read_by_rows(node, forms[node])]
+    stack = [each for node in kept - {product} for each in _read_by_rows(node, forms[node])]
     while stack:
-        node = stack.pop()
+        node, layout = stack.pop()
         if node in kept or node.op != "call_function" or not kept.issuperset(node.users):
             continue
         value = node.meta["val"]
         form = form_of(node, rows, [None] * len(operands(node))) if value.numel() >= rows * columns else None
-        if form is not None and SUMMED not in form.gives and node.target not in _PRODUCTS:
+        if form is not None and form.gives == (layout,) and node.target not in _PRODUCTS:
             forms[node] = form
             kept.add(node)
             large.add(node)
             stack += _read_by_rows(node, form)
 
 
-def _read_by_rows(node: fx.Node, form: Form) -> list[fx.Node]:
-    return [operand for operand, take in zip(operands(node), form.takes, strict=True) if take != WHOLE]
+def _read_by_rows(node: fx.Node, form: Form) -> list[tuple[fx.Node, int]]:
+    return [(operand, take) for operand, take in zip(operands(node), form.takes, strict=True) if take != WHOLE]
 
 
 def halves(gm: fx.GraphModule, region: Region) -> tuple[list[fx.Node], list[fx.Node]]:
