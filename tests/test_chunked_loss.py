@@ -59,6 +59,14 @@ class Capped(Language):
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + 0.01 * size
 
 
+class Twice(Language):
+    """Two losses of the same scores."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(self.embedding(ids)).flatten(0, 1)
+        return F.cross_entropy(scores, labels.flatten()) + 0.5 * F.cross_entropy(scores, ids.flatten())
+
+
 class RowByRow(Language):
     """A loss of every row, each with a weight."""
 
@@ -111,8 +119,9 @@ def scores_at_once(program: Program, vocabulary: int = 61, width: int = 16) -> i
         Language(label_smoothing=0.1),
         Language(weight=torch.linspace(0.5, 1.5, 61, dtype=torch.float64)),
         Capped(),
+        Twice(),
     ],
-    ids=["mean", "sum", "none", "ignore_index", "label smoothing", "class weights", "capped"],
+    ids=["mean", "sum", "none", "ignore_index", "label smoothing", "class weights", "capped", "twice"],
 )
 def test_the_loss_and_its_gradients_are_those_of_all_rows(model):
     model, call = model.double(), words(ignored=model.loss.get("ignore_index", -100))

@@ -242,9 +242,10 @@ def sum_over(operation: Operation) -> Form | None:
     if operation.node.target is aten.sum.dim_IntList:
         if found := along_others(operation):
             return found
-        if _from_the_end(operation, 1) != [-len(operation.shapes[0])]:
+        if operation.known[0] != 1 or _from_the_end(operation, 1) != [-len(operation.shapes[0])]:
             return None
-    return operation.form([1], SUMMED) if operation.known[0] == 1 else None
+    count = operation.known[0] or WHOLE
+    return operation.form([count], SUMMED) if count > 0 else None
 
 
 # -- products ----------------------------------------------------------------------------------------------

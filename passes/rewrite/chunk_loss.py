@@ -64,12 +64,13 @@ class ChunkLoss:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.loss_chunk is None:
             return
-        found = {node.meta[SCORES]: node for node in reversed(gm.graph.nodes) if SCORES in node.meta}
+        found = {node.meta[SCORES] for node in gm.graph.nodes if SCORES in node.meta}
         if not found:
             context.notes.append("loss_chunk: no cross-entropy is in the graph, so nothing is computed in chunks")
         for number in sorted(found):
-            scores = next(node for node in gm.graph.nodes if node.meta.get(SCORES) == number)
-            context.notes.append(_chunk(gm, scores, context.plan.loss_chunk, context))
+            left = [node for node in gm.graph.nodes if node.meta.get(SCORES) == number]
+            if left:  # not in chunks already, together with another loss of the same scores
+                context.notes.append(_chunk(gm, left[0], context.plan.loss_chunk, context))
 
 
 def _chunk(gm: fx.GraphModule, scores: fx.Node, nbytes: int, context: Context) -> str:

@@ -15,6 +15,7 @@ from shardgraph.passes.sharding.options import operands
 aten = torch.ops.aten
 
 _LOG_SOFTMAX = aten._log_softmax.default
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 _SAME_ROWS = frozenset({aten.view.default, aten._unsafe_view.default, aten._to_copy.default, aten.clone.default})
 
 
@@ -36,12 +37,11 @@ class SliceBeforeScores:
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for scores in gm.graph.find_nodes(op="call_function", target=_LOG_SOFTMAX):
-            if (forward := _forward(scores)) is None:
-                continue
-            backward = _backward(gm, forward)
-            if backward is not None:
+            forward = _forward(scores)
+            backward = None if forward is None else _backward(gm, forward)
+            if forward is not None and backward is not None:
                 _rewrite(gm, forward, backward, context.fake_mode)
-        gm.graph.eliminate_dead_code()
+                gm.graph.eliminate_dead_code()
 
 
 @dataclass(frozen=True)
@@ -68,58 +68,50 @@ class _Backward:
 
 
 def _forward(scores: fx.Node) -> _Forward | None:
-    node, cut, casts = operands(scores)[0], None, list[fx.Node]()
-    while node.target not in (aten.mm.default, aten.addmm.default):
-        if node.op != "call_function" or len(operands(node)) != 1 or (cut and len(node.users) > 1):
+    """The cut between a product and what normalises its result; None where there is none that can go before it."""
+    node, chain = operands(scores)[0], list[fx.Node]()
+    while node.target not in _PRODUCTS:
+        if node.target not in _SAME_ROWS and node.target is not aten.slice.Tensor:
             return None
-        if _is_cut(node):
-            if cut is not None or node.args[1] % node.meta["val"].dim() == node.meta["val"].dim() - 1:
-                return None
-            cut = node
-            if len(operands(node)[0].users) > 1:
-                return None
-        elif node.target not in _SAME_ROWS and not _keeps_all(node):
-            return None
-        elif cut is not None and node.target is aten._to_copy.default:
-            casts.append(node)
+        chain.append(node)
         node = operands(node)[0]
-    alone = cut is not None and len(node.users) == 1
-    return _Forward(node, tuple(reversed(casts)), cut) if alone and cut is not None else None
+    cuts = [each for each in chain if each.target is aten.slice.Tensor and not _keeps_all(each)]
+    if len(cuts) != 1 or _before(cuts[0])[-1] != node.meta["val"].shape[1]:
+        return None
+    if _range(cuts[0].args[1:], _before(cuts[0]))[0] == len(_before(cuts[0])) - 1:
+        return None  # a part of the vocabulary
+    above = chain[chain.index(cuts[0]) + 1 :]
+    if any(len(each.users) > 1 for each in (node, *above)):
+        return None
+    return _Forward(node, tuple(each for each in reversed(above) if each.target is aten._to_copy.default), cuts[0])
 
 
-def _is_cut(node: fx.Node) -> bool:
-    return node.target is aten.slice.Tensor and not _keeps_all(node)
+def _before(node: fx.Node) -> list[int]:
+    """The shape of what a node takes."""
+    return list(operands(node)[0].meta["val"].shape)
 
 
 def _keeps_all(node: fx.Node) -> bool:
-    slices = node.target in (aten.slice.Tensor, aten.slice_backward.default)
-    return slices and node.meta["val"].shape == operands(node)[0].meta["val"].shape
+    return list(node.meta["val"].shape) == _before(node)
 
 
 def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | None:
     """The same cut in backward; empty where there is no backward, and None where it is not as expected."""
-    whole = list(operands(forward.cut)[0].meta["val"].shape)
+    whole = _before(forward.cut)
     rows = _range(forward.cut.args[1:], whole)
-    found = [
-        node
-        for node in gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
-        if list(node.args[1]) == whole and _range(node.args[2:], whole) == rows
-    ]
-    if not found:
-        return ()
+    nodes = gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
+    found = [each for each in nodes if list(each.args[1]) == whole and _range(each.args[2:], whole) == rows]
+    if len(found) != 1:
+        return None if found else ()
     node, casts = found[0], list[fx.Node]()
-    while (
-        len(found) == 1
-        and len(node.users) == 1
-        and (user := next(iter(node.users))).target in _SAME_ROWS | {aten.slice_backward.default}
-    ):
-        if user.target is aten.slice_backward.default and not _keeps_all(user):
-            return None
-        if user.target is aten._to_copy.default:
-            casts.append(user)
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target not in _SAME_ROWS and not (user.target is aten.slice_backward.default and _keeps_all(user)):
+            break
+        casts += [user] if user.target is aten._to_copy.default else []
         node = user
-    ends = all(_is_end(user, node, forward.hidden) for user in node.users)
-    return _Backward(found[0], tuple(casts), node) if len(found) == 1 and node.users and ends else None
+    ends = node.users and all(_is_end(user, node, forward.hidden) for user in node.users)
+    return _Backward(found[0], tuple(casts), node) if ends else None
 
 
 def _range(args: Sequence[Any], shape: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
