@@ -189,12 +189,12 @@ def test_without_gradients_the_loss_is_in_chunks_too():
     [
         ("gpt2", "fsdp", DP),
         ("gpt2", "fsdp+tp+sp", BOTH),
-        ("llama", "zero2", DP),
+        pytest.param("llama", "zero2", DP, marks=pytest.mark.slow),
         ("llama", "tp+sp", {"tp": 3}),
         ("t5", "ddp", DP),
-        ("t5", "tp", TP),
+        pytest.param("t5", "tp", TP, marks=pytest.mark.slow),
         ("llama", "cp", {"cp": 3}),
-        ("mixture", "ep", {"ep": 2}),
+        pytest.param("mixture", "ep", {"ep": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_models_train_as_unsharded_in_chunks(name, plan, mesh):
