@@ -43,6 +43,7 @@ from shardgraph.errors import (
 )
 from shardgraph.frontend import compile
 from shardgraph.grad_scaler import GradScaler
+from shardgraph.gradient_norm import clip_grad_norm_
 from shardgraph.launch import launch
 from shardgraph.mixed_precision import Precision
 from shardgraph.module import ShardedModule
@@ -82,6 +83,7 @@ __all__ = [
     "analyze",
     "annotate",
     "calibrate",
+    "clip_grad_norm_",
     "compile",
     "constrain",
     "input",

@@ -49,6 +49,7 @@ def analyze(
     fold: bool = True,
     recompute: str | None = None,
     memory: int | str | None = None,
+    loss_chunk: int | str | None = None,
 ) -> Analysis | PipelineAnalysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
 
@@ -75,6 +76,7 @@ def analyze(
         backend: ``"eager"``, or ``"inductor"``: chains of pointwise operations priced as fused.
         recompute: what backward computes again, as for ``shardgraph.compile``.
         memory: what the predicted peak of a rank may be, likewise.
+        loss_chunk: bytes of scores of a cross-entropy at a time, likewise.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -95,7 +97,7 @@ def analyze(
     if plan == "auto":
         check_described(nothing, machine.device)
         groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
-        groups = [[asked_for(each, recompute, memory) for each in group] for group in groups]
+        groups = [[asked_for(each, recompute, memory, loss_chunk) for each in group] for group in groups]
         chosen = choose_plan(
             source.joint(),
             source.shapes,
@@ -107,7 +109,8 @@ def analyze(
             memory=memory,
         )
         return analyze_source(replace(source, plan=chosen))
-    chosen = annotated(asked_for(resolve_plan(plan, axes, pipeline, precision), recompute, memory), model)
+    resolved = resolve_plan(plan, axes, pipeline, precision)
+    chosen = annotated(asked_for(resolved, recompute, memory, loss_chunk), model)
     check_described(chosen, machine.device)
     if chosen.pipeline is not None:
         return _analyze_pipeline(replace(source, plan=chosen), memory)

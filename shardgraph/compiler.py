@@ -25,6 +25,7 @@ from shardgraph.passes.analysis.collective_order import check_program, check_wai
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
+from shardgraph.passes.rewrite.chunk_loss import ChunkLoss, MarkScores
 from shardgraph.passes.rewrite.divide_experts import DivideExperts
 from shardgraph.passes.rewrite.mixed_precision import MixedPrecision
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
@@ -33,6 +34,7 @@ from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
 from shardgraph.passes.rewrite.remove_constraints import RemoveConstraints
 from shardgraph.passes.rewrite.shard_operators import ShardOperators
 from shardgraph.passes.rewrite.shard_parameters import ShardParameters
+from shardgraph.passes.rewrite.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.rewrite.split import split
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan, in_patterns
@@ -41,6 +43,7 @@ from shardgraph.program import Program
 
 WHOLE_PASSES: tuple[Pass, ...] = (
     RemoveConstraints(),  # annotated activations have their placements
+    ChunkLoss(),  # scores over a vocabulary exist a chunk of rows at a time
     Recompute(),  # which values backward computes again, while modules are all that made them
 )
 RANK_PASSES: tuple[Pass, ...] = (
@@ -155,7 +158,9 @@ def placing_passes(plan: Plan) -> list[Pass]:
     """
     axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
     operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
-    return [*operators, DivideExperts(plan.experts)] if plan.experts else operators
+    experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
+    loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
+    return [*loss, *operators, *experts]
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

@@ -52,6 +52,7 @@ def compile(
     cluster: Cluster | str | Path | None = None,
     recompute: str | None = None,
     memory: int | str | None = None,
+    loss_chunk: int | str | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -85,7 +86,9 @@ def compile(
             ``"none"``, ``"full"`` (every layer), ``"selective"`` (what is cheap for its bytes), or ``"budget"`` (what
             makes the predicted peak fit ``memory``, by default the device's, in the least time; needs example inputs).
         memory: bytes that the predicted peak of a rank may have, states included, or a text such as ``"12GiB"``. A
-            plan that says nothing of recomputation gets what fits.
+            plan that says nothing of recomputation, or of chunks of a loss, gets what fits.
+        loss_chunk: bytes, or a text such as ``"64MiB"``: a cross-entropy over a large vocabulary is computed so many
+            bytes of scores at a time, instead of what the plan says. What was found of it is in ``program.notes``.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.
         timeout: seconds that a rank waits for the others to compile the same program.
@@ -103,14 +106,16 @@ def compile(
     if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
         call = (example_inputs or (), dict(example_kwargs or {}))
         loss = loss_fn if "target" in call[1] else None
-        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, precision, loss, cluster, recompute, memory))
-        recompute = memory = None  # they are in it
+        plan = _from_first_rank(
+            lambda: _fastest(model, *call, mesh, precision, loss, cluster, recompute, memory, loss_chunk)
+        )
+        recompute = memory = loss_chunk = None  # they are in it
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
     decided, owners = _decided(
-        model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, recompute, memory
+        model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, recompute, memory, loss_chunk
     )
     device = _device(device_mesh, model)
     chosen, entries = _agree_on_plan(agreement, decided, axes, pipeline, precision, model, device)
@@ -148,6 +153,7 @@ def _decided(
     agreement: Agreement,
     recompute: str | None,
     memory: int | str | None,
+    loss_chunk: int | str | None,
 ) -> tuple[str | Path | Plan, Owners]:
     """The plan with a placement for every parameter, and a recomputation, where it leaves them to be found.
 
@@ -160,7 +166,7 @@ def _decided(
         undecided = bool(resolved.undecided(shapes)) and dist.is_initialized()
     except ShardGraphError:
         return plan, {}  # all ranks are told of it together when they agree on the plan
-    plan = asked_for(resolved, recompute, memory)
+    plan = asked_for(resolved, recompute, memory, loss_chunk)
     chosen = annotated(plan, model)
     budgeted = memory is not None or chosen.recompute == "budget"
     if chosen.pipeline is None and not undecided and not budgeted:
@@ -223,6 +229,7 @@ def _fastest(
     cluster: Cluster | str | Path | None,
     recompute: str | None,
     memory: int | str | None,
+    loss_chunk: int | str | None,
 ) -> Plan:
     """The plan that this rank finds fastest; machines differ in what memory they have free."""
     ranks = dist.get_world_size()
@@ -233,7 +240,7 @@ def _fastest(
         groups = plans_of(ranks, machine) if mesh is None else plans_on(tuple(mesh.items()))
     said, chosen, cpu = remembered(model), Precision.of(precision or AS_STORED), torch.device("cpu")
     joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=chosen)
-    groups = [[asked_for(plan, recompute, memory) for plan in group] for group in groups]
+    groups = [[asked_for(plan, recompute, memory, loss_chunk) for plan in group] for group in groups]
     return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen, memory=memory)
 
 

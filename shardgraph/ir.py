@@ -163,6 +163,10 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
+CHUNK = "chunk"
+"""``meta[CHUNK]`` is the number of the chunk of rows that an operation is done for, where rows are done in chunks."""
+
+
 # -- the joint graph -------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardgraph import _torch, checkpoint
 from shardgraph._torch import pytree
@@ -20,6 +19,7 @@ from shardgraph.agreement import Agreement
 from shardgraph.capture import own_loss
 from shardgraph.compiler import STAGES, build_program
 from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.gradient_norm import clip_grad_norm_
 from shardgraph.plan import Plan
 from shardgraph.program import Executable, Program, State
 from shardgraph.progress import Progress
@@ -81,18 +81,19 @@ class ShardedModule(nn.Module):
         """What the original's forward returns, for this rank's part of the batch."""
         return self._run(args, kwargs, None)
 
-    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
 
         Gradients are added to ``parameter.grad``; the optimizer step is the caller's. The loss is ``loss_fn(output,
         target)`` of what :func:`shardgraph.compile` was given, with ``target`` among the keyword arguments here; of a
-        model that returns its own as ``output.loss``, that.
+        model that returns its own as ``output.loss``, that. With a ``scaler`` gradients are those of the scaled loss,
+        for its ``step`` or ``unscale_``; what is returned is not scaled.
 
         Raises:
             ShardGraphError: there is neither, or a ``target`` for no ``loss_fn``.
         """
         loss = self._run(args, kwargs, self._loss_of(kwargs))
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         return loss.detach()
 
     def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
@@ -112,10 +113,9 @@ class ShardedModule(nn.Module):
     ) -> torch.Tensor:
         """Scale the gradients down to a total norm of at most ``max_norm``; returns the norm that they had.
 
-        As ``torch.nn.utils.clip_grad_norm_``, over all ranks and all pipeline stages. All ranks must call it.
+        As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
         """
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

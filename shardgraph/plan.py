@@ -43,6 +43,10 @@ for the memory that there is), or operations by module::
       'model.layers.*.mlp': [silu, mul]
       'model.layers.[0-5].self_attn': ['*']
 
+``loss_chunk`` is how many bytes of a cross-entropy's scores exist at a time, where it is computed in chunks::
+
+    loss_chunk: 67108864
+
 ``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
 
     mesh: {dp: 2, ep: 4}
@@ -134,6 +138,9 @@ class Plan:
         What backward computes again instead of forward keeping it: ``"none"``, every layer (``"full"``), what is cheap
         for its bytes (``"selective"``), what is to be found for a budget (``"budget"``), or rules, ``(pattern of
         modules, names of operations)`` pairs; see :mod:`shardgraph.passes.recompute`. Annotations come first.
+    ``loss_chunk``
+        The bytes of scores of a cross-entropy that exist at a time, which is then computed a chunk of rows after the
+        other; None for all of them at once. See :mod:`shardgraph.passes.rewrite.chunk_loss`.
     ``note``
         Why this plan: shown to people, without effect.
     ``considered``
@@ -147,6 +154,7 @@ class Plan:
     operators: tuple[tuple[str, str], ...] = ()
     annotations: tuple[Annotated, ...] = ()
     recompute: Recomputation = "none"
+    loss_chunk: int | None = None
     experts: str = ""
     pipeline: Pipeline | None = None
     precision: Precision = AS_STORED
@@ -305,6 +313,8 @@ class Plan:
             lines.append(f"  precision: {said}")
         if self.recompute != "none":
             lines.append(f"  computed again in backward: {self._again()}")
+        if self.loss_chunk is not None:
+            lines.append(f"  scores of a loss in chunks of {format_bytes(self.loss_chunk)}")
         lines += [f"  annotated {written(each)}" for each in self.annotations]
         return "\n".join(lines)
 
@@ -450,6 +460,9 @@ def _check_plan(plan: Plan) -> None:
             refuse("annotations", annotated, "pairs of a pattern and an annotation")
     if plan.recompute not in RECOMPUTE and not _are_rules(plan.recompute):
         refuse("recompute", plan.recompute, f"{', '.join(map(repr, RECOMPUTE))} or operations by module")
+    chunk = plan.loss_chunk
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        refuse("loss_chunk", chunk, "a whole number of bytes from 1, or None for all scores at once")
     styles = [dict(plan.operators).get(axis) for axis in plan.axes]
     for pattern, entry in plan.parameters:
         here = f"parameters.{pattern}"

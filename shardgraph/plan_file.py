@@ -30,6 +30,7 @@ def written_plan(plan: Plan) -> str:
         "operators": dict(plan.operators),
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan.annotations],
         "recompute": plan.recompute if isinstance(plan.recompute, str) else _lists(plan.recompute),
+        "loss_chunk": plan.loss_chunk,
         "experts": plan.experts,
         "pipeline": _written_pipeline(plan.pipeline) if plan.pipeline else None,
         "precision": _written_precision(plan.precision),
@@ -43,7 +44,7 @@ def written_plan(plan: Plan) -> str:
             for pattern, entry in plan.parameters
         },
     }
-    optional = ("considered", "operators", "experts", "pipeline", "precision", "annotations")
+    optional = ("considered", "loss_chunk", "operators", "experts", "pipeline", "precision", "annotations")
     data = {key: value for key, value in data.items() if key not in optional or value}
     if plan.recompute == "none":
         del data["recompute"]
@@ -161,6 +162,7 @@ _PLAN_FIELDS = {
     "prefetch": (int, "a whole number from 0"),
     "operators": (dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'"),
     "recompute": ((str, dict), "none, full, selective, budget, or a mapping of modules to their operations"),
+    "loss_chunk": (int, "the bytes of scores that exist at a time"),
     "experts": (str, "the mesh axis that divides experts"),
     "pipeline": (dict, "a mapping of ranks, schedule, microbatches and stages"),
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),

@@ -16,7 +16,7 @@ from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.plan import Candidate, Plan
 from shardgraph.presets import DIVIDING, PRESETS, preset, refuse_pipeline
-from shardgraph.recomputation import Recomputations
+from shardgraph.recomputation import nearest_to
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 
@@ -53,13 +53,12 @@ def choose_plan(
     for group in groups:
         for plan in [replace(plan, annotations=annotations, precision=precision) for plan in group]:
             try:
-                found = Recomputations(joint, plan, shapes, cluster, optimizer)
-                choice = found.nearest(budget)
+                found, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
             except PlanError as error:
                 refused.append(error)
             else:
                 analysis = analyze_program(found.program(choice), cluster, optimizer=optimizer)
-                priced.append((replace(plan, recompute=choice.rules), _candidate(plan, analysis, budget)))
+                priced.append((found.chosen(choice), _candidate(plan, analysis, budget)))
         if any(candidate.fits for _, candidate in priced):
             break
     if not priced:

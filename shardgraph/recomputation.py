@@ -30,6 +30,7 @@ from shardgraph.passes.recompute.names import names_of, rules_for
 from shardgraph.passes.recompute.problem import Problem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
+from shardgraph.passes.rewrite.chunk_loss import LOSS_CHUNK, has_scores
 from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
 from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.plan import Plan, Recomputation
@@ -125,6 +126,10 @@ class Recomputations:
             self._peaks[choice] = memory.peak_bytes
         return self._peaks[choice]
 
+    def chosen(self, choice: Choice) -> Plan:
+        """The plan with a choice written into it."""
+        return replace(self.plan, recompute=choice.rules)
+
     def seconds(self, choice: Choice) -> float:
         """The predicted time of a step under a choice."""
         return analyze_program(self.program(choice), self.cluster, optimizer=self.optimizer).time.total
@@ -203,7 +208,7 @@ class PipelineRecomputations(Recomputations):
     @without_code()
     def _analysis(self, choice: Choice) -> PipelineAnalysis:
         if choice not in self._analyses:
-            program = lower_pipeline(self.joint, replace(self.plan, recompute=choice.rules), self.shapes)
+            program = lower_pipeline(self.joint, self.chosen(choice), self.shapes)
             self._analyses[choice] = analyze_pipeline(program, self.cluster, optimizer=self.optimizer)
         return self._analyses[choice]
 
@@ -229,15 +234,18 @@ def _ladder(problem: Problem, values: Values) -> Iterator[set[fx.Node]]:
             yield problem.operations(counts)
 
 
-def asked_for(plan: Plan, recompute: str | None, memory: int | str | None) -> Plan:
-    """``plan`` with the recomputation that a caller asks for by name; ``memory`` alone asks for ``"budget"``.
+def asked_for(plan: Plan, recompute: str | None, memory: int | str | None, loss_chunk: int | str | None = None) -> Plan:
+    """``plan`` with the recomputation and chunks of a loss that a caller asks for.
+
+    ``memory`` alone asks for the recomputation ``"budget"``; ``loss_chunk`` is bytes or a text.
 
     Raises:
-        PlanError: there is no such recomputation.
+        ShardGraphError: there is no such recomputation or size.
     """
     if recompute is None and memory is not None and plan.recompute == "none":
         recompute = "budget"
-    return plan if recompute is None else replace(plan, recompute=recompute)
+    asked = plan if recompute is None else replace(plan, recompute=recompute)
+    return asked if loss_chunk is None else replace(asked, loss_chunk=parse_bytes(loss_chunk))
 
 
 def with_recomputation(
@@ -251,7 +259,8 @@ def with_recomputation(
     """``plan`` with what backward computes again so that the predicted peak of a rank is within ``memory``.
 
     That is bytes or a text such as ``"12GiB"``; with ``"budget"`` the default is what the device has. A plan that says
-    by itself what is computed again, or that nothing is, is only held against the memory that is given.
+    by itself what is computed again, or that nothing is, is only held against the memory that is given. A loss over a
+    large vocabulary is computed in chunks where a plan does not say, and that is faster or all that fits.
 
     Raises:
         PlanError: that cannot be; the message says what the smallest takes.
@@ -259,8 +268,33 @@ def with_recomputation(
     if memory is None and plan.recompute != "budget":
         return plan
     budget = cluster.device.memory if memory is None else parse_bytes(memory)
+    found, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
+    found.fastest_within(budget)
+    note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(found.peak(choice))}"
+    return replace(found.chosen(choice), note=f"{plan.note}; {note}" if plan.note else note)
+
+
+def nearest_to(
+    budget: int,
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+    cluster: Cluster,
+    optimizer: str = "adamw",
+) -> tuple[Recomputations, Choice]:
+    """The fastest choice whose peak is at most ``budget`` bytes, or else the one with the smallest peak.
+
+    Where ``plan`` leaves it to be found, a loss over a large vocabulary is in chunks if that is faster, or smaller.
+    """
     kind = Recomputations if plan.pipeline is None else PipelineRecomputations
     found = kind(joint, plan, shapes, cluster, optimizer)
-    choice = found.fastest_within(budget)
-    note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(found.peak(choice))}"
-    return replace(plan, recompute=choice.rules, note=f"{plan.note}; {note}" if plan.note else note)
+    choice = found.nearest(budget)
+    fits = found.peak(choice) <= budget
+    settled = plan.recompute != "budget" or plan.loss_chunk is not None or (fits and not choice.seconds)
+    if settled or not has_scores(joint.module, LOSS_CHUNK):
+        return found, choice
+    chunked = kind(joint, replace(plan, loss_chunk=LOSS_CHUNK), shapes, cluster, optimizer)
+    other = chunked.nearest(budget)
+    if chunked.peak(other) > budget:
+        return (found, choice) if fits or found.peak(choice) <= chunked.peak(other) else (chunked, other)
+    return (found, choice) if fits and found.seconds(choice) <= chunked.seconds(other) else (chunked, other)

@@ -127,6 +127,7 @@ def verify(
     fp64: bool = False,
     recompute: str | None = None,
     memory: int | str | None = None,
+    loss_chunk: int | str | None = None,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
@@ -149,6 +150,7 @@ def verify(
         fp64: do everything in double precision, which tells a bug from rounding.
         recompute: what backward computes again, as for ``shardgraph.compile``.
         memory: what the predicted peak of a rank may be, likewise.
+        loss_chunk: bytes of scores of a cross-entropy at a time, likewise.
         tolerance: the largest relative error that is ok; default by the coarsest dtype that is computed with: 1e-4 in
             single and 1e-5 in double precision.
         seed: of each step's random numbers.
@@ -161,7 +163,7 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    chosen = annotated(asked_for(_plan(plan, world_size, mesh, precision), recompute, memory), model)
+    chosen = annotated(asked_for(_plan(plan, world_size, mesh, precision), recompute, memory, loss_chunk), model)
     cast_buffers(original, chosen.precision, chosen.annotations)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]

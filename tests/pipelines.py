@@ -220,3 +220,60 @@ def own_losses(name: str, plan: str) -> tuple[float, float]:
     assert all(p.grad is not None for p in sharded.parameters() if p.requires_grad)
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size(), scalar(original(*call[0], **call[1])).item()
+
+
+class Overflowing(nn.Module):
+    """Its second layer multiplies numbers of ten thousands, so that the gradient of its weight is the first to
+    overflow, while that of its input stays small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        nn.init.constant_(self.layers[0].weight, 0.25)
+        nn.init.constant_(self.layers[1].weight, 1e-5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x) * 1e4)
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean square difference, in single precision."""
+    return (output.float() - target).square().mean()
+
+
+def scaled_steps(plan: str, mesh: dict[str, int]) -> list[tuple[bool, bool, float]]:
+    """Of each step whether this rank's gradients were finite, whether its weights changed, and the scale after it."""
+    x, target = torch.ones(4, 4), torch.zeros(4, 4)
+    sharded = shardgraph.compile(
+        Overflowing(), plan, mesh=mesh, pipeline=Pipeline(2, stages=("layers.1",)), precision="fp16",
+        loss_fn=mean_square, example_inputs=(x,), example_kwargs={"target": target},
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1e-12)
+    scaler, found = shardgraph.GradScaler("cpu", init_scale=2.0**8), []
+    for _ in range(4):
+        (weight,) = sharded.parameters()
+        before = weight.detach().clone()
+        loss = sharded.train_step(x, target=target, scaler=scaler)
+        assert abs(loss.item() - 0.16) < 0.01, "the loss is given as it is, not scaled"
+        finite = bool(weight.grad.isfinite().all())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((finite, not torch.equal(before, weight), scaler.get_scale()))
+    return found
+
+
+def scaled_and_plain_gradients(plan: str, mesh: dict[str, int], pipeline: Pipeline) -> float:
+    """The largest difference between gradients of a loss that is scaled, once unscaled, and of one that is not."""
+    sharded, _, (args, kwargs, _) = pipelined("tied-transformer", plan, mesh, pipeline)
+    sharded.eval()  # dropout would differ
+    sharded.train_step(*args, **kwargs)
+    plain = [whole(p.grad) for p in sharded.parameters()]
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
+    optimizer.zero_grad()
+    scaler = shardgraph.GradScaler("cpu", init_scale=2.0**10)
+    sharded.train_step(*args, scaler=scaler, **kwargs)
+    assert not torch.equal(whole(next(sharded.parameters()).grad), plain[0])
+    scaler.unscale_(optimizer)
+    found = [whole(p.grad) for p in sharded.parameters()]
+    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(found, plain, strict=True))

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from shardgraph.ir import CHUNK
 from shardgraph.passes.base import Context
 from shardgraph.passes.recompute.values import computed_once
 from shardgraph.passes.rewrite.split import forward_nodes
@@ -17,7 +18,8 @@ class RecomputeStage:
     """Takes the joint graph of a stage; marks with ``meta["again"]`` all that forward computes from what it is given.
 
     What is kept for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
-    numbers, and what is computed from buffers that forward writes. Must not change: the computation.
+    numbers, and what is computed from buffers that forward writes; of a loss in chunks what it keeps anyhow, a number
+    for each row, without which one chunk would need the others. Must not change: the computation.
     """
 
     name: ClassVar[str] = "recompute-stage"
@@ -28,5 +30,5 @@ class RecomputeStage:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         inside, once = forward_nodes(gm), computed_once(gm)
         for node in gm.graph.nodes:
-            if node.op == "call_function" and node in inside and "kind" not in node.meta:
+            if node.op == "call_function" and node in inside and not {"kind", CHUNK} & node.meta.keys():
                 node.meta["again"] = node not in once

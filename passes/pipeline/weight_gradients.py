@@ -9,19 +9,21 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from shardgraph.ir import Returned, Role, Saved, outputs, placeholders
+from shardgraph.ir import CHUNK, Returned, Role, Saved, outputs, placeholders
 
 
 def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """``(inputs, weights)`` of a stage's backward graph.
 
     The first gives what the stage before waits for (``Returned``) and, as further ``Saved`` values, what of its work
-    the second needs; that gives all other results. Each takes of the whole's inputs what it uses.
+    the second needs; that gives all other results. Each takes of the whole's inputs what it uses. What is computed in
+    chunks is in the first, weights' gradients included: to keep the chunks would be to keep the whole.
     """
     results = [(role, value) for role, value in outputs(gm) if isinstance(value, fx.Node)]
     returned = [(role, value) for role, value in results if isinstance(role, Returned)]
     rest = [(role, value) for role, value in results if not isinstance(role, Returned)]
-    first = _ancestors(value for _, value in returned)
+    chunks = [node for node in gm.graph.nodes if CHUNK in node.meta] if returned else []
+    first = _ancestors([*(value for _, value in returned), *chunks])
     second = _ancestors(value for _, value in rest) - first
     shared = {
         value: None for node in gm.graph.nodes if node in second for value in node.all_input_nodes if value in first

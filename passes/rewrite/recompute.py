@@ -10,7 +10,7 @@ from torch import fx
 from shardgraph.annotations.kinds import recompute, save
 from shardgraph.annotations.match import Annotated, matches
 from shardgraph.errors import PlanError
-from shardgraph.ir import Tangent, placeholders
+from shardgraph.ir import CHUNK, Tangent, placeholders
 from shardgraph.passes.base import Context
 from shardgraph.passes.recompute.modes import operations_of
 from shardgraph.passes.recompute.names import chosen_by, names_of
@@ -27,6 +27,7 @@ class Recompute:
     computed again from its inputs, and what it gives to others is kept if they need it. Of annotations around an
     operation the innermost counts, whatever the plan names; what is under ``save()`` is kept. Random numbers are kept,
     never drawn twice, and so is what is computed from buffers that forward writes: by backward they have other values.
+    What is computed in chunks is marked already.
 
     Must not change: the computation.
     """
@@ -53,6 +54,7 @@ def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
     values, wanted = values_of(gm), context.plan.recompute
     names = names_of(values.makes)
     chosen = operations_of(wanted, gm, values) if isinstance(wanted, str) else chosen_by(wanted, names)
+    chosen = {node for node in chosen if CHUNK not in node.meta}
     for node in sorted(chosen & values.once, key=lambda node: names[node]):
         why = "draws random numbers" if draws(node) else "reads what forward writes"
         context.notes.append(f"{names[node][1]} of {names[node][0]!r} {why}: it is kept, not computed again")
@@ -69,7 +71,7 @@ def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
     once = computed_once(gm)
     regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and (region := regions.get(node)):
+        if node.op == "call_function" and CHUNK not in node.meta and (region := regions.get(node)):
             alone = all(regions.get(user, region) == region for user in node.users)
             node.meta["again"] = region != _SAVED and node not in once and alone
 

@@ -35,6 +35,7 @@ _KEPT = (
     "partitioner_tag",
     "placed",
     "again",
+    "scores",
 )
 
 

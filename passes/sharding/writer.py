@@ -36,7 +36,11 @@ class Writer:
 
     def again(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """The operation of ``node``, under its name, on other arguments."""
-        return self._append(node.target, args, kwargs, self._value(node.target, args, kwargs), node.name)
+        return self.named(node.name, node.target, args, kwargs)
+
+    def named(self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """One operation under a name of the caller's."""
+        return self._append(target, args, kwargs, self._value(target, args, kwargs), name)
 
     def symbolic(self, node: fx.Node, tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """What ``node`` does along another axis, on another tensor; it gives a tensor of ``shape``."""

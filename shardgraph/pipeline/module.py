@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardgraph import checkpoint
 from shardgraph._torch import pytree
 from shardgraph.agreement import Agreement
 from shardgraph.capture import capture
 from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.gradient_norm import clip_by, combined, nothing, total_norm
 from shardgraph.module import ShardedModule
 from shardgraph.parameters import named_shapes
 from shardgraph.pipeline.failure import told
@@ -79,7 +78,7 @@ class PipelinedModule(ShardedModule):
             ]
             return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
 
-    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward of all microbatches; see :meth:`ShardedModule.train_step`.
 
         Returns:
@@ -87,8 +86,9 @@ class PipelinedModule(ShardedModule):
         """
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
         with told(self._agreement, self._running.group, self._running.neighbours):
-            return self._running.train(work, reduce=self._sync)
+            return self._running.train(work, reduce=self._sync, scale=scale)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -97,16 +97,11 @@ class PipelinedModule(ShardedModule):
         gradients = {fqn: p.grad for fqn, p in self.named_parameters() if p.grad is not None}
         first = {fqn: self.pipeline.places_of(self._owners[fqn])[0] for fqn in gradients}
         counted = [grad for fqn, grad in gradients.items() if first[fqn] == self._running.rank]
-        norm = nn.utils.get_total_norm(counted, norm_type, error_if_nonfinite) if counted else torch.zeros(())
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self._state.device, torch.float64)
+        order, device = float(norm_type), self._state.device
+        norm = total_norm(counted, order, device).double() if counted else nothing(order, device)
         if self._running.group is not None:
-            if norm_type == float("inf"):
-                dist.all_reduce(norm, dist.ReduceOp.MAX, self._running.group)
-            else:
-                powers = norm.pow(norm_type)
-                dist.all_reduce(powers, dist.ReduceOp.SUM, self._running.group)
-                norm = powers.pow(1 / norm_type)
-        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm)
+            norm = combined(norm.reshape(1), order, self._running.group).reshape(())
+        clip_by(gradients.values(), norm, max_norm, error_if_nonfinite)
         return norm
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:

@@ -62,12 +62,13 @@ class RunningPipeline:
 
     # -- training ----------------------------------------------------------------------------------
 
-    def train(self, work: Sequence[Work], reduce: bool) -> torch.Tensor:
+    def train(self, work: Sequence[Work], reduce: bool, scale: float = 1.0) -> torch.Tensor:
         """Forward and backward of all microbatches; gives the loss of the whole batch, detached, on every rank.
 
+        Gradients are those of ``scale`` times the loss.
         With ``reduce`` gradients are reduced and given to the parameters; else they are kept for the next step.
         """
-        self._begin(work, train=True)
+        self._begin(work, train=True, scale=scale)
         losses: list[torch.Tensor] = []
         if self.group is None:
             losses = self._one_after_the_other(len(work))
@@ -84,7 +85,7 @@ class RunningPipeline:
             stage.end()
         return self._from_last_stage(loss)
 
-    def _begin(self, work: Sequence[Work], train: bool) -> None:
+    def _begin(self, work: Sequence[Work], train: bool, scale: float = 1.0) -> None:
         count, data_rank = self.pipeline.count, 0 if self.state.mesh is None else mesh_rank(self.state.mesh)
         alone = count == 1 and self.plan.data_size == 1
         common = common_draw() if work[0].bound.program.random and not alone else None
@@ -94,7 +95,8 @@ class RunningPipeline:
                 again = train and self.pipeline.recomputes(number, len(work))
                 place = (number * count + stage.stage_index) * self.plan.data_size + self.plan.data_rank(data_rank)
                 seed = None if common is None else rank_seed(common, place)
-                mine.append(Microbatch(item.bound.stages[stage.stage_index], item.leaves, item.share, again, seed))
+                bound, share = item.bound.stages[stage.stage_index], item.share * scale
+                mine.append(Microbatch(bound, item.leaves, share, again, seed))
             stage.has_backward = train
             stage.begin(mine)
 

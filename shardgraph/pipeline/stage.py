@@ -64,8 +64,9 @@ class BoundStage:
 class Microbatch:
     """One microbatch of a step on one stage.
 
-    ``share`` is the gradient of the step's loss by the microbatch's; ``again`` says to compute forward a second time;
-    ``seed`` is what the stage's random numbers come from, None for those of the default generator.
+    ``share`` is the gradient of the step's loss, scaled if it is, by the microbatch's; ``again`` says to compute
+    forward a second time; ``seed`` is what the stage's random numbers come from, None for those of the default
+    generator.
     """
 
     stage: BoundStage

@@ -1,0 +1,175 @@
+"""What is computed in chunks: all that is row by row from the product that makes scores to what is left of them.
+
+A region is found from a normalisation of scores (a log-softmax): up to the product of hidden states and vocabulary that
+they come from, then down through forward and backward to everything that has as many elements as they. What reads such
+a value must be known to be row by row (:mod:`shardgraph.passes.chunking.rows`); else the whole of it has to exist.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardgraph.errors import ShardGraphError
+from shardgraph.ir import Output, outputs
+from shardgraph.passes.chunking.rows import SUMMED, WHOLE, Form, form_of
+from shardgraph.passes.rewrite.split import forward_nodes
+from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.options import operands, results
+from shardgraph.sizes import format_bytes
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+
+
+class NotByRowsError(ShardGraphError):
+    """Scores cannot be computed a chunk of rows at a time; says why."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Operations that are done a chunk of rows at a time.
+
+    ``product`` makes the scores of ``rows`` tokens. ``forms`` has every operation in order, ``layouts`` every value
+    that they make; ``large`` are those that are as large as the scores.
+    """
+
+    product: fx.Node
+    rows: int
+    forms: Mapping[fx.Node, Form]
+    layouts: Mapping[Value, int]
+    large: frozenset[fx.Node]
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row of the largest value."""
+        return max(node.meta["val"].nbytes for node in self.large) // self.rows
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of the scores of all rows, in the largest dtype that they come in."""
+        return self.row_bytes * self.rows
+
+
+def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
+    """The operations of a joint graph to be done in chunks because of ``scores``.
+
+    Raises:
+        NotByRowsError: the scores have to exist as a whole.
+    """
+    product = _product_of(scores)
+    rows, columns = product.meta["val"].shape
+    size = rows * columns
+    forms: dict[fx.Node, Form] = {}
+    layouts: dict[Value, int] = {}
+    large: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        known = [layouts.get(value_of(each)) for each in operands(node)] if node.op == "call_function" else []
+        reached = node is product or any(each not in (None, SUMMED) for each in known)
+        if not reached or node.target is operator.getitem:
+            continue
+        form = form_of(node, rows, [None if each == SUMMED else each for each in known])
+        of_scores = any(operand in large for operand in operands(node))
+        if form is None and of_scores:
+            raise NotByRowsError(f"{_described(node)} reads all of them, or is not known to work row by row")
+        if form is None:
+            continue
+        forms[node] = form
+        layouts |= {(node, index): layout for index, layout in enumerate(form.gives)}
+        if node is not product and node.target in _PRODUCTS:
+            del layouts[node, 0]  # hidden states again, or a sum over rows: where the scores end
+        elif math.prod(results(node)[0].shape) >= size:
+            large.add(node)
+    _check_outputs(gm, large)
+    kept = _kept(forms, large)
+    _add_makers(forms, kept, large, product)
+    return Region(
+        product,
+        rows,
+        {node: forms[node] for node in gm.graph.nodes if node in kept},
+        {(node, index): layout for node in kept for index, layout in enumerate(forms[node].gives)},
+        frozenset(large),
+    )
+
+
+def _product_of(scores: fx.Node) -> fx.Node:
+    node = scores
+    while node.target not in _PRODUCTS:
+        above = [each for each in operands(node) if each.op == "call_function"] if node.op == "call_function" else []
+        if not above:
+            raise NotByRowsError("they are not the product of hidden states and a matrix")
+        node = max(above, key=lambda each: math.prod(results(each)[0].shape))
+    return node
+
+
+def _check_outputs(gm: fx.GraphModule, large: set[fx.Node]) -> None:
+    for role, value in outputs(gm):
+        if value in large and isinstance(role, Output):
+            raise NotByRowsError(
+                "the model returns them: return the loss alone, or use train_step, which needs no more than the loss"
+            )
+        if value in large:
+            raise NotByRowsError(f"they are the result {role}")
+
+
+def _kept(forms: Mapping[fx.Node, Form], large: set[fx.Node]) -> set[fx.Node]:
+    """The operations that make or read something large, and what is between them; the rest can be done for all rows."""
+    kept = {node for node in forms if node in large or any(each in large for each in operands(node))}
+    for node in reversed(list(forms)):
+        users = [user for each in (node, *pieces(node)) for user in each.users]
+        if any(user in kept for user in users) and SUMMED not in forms[node].gives:
+            kept.add(node)
+    return kept
+
+
+def pieces(node: fx.Node) -> list[fx.Node]:
+    """What takes one of several results of a node."""
+    return [user for user in node.users if user.target is operator.getitem]
+
+
+def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.Node], product: fx.Node) -> None:
+    """Add what only serves the region and would be as large as the scores, though not made of them: constants."""
+    rows, columns = product.meta["val"].shape
+    stack = [each for node in kept - {product} for each in _read_by_rows(node, forms[node])]
+    while stack:
+        node, layout = stack.pop()
+        if node in kept or node.op != "call_function" or not kept.issuperset(node.users):
+            continue
+        value = node.meta["val"]
+        form = form_of(node, rows, [None] * len(operands(node))) if value.numel() >= rows * columns else None
+        if form is not None and form.gives == (layout,) and node.target not in _PRODUCTS:
+            forms[node] = form
+            kept.add(node)
+            large.add(node)
+            stack += _read_by_rows(node, form)
+
+
+def _read_by_rows(node: fx.Node, form: Form) -> list[tuple[fx.Node, int]]:
+    return [(operand, take) for operand, take in zip(operands(node), form.takes, strict=True) if take != WHOLE]
+
+
+def halves(gm: fx.GraphModule, region: Region) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The operations of forward and those of backward."""
+    inside = forward_nodes(gm)
+    return [n for n in region.forms if n in inside], [n for n in region.forms if n not in inside]
+
+
+def _described(node: fx.Node) -> str:
+    name = str(node.target).removeprefix("aten.")
+    where = f" ({node.meta['source']})" if node.meta.get("source") else ""
+    return f"{name}{where}"
+
+
+def described(region: Region) -> str:
+    """The scores for people."""
+    shape = list(region.product.meta["val"].shape)
+    return (
+        f"scores {shape} of the loss at {region.product.meta.get('source') or region.product.name}, "
+        f"{format_bytes(region.whole_bytes)},"
+    )

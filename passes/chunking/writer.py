@@ -1,0 +1,219 @@
+"""The graph in which a region is computed a chunk of rows at a time."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from shardgraph.ir import ALL_REDUCE, CHUNK, WAIT, outputs, set_outputs
+from shardgraph.passes.chunking.region import NotByRowsError, Region, halves, pieces
+from shardgraph.passes.chunking.rows import SUMMED, TURNED, WHOLE, Form, is_number
+from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.options import operands, results
+from shardgraph.passes.sharding.writer import Writer
+
+aten = torch.ops.aten
+
+Loop = tuple[fx.Node, ...]
+"""Operations that are done one chunk after the other, all of them for one before the next."""
+
+_OF_THE_WHOLE = frozenset({"val", "equals", "placed", "role", "again", "scores"})
+"""What is said of a node that is not so of a chunk of it."""
+
+
+def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int, int]], fake_mode: Any) -> None:
+    """Rewrite ``gm`` in place: the operations of ``region`` for the rows of each of ``bounds``, one after the other.
+
+    What is large is marked ``meta["again"]``: backward computes it again, chunk by chunk.
+
+    Raises:
+        NotByRowsError: something needs a sum over all rows before it can begin with the first.
+    """
+    forward, backward = (tuple(half) for half in halves(gm, region))
+    order = _order(gm, [loop for loop in (forward, backward) if loop])
+    _Chunks(gm, region, bounds, frozenset(backward), fake_mode).run(order)
+
+
+def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
+    """Nodes and loops, each after what it needs, and else in the order of the graph."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    unit: dict[fx.Node, fx.Node | Loop] = {node: node for node in place}
+    for loop in loops:
+        unit |= dict.fromkeys((*loop, *(piece for node in loop for piece in pieces(node))), loop)
+    last: dict[Any, int] = {}
+    for node, at in place.items():
+        last[unit[node]] = max(at, last.get(unit[node], 0))
+    waits_for = {each: set[Any]() for each in last}
+    for node in place:
+        waits_for[unit[node]] |= {unit[value] for value in node.all_input_nodes} - {unit[node]}
+    users: dict[Any, list[Any]] = {each: [] for each in last}
+    for each, needed in waits_for.items():
+        for value in needed:
+            users[value].append(each)
+    ready = [(last[each], each) for each, needed in waits_for.items() if not needed]
+    heapq.heapify(ready)
+    found: list[fx.Node | Loop] = []
+    while ready:
+        _, each = heapq.heappop(ready)
+        found.append(each)
+        for user in users[each]:
+            waits_for[user].remove(each)
+            if not waits_for[user]:
+                heapq.heappush(ready, (last[user], user))
+    if len(found) < len(last):
+        raise NotByRowsError("something of a row depends on a sum over all of them")
+    return found
+
+
+class _Chunks:
+    """Writes the graph; ``whole`` has what exists as a whole, ``chunks`` the values of each chunk."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        region: Region,
+        bounds: Sequence[tuple[int, int]],
+        backward: frozenset[fx.Node],
+        fake_mode: Any,
+    ) -> None:
+        self.gm, self.region, self.bounds, self.backward = gm, region, bounds, backward
+        self.write = Writer(fx.Graph(), fake_mode, "chunk", len(bounds))
+        self.whole: dict[Value, fx.Node] = {}
+        self.chunks: list[dict[Value, fx.Node]] = [{} for _ in bounds]
+        self.slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        self.flat: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.totals: dict[Value, fx.Node] = {}
+
+    def run(self, order: Sequence[fx.Node | Loop]) -> None:
+        for each in order:
+            if isinstance(each, tuple):
+                self._loop(each)
+            elif each.op != "output":
+                self.whole[each, 0] = self.write.graph.node_copy(each, self._get)
+        meta = self.gm.graph.output_node().meta
+        values = tuple(self._get(v) if isinstance(v, fx.Node) else v for _, v in outputs(self.gm))
+        self.write.graph.output(values)
+        self.write.graph.output_node().meta = dict(meta)
+        self.gm.graph = self.write.graph
+        set_outputs(self.gm, outputs(self.gm))
+
+    def _get(self, node: fx.Node) -> fx.Node:
+        return self.whole[node, 0] if (node, 0) in self.whole else self.whole[value_of(node)]
+
+    # -- a loop ------------------------------------------------------------------------------------
+
+    def _loop(self, loop: Loop) -> None:
+        for number, (start, end) in enumerate(self.bounds):
+            for node in loop:
+                self._operation(node, number, end - start)
+        for node in loop:
+            self.write.meta = self._labels(node, again=False)
+            for index, layout in enumerate(self.region.forms[node].gives):
+                if layout == SUMMED:
+                    self.whole[node, index] = self._total(node, index)
+                elif self._is_used(node):
+                    self.whole[node, index] = self._joined(node, layout)
+            if self.region.forms[node].mean:
+                self.whole[node, 0] = self.write.call(aten.div.Tensor, self.whole[node, 0], self.whole[node, 1])
+
+    def _operation(self, node: fx.Node, number: int, rows: int) -> None:
+        form, chunk = self.region.forms[node], self.chunks[number]
+        self.write.meta = self._labels(node, again=True) | {CHUNK: number}
+        given = [self._operand(each, take, number) for each, take in zip(operands(node), form.takes, strict=True)]
+        if form.target is None:
+            chunk[node, 0] = given[0]
+            return
+        self.write.meta = self._labels(node, again=node in self.region.large) | {CHUNK: number}
+        if node in self.backward and node.target is aten.mm.default and (node, 0) in self.totals:
+            self.totals[node, 0] = self._add_product(self.totals[node, 0], *given)
+            return
+        made = self._call(node, form, rows, given, number)
+        parts = [made]
+        if len(form.gives) > 1:
+            parts = [self.write.call(operator.getitem, made, index) for index in range(len(form.gives))]
+        for index, (layout, part) in enumerate(zip(form.gives, parts, strict=True)):
+            if layout == SUMMED:
+                self._add((node, index), part)
+            else:
+                chunk[node, index] = part
+
+    def _call(self, node: fx.Node, form: Form, rows: int, given: list[fx.Node], number: int) -> fx.Node:
+        if node.target in (ALL_REDUCE, WAIT):
+            return self.write.symbolic(node, given[0], tuple(given[0].meta["val"].shape))
+        if form.target is aten.view.default:
+            given = [self.write.contiguous(given[0])]
+        places = dict(zip(operands(node), given, strict=True))  # one operand in two places has one layout
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n: self._get(n) if is_number(n) else places[n], (form.args(rows), dict(node.kwargs))
+        )
+        return self.write.named(f"chunk{number}_{node.name}", form.target, args, kwargs)
+
+    def _labels(self, node: fx.Node, again: bool) -> dict[str, Any]:
+        return {key: value for key, value in node.meta.items() if key not in _OF_THE_WHOLE} | {"again": again}
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    def _operand(self, node: fx.Node, take: int, number: int) -> fx.Node:
+        """An operand for a chunk: of what exists as a whole, its rows."""
+        if take == WHOLE:
+            return self._get(node)
+        if value_of(node) in self.chunks[number]:
+            return self.chunks[number][value_of(node)]
+        if (node, take, number) not in self.slices:
+            start, end = self.bounds[number]
+            dim = 1 if take == TURNED else 0
+            rows = self.write.call(aten.slice.Tensor, self._flat(node, take), dim, start, end)
+            self.slices[node, take, number] = rows
+        return self.slices[node, take, number]
+
+    def _flat(self, node: fx.Node, take: int) -> fx.Node:
+        """A value that exists as a whole, with its rows as one dimension."""
+        whole = self._get(node)
+        if take in (TURNED, 1):
+            return whole
+        if (node, take) not in self.flat:
+            shape = whole.meta["val"].shape
+            self.flat[node, take] = self.write.view(whole, (self.region.rows, *shape[take:]))
+        return self.flat[node, take]
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def _is_used(self, node: fx.Node) -> bool:
+        """Whether something outside of the region reads a value of ``node``."""
+        users = {user for each in (node, *pieces(node)) for user in each.users}
+        return any(user not in self.region.forms and user.target is not operator.getitem for user in users)
+
+    def _joined(self, node: fx.Node, layout: int) -> fx.Node:
+        assert layout > 0, f"{node} leaves the chunks transposed"
+        rows = self.write.call(aten.cat.default, [chunk[node, 0] for chunk in self.chunks])
+        return self.write.view(rows, tuple(results(node)[0].shape))
+
+    def _add(self, value: Value, part: fx.Node) -> None:
+        """Add a chunk's part of a sum, in single precision at least: many roundings would be more than one."""
+        if _is_low(part):
+            part = self.write.call(aten._to_copy.default, part, dtype=torch.float32)
+        total = self.totals.get(value)
+        self.totals[value] = part if total is None else self.write.call(aten.add.Tensor, total, part)
+
+    def _add_product(self, total: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
+        """Add a chunk's part of a weight's gradient where the others are: nothing else reads them."""
+        if _is_low(left):
+            return self.write.call(aten.add_.Tensor, total, self.write.call(aten.mm.default, left, right))
+        return self.write.call(aten.addmm_.default, total, left, right)
+
+    def _total(self, node: fx.Node, index: int) -> fx.Node:
+        total, dtype = self.totals[node, index], results(node)[index].dtype
+        if total.meta["val"].dtype != dtype:
+            total = self.write.call(aten._to_copy.default, total, dtype=dtype)
+        return self.write.view(total, tuple(results(node)[index].shape))
+
+
+def _is_low(node: fx.Node) -> bool:
+    dtype = node.meta["val"].dtype
+    return bool(dtype.is_floating_point and torch.finfo(dtype).bits < 32)

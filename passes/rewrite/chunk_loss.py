@@ -1,0 +1,90 @@
+"""A loss over a large vocabulary without its logits: forward and backward a chunk of rows at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.passes.base import Context
+from shardgraph.passes.chunking.region import NotByRowsError, described, find_region
+from shardgraph.passes.chunking.writer import write_chunks
+
+LOSS_CHUNK = 64 * 2**20
+"""Bytes of scores at a time where a budget of memory asks for chunks: many rows still, and little beside layers."""
+SCORES = "scores"
+"""``meta[SCORES]`` marks the operations that normalise scores, as captured or as lowered."""
+
+
+@dataclass(frozen=True)
+class MarkScores:
+    """Takes a joint graph; marks the log-softmax of every cross-entropy, for :class:`ChunkLoss` to find what a division
+    of operators makes of it. Must not change: anything else."""
+
+    name: ClassVar[str] = "mark-scores"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"marked-scores"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-operators", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        for number, node in enumerate(_normalisations(gm)):
+            node.meta[SCORES] = number
+
+
+def _normalisations(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._log_softmax.default))
+
+
+def has_scores(gm: fx.GraphModule, nbytes: int) -> bool:
+    """Whether a captured graph has a cross-entropy over more than so many bytes of scores."""
+    return any(node.meta["val"].nbytes > nbytes for node in _normalisations(gm))
+
+
+@dataclass(frozen=True)
+class ChunkLoss:
+    """Takes a joint graph, divided or not; gives the one in which no more than ``context.plan.loss_chunk`` bytes of
+    scores exist at a time, in any one dtype.
+
+    The product of hidden states and vocabulary, the cross-entropy and what both are in backward are computed for some
+    rows, then for the next; backward computes their scores again, which is one product more. So do Wijmans et al.,
+    2024 (https://arxiv.org/abs/2411.09009) and Luo et al., 2024 (https://arxiv.org/abs/2407.15892); here it is found in
+    the graph (:mod:`shardgraph.passes.chunking`). What is not changed, and why, is noted.
+
+    Must not change: what is computed, but for the order in which rows are added up.
+    """
+
+    name: ClassVar[str] = "chunk-loss"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"chunked-loss"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "recomputed", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if context.plan.loss_chunk is None:
+            return
+        found = {node.meta[SCORES] for node in gm.graph.nodes if SCORES in node.meta}
+        if not found:
+            context.notes.append("loss_chunk: no cross-entropy is in the graph, so nothing is computed in chunks")
+        for number in sorted(found):
+            left = [node for node in gm.graph.nodes if node.meta.get(SCORES) == number]
+            if left:  # not in chunks already, together with another loss of the same scores
+                context.notes.append(_chunk(gm, left[0], context.plan.loss_chunk, context))
+
+
+def _chunk(gm: fx.GraphModule, scores: fx.Node, nbytes: int, context: Context) -> str:
+    """Compute the scores in chunks; says what was done."""
+    try:
+        region = find_region(gm, scores)
+        size = max(1, nbytes // region.row_bytes)
+        count = math.ceil(region.rows / size)
+        if count == 1:
+            return f"{described(region)} are within a chunk of the loss"
+        size = math.ceil(region.rows / count)
+        bounds = [(start, min(start + size, region.rows)) for start in range(0, region.rows, size)]
+        write_chunks(gm, region, bounds, context.fake_mode)
+    except NotByRowsError as error:
+        where = scores.meta.get("source") or scores.name
+        return f"the scores of the loss at {where} are not computed in chunks: {error}"
+    return f"{described(region)} are computed {size} rows at a time, in {len(bounds)} chunks"

@@ -1,0 +1,186 @@
+"""Rows of scores that a loss does not use, such as a sequence's last, are left out before they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.passes.base import Context
+from shardgraph.passes.sharding.options import operands
+
+aten = torch.ops.aten
+
+_LOG_SOFTMAX = aten._log_softmax.default
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+_SAME_ROWS = frozenset({aten.view.default, aten._unsafe_view.default, aten._to_copy.default, aten.clone.default})
+
+
+@dataclass(frozen=True)
+class SliceBeforeScores:
+    """Takes a captured joint graph; gives the one in which hidden states are sliced and not their scores.
+
+    Causal models shift labels against scores, ``scores[:, :-1]`` against ``labels[:, 1:]``. A product is row by row, so
+    the rows that are kept can be taken from what is multiplied; in backward the gradient of hidden states gets the rows
+    of zeros that the gradient of the scores would have had. What else reads the scores keeps them as they are.
+
+    Must not change: what is computed.
+    """
+
+    name: ClassVar[str] = "slice-before-scores"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"sliced-hidden-states"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-operators", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        for scores in gm.graph.find_nodes(op="call_function", target=_LOG_SOFTMAX):
+            forward = _forward(scores)
+            backward = None if forward is None else _backward(gm, forward)
+            if forward is not None and backward is not None:
+                _rewrite(gm, forward, backward, context.fake_mode)
+                gm.graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """``product`` makes scores, ``casts`` them to other dtypes, and ``cut`` takes a part of their rows."""
+
+    product: fx.Node
+    casts: tuple[fx.Node, ...]
+    cut: fx.Node
+
+    @property
+    def hidden(self) -> fx.Node:
+        """What is multiplied, row by row."""
+        return operands(self.product)[-2]
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """``spread`` puts the gradient of the rows that are kept among zeros, and ``gradient`` is what products read."""
+
+    spread: fx.Node
+    casts: tuple[fx.Node, ...]
+    gradient: fx.Node
+
+
+def _forward(scores: fx.Node) -> _Forward | None:
+    """The cut between a product and what normalises its result; None where there is none that can go before it."""
+    node, chain = operands(scores)[0], list[fx.Node]()
+    while node.target not in _PRODUCTS:
+        if node.target not in _SAME_ROWS and node.target is not aten.slice.Tensor:
+            return None
+        chain.append(node)
+        node = operands(node)[0]
+    cuts = [each for each in chain if each.target is aten.slice.Tensor and not _keeps_all(each)]
+    if len(cuts) != 1 or _before(cuts[0])[-1] != node.meta["val"].shape[1]:
+        return None
+    if _range(cuts[0].args[1:], _before(cuts[0]))[0] == len(_before(cuts[0])) - 1:
+        return None  # a part of the vocabulary
+    above = chain[chain.index(cuts[0]) + 1 :]
+    if any(len(each.users) > 1 for each in (node, *above)):
+        return None
+    return _Forward(node, tuple(each for each in reversed(above) if each.target is aten._to_copy.default), cuts[0])
+
+
+def _before(node: fx.Node) -> list[int]:
+    """The shape of what a node takes."""
+    return list(operands(node)[0].meta["val"].shape)
+
+
+def _keeps_all(node: fx.Node) -> bool:
+    return list(node.meta["val"].shape) == _before(node)
+
+
+def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | None:
+    """The same cut in backward; empty where there is no backward, and None where it is not as expected."""
+    whole = _before(forward.cut)
+    rows = _range(forward.cut.args[1:], whole)
+    nodes = gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
+    found = [each for each in nodes if list(each.args[1]) == whole and _range(each.args[2:], whole) == rows]
+    if len(found) != 1:
+        return None if found else ()
+    node, casts = found[0], list[fx.Node]()
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target not in _SAME_ROWS and not (user.target is aten.slice_backward.default and _keeps_all(user)):
+            break
+        casts += [user] if user.target is aten._to_copy.default else []
+        node = user
+    ends = node.users and all(_is_end(user, node, forward.hidden) for user in node.users)
+    return _Backward(found[0], tuple(casts), node) if ends else None
+
+
+def _range(args: Sequence[Any], shape: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
+    dim, start, end, step = [*args, *(0, None, None, 1)[len(args) :]]
+    return dim % len(shape), slice(start, end, step).indices(shape[dim])
+
+
+def _is_end(user: fx.Node, gradient: fx.Node, hidden: fx.Node) -> bool:
+    """Whether a reader of the gradient needs no rows of zeros, or gives them on."""
+    if user.target is aten.mm.default:
+        left, right = user.args
+        return left is gradient or (_is_turned(left) and left.args[0] is hidden and right is gradient)
+    if user.target is aten.sum.dim_IntList:
+        return list(user.args[1]) == [0]
+    return _is_turned(user) and all(
+        each.target is aten.mm.default and each.args == (user, hidden) for each in user.users
+    )
+
+
+def _is_turned(node: Any) -> bool:
+    """Whether a node is a transposed matrix."""
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == [1, 0]
+    return node.target is aten.t.default or (node.target is aten.transpose.int and node.meta["val"].dim() == 2)
+
+
+def _rewrite(gm: fx.GraphModule, forward: _Forward, backward: _Backward | tuple[()], fake_mode: Any) -> None:
+    def call(before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node before another, labelled as ``like``."""
+        given, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with gm.graph.inserting_before(before), fake_mode:
+            node = gm.graph.call_function(target, args, kwargs)
+            node.meta = {**like.meta, "val": target(*given, **named)}
+        return node
+
+    product, cut, hidden = forward.product, forward.cut, forward.hidden
+    *rows, _ = operands(cut)[0].meta["val"].shape
+    width = hidden.meta["val"].shape[1]
+    apart = call(cut, product, aten.view.default, hidden, [*rows, width])
+    part = call(cut, product, aten.slice.Tensor, apart, *cut.args[1:])
+    dense = call(cut, product, aten.clone.default, part, memory_format=torch.contiguous_format)
+    kept = call(cut, product, aten.view.default, dense, [-1, width])
+    *bias, _, weight = product.args
+    scores = call(cut, product, product.target, *bias, kept, weight)
+    for cast in forward.casts:
+        scores = call(cut, cast, cast.target, scores, **cast.kwargs)
+    cut.replace_all_uses_with(call(cut, cut, aten.view.default, scores, list(cut.meta["val"].shape)))
+    if not backward:
+        return
+    spread = backward.spread
+    gradient = spread.args[0]
+    for cast in backward.casts:
+        gradient = call(spread, cast, cast.target, gradient, **cast.kwargs)
+    columns = backward.gradient.meta["val"].shape[1]
+    dense = call(spread, spread, aten.clone.default, gradient, memory_format=torch.contiguous_format)
+    gradient = call(spread, spread, aten.view.default, dense, [-1, columns])
+    for user in list(backward.gradient.users):
+        if _is_turned(user):
+            turned = call(user, user, user.target, gradient, *user.args[1:])
+            for each in list(user.users):
+                each.replace_all_uses_with(call(each, each, each.target, turned, kept))
+        elif user.target is aten.mm.default and user.args[1] is backward.gradient:
+            left = user.args[0]
+            turned = call(user, left, left.target, kept, *left.args[1:])
+            user.replace_all_uses_with(call(user, user, user.target, turned, gradient))
+        elif user.target is aten.mm.default:
+            made = call(user, user, user.target, gradient, user.args[1])
+            apart = call(user, spread, aten.view.default, made, [*spread.args[0].meta["val"].shape[:-1], width])
+            among = call(user, spread, spread.target, apart, [*rows, width], *spread.args[2:])
+            user.replace_all_uses_with(call(user, spread, aten.view.default, among, [-1, width]))
+        else:
+            user.replace_all_uses_with(call(user, user, user.target, gradient, *user.args[1:]))
