@@ -110,14 +110,14 @@ def analyze(
     chosen = annotated(asked_for(resolve_plan(plan, axes, pipeline, precision), recompute, memory), model)
     check_described(chosen, machine.device)
     if chosen.pipeline is not None:
-        return _analyze_pipeline(replace(source, plan=chosen))
+        return _analyze_pipeline(replace(source, plan=chosen), memory)
     if memory is not None or chosen.recompute == "budget":
         joint = replace(source, plan=chosen).joint()
         chosen = with_recomputation(joint, chosen, source.shapes, machine, memory, optimizer)
     return analyze_source(replace(source, plan=chosen))
 
 
-def _analyze_pipeline(source: Source) -> PipelineAnalysis:
+def _analyze_pipeline(source: Source, memory: int | str | None) -> PipelineAnalysis:
     """The analysis of a plan with a pipeline, of which one microbatch is captured."""
     plan, cluster = source.plan, source.cluster
     assert plan.pipeline is not None
@@ -127,6 +127,7 @@ def _analyze_pipeline(source: Source) -> PipelineAnalysis:
     loss_fn = source.loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
     joint = replace(source, args=args, kwargs=kwargs, loss_fn=loss_fn).joint()
     plan = place_stages(joint, plan, source.shapes, cluster)
+    plan = with_recomputation(joint, plan, source.shapes, cluster, memory, source.optimizer)
     program = lower_pipeline(joint, plan, source.shapes)
     return analyze_pipeline(program, cluster, optimizer=source.optimizer, fused=source.fused)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.agreement import Agreement
-from shardgraph.analyze import machine_for, resolve_cluster
+from shardgraph.analyze import machine_for
 from shardgraph.annotations.annotate import annotated, remembered
 from shardgraph.capture import capture, own_loss
 from shardgraph.casting import cast_buffers, computed_dtypes
@@ -182,8 +182,8 @@ def _decided(
     def find() -> tuple[Plan, Owners]:
         if chosen.pipeline is not None:
             loss = (loss_fn if "target" in kwargs else own_loss) if model.training else None
-            machine = resolve_cluster(cluster, chosen.world_size)
-            return place_pipeline(model, chosen, args, dict(kwargs), loss, machine)
+            machine = machine_for(cluster, chosen.world_size)
+            return place_pipeline(model, chosen, args, dict(kwargs), loss, machine, memory)
         loss = loss_fn if "target" in kwargs else None
         cpu, said = torch.device("cpu"), chosen.annotations
         joint = capture(

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -29,6 +30,8 @@ from shardgraph.passes.recompute.names import names_of, rules_for
 from shardgraph.passes.recompute.problem import Problem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
+from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
+from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.plan import Plan, Recomputation
 from shardgraph.program import Program
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
@@ -60,7 +63,7 @@ class Recomputations:
     ) -> None:
         self.joint, self.plan, self.shapes, self.cluster, self.optimizer = joint, plan, shapes, cluster, optimizer
         with without_code():
-            self._placed, self._context = place(joint, plan, shapes)
+            self._placed, self._context = place(joint, plan.of_stage, shapes)
         self._peaks: dict[Choice, int] = {}
         self._latest: tuple[Choice, Program] | None = None
 
@@ -71,7 +74,7 @@ class Recomputations:
         if self.plan.recompute != "budget" or not self.joint.differentiable:
             return [Choice("none" if self.plan.recompute == "budget" else self.plan.recompute, 0.0, 0)]
         gm = copy_graph(self._placed)
-        run_passes(gm, WHOLE_PASSES, self._of_its_own(replace(self.plan, recompute="none")))  # what is annotated
+        run_passes(gm, WHOLE_PASSES, self._of_its_own("none"))  # what is annotated
         values = values_of(gm, self.cluster.device.allocation)
         problem = problem_of(gm, values, Prices(self.cluster, self.plan.mesh))
         seconds = {node: problem.seconds[key] for key, nodes in problem.members.items() for node in nodes}
@@ -105,13 +108,13 @@ class Recomputations:
     def program(self, choice: Choice) -> Program:
         """The program under a choice."""
         if self._latest is None or self._latest[0] != choice:
-            context = self._of_its_own(replace(self.plan, recompute=choice.rules))
+            context = self._of_its_own(choice.rules)
             self._latest = choice, emit(self.joint, self.shapes, copy_graph(self._placed), context)
         return self._latest[1]
 
-    def _of_its_own(self, plan: Plan) -> Context:
-        """What passes know of the placed graph, for ``plan`` and theirs to change."""
-        mode = self._context.fake_mode
+    def _of_its_own(self, rules: str | Recomputation) -> Context:
+        """What passes know of the placed graph, for them to change, with these rules in the plan."""
+        mode, plan = self._context.fake_mode, replace(self._context.plan, recompute=rules)
         return replace(copy.deepcopy(replace(self._context, fake_mode=None)), plan=plan, fake_mode=mode)
 
     @without_code()
@@ -136,11 +139,14 @@ class Recomputations:
         if self.peak(choice) <= budget:
             return choice
         raise PlanError(
-            f"no recomputation brings plan {self.plan.name!r} on {dict(self.plan.mesh)} within {format_bytes(budget)} "
-            f"per rank: the smallest peak is {format_bytes(self.peak(choice))}, with a predicted step of "
-            f"{format_seconds(self.seconds(choice))}. Allow that much, or use more ranks, a smaller batch, or a plan "
-            "that shards more"
+            f"no recomputation brings plan {self.plan.name!r} on {dict(self.plan.whole_mesh)} within "
+            f"{format_bytes(budget)} per rank: the smallest peak is {format_bytes(self.peak(choice))}, with a "
+            f"predicted step of {format_seconds(self.seconds(choice))}. Allow that much, or use {self._alternatives}"
         )
+
+    @property
+    def _alternatives(self) -> str:
+        return "more ranks, a smaller batch, or a plan that shards more"
 
     def nearest(self, budget: int) -> Choice:
         """The choice that adds the least time of those whose peak is at most ``budget`` bytes, or the smallest."""
@@ -161,7 +167,55 @@ class Recomputations:
 
     def _least_peak(self, choice: Choice) -> int:
         """What the peak cannot be below, without simulating: that of keeping everything, less what is not kept."""
-        return self.peak(self.choices[0]) - choice.dropped
+        return self.peak(self.choices[0]) - self._kept_at_once * choice.dropped
+
+    @property
+    def _kept_at_once(self) -> int:
+        """For how many calls at most values are kept at the same time."""
+        return 1
+
+
+class PipelineRecomputations(Recomputations):
+    """The same of a pipeline, whose graph is that of one microbatch: the peak is that of any rank in the schedule."""
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        plan: Plan,
+        shapes: Mapping[str, torch.Size],
+        cluster: Cluster,
+        optimizer: str = "adamw",
+    ) -> None:
+        super().__init__(joint, plan, shapes, cluster, optimizer)
+        self._analyses: dict[Choice, PipelineAnalysis] = {}
+
+    def _exact(self, *_: object) -> Iterator[Collection[fx.Node]]:
+        yield from ()  # Checkmate's program is that of a single call
+
+    def peak(self, choice: Choice) -> int:
+        """The most bytes live at once on any rank in a step under a choice."""
+        return self._analysis(choice).peak_memory
+
+    def seconds(self, choice: Choice) -> float:
+        """The predicted time of a step under a choice."""
+        return self._analysis(choice).time.total
+
+    @without_code()
+    def _analysis(self, choice: Choice) -> PipelineAnalysis:
+        if choice not in self._analyses:
+            program = lower_pipeline(self.joint, replace(self.plan, recompute=choice.rules), self.shapes)
+            self._analyses[choice] = analyze_pipeline(program, self.cluster, optimizer=self.optimizer)
+        return self._analyses[choice]
+
+    @property
+    def _alternatives(self) -> str:
+        return "more ranks, smaller microbatches, Pipeline(checkpoint='always'), or a plan that shards more"
+
+    @property
+    def _kept_at_once(self) -> int:
+        assert self.plan.pipeline is not None
+        step = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return max(max(accumulate(step[a.kind] for a in actions)) for actions in self.plan.pipeline.order)
 
 
 def _ladder(problem: Problem, values: Values) -> Iterator[set[fx.Node]]:
@@ -179,17 +233,11 @@ def asked_for(plan: Plan, recompute: str | None, memory: int | str | None) -> Pl
     """``plan`` with the recomputation that a caller asks for by name; ``memory`` alone asks for ``"budget"``.
 
     Raises:
-        PlanError: there is no such recomputation, or none can be found for a budget because the plan is a pipeline.
+        PlanError: there is no such recomputation.
     """
     if recompute is None and memory is not None and plan.recompute == "none":
         recompute = "budget"
-    asked = plan if recompute is None else replace(plan, recompute=recompute)
-    if asked.pipeline is not None and (memory is not None or asked.recompute == "budget"):
-        raise PlanError(
-            f"plan {plan.name!r} is a pipeline, for which no recomputation is found for a budget: say it, as "
-            "recompute='full' or as Pipeline(checkpoint='always')"
-        )
-    return asked
+    return plan if recompute is None else replace(plan, recompute=recompute)
 
 
 def with_recomputation(
@@ -211,7 +259,8 @@ def with_recomputation(
     if memory is None and plan.recompute != "budget":
         return plan
     budget = cluster.device.memory if memory is None else parse_bytes(memory)
-    found = Recomputations(joint, plan, shapes, cluster, optimizer)
+    kind = Recomputations if plan.pipeline is None else PipelineRecomputations
+    found = kind(joint, plan, shapes, cluster, optimizer)
     choice = found.fastest_within(budget)
     note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(found.peak(choice))}"
     return replace(plan, recompute=choice.rules, note=f"{plan.note}; {note}" if plan.note else note)

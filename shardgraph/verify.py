@@ -23,7 +23,7 @@ from shardgraph.annotations.annotate import annotated
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
 from shardgraph.capture import capture, own_loss
 from shardgraph.casting import cast_buffers, casting, computed_dtypes
-from shardgraph.compiler import build_program, resolve_plan
+from shardgraph.compiler import lower, resolve_plan
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import (
     Buffer,
@@ -165,11 +165,7 @@ def verify(
     cast_buffers(original, chosen.precision, chosen.annotations)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]
-    if memory is not None or chosen.recompute == "budget":
-        joint = capture(original, *parts[0], device=_CPU, annotations=chosen.annotations, precision=chosen.precision)
-        machine = machine_for(None, chosen.world_size)
-        chosen = with_recomputation(joint, chosen, named_shapes(original), machine, memory)
-    chosen, programs = _programs(original, chosen, cut[0])
+    chosen, programs = _programs(original, chosen, cut[0], memory)
     run = _Comparison(original, chosen, programs, cut, loss_fn or default_loss, seed, exact=fp64)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     limit = tolerance if tolerance is not None else _default_tolerance(run.dtypes)
@@ -206,16 +202,20 @@ def _microbatches(part: Any, plan: Plan) -> list[Any]:
     return [part] if plan.pipeline is None else microbatches(part, plan.pipeline.parts)
 
 
-def _programs(model: nn.Module, plan: Plan, parts: list[Any]) -> tuple[Plan, list[Program] | list[PipelineProgram]]:
-    """The program of each microbatch; the plan, once the stages are found that it leaves open."""
-    if plan.pipeline is None:
-        return plan, [build_program(model, plan, *parts[0])]
-    shapes, built = named_shapes(model), {}
+def _programs(
+    model: nn.Module, plan: Plan, parts: list[Any], memory: int | str | None
+) -> tuple[Plan, list[Program] | list[PipelineProgram]]:
+    """The program of each microbatch; the plan, once stages and recomputation are found that it leaves open."""
+    shapes, machine = named_shapes(model), machine_for(None, plan.world_size)
+    built: dict[int, Any] = {}
     for part in parts:
         if (size := batch_size(part)) not in built:
             joint = capture(model, *part, device=_CPU, annotations=plan.annotations, precision=plan.precision)
-            plan = place_stages(joint, plan, shapes)
-            built[size] = lower_pipeline(joint, plan, shapes)
+            if plan.pipeline is not None:
+                plan = place_stages(joint, plan, shapes, machine)
+            if not built:
+                plan = with_recomputation(joint, plan, shapes, machine, memory)
+            built[size] = (lower if plan.pipeline is None else lower_pipeline)(joint, plan, shapes)
     return plan, [built[batch_size(part)] for part in parts]
 
 

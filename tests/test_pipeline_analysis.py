@@ -62,6 +62,25 @@ def test_stages_that_no_cut_makes_fit_name_the_least_memory():
         shardgraph.analyze(gpt2(4), (), preset("pp", {"pp": 2}, Pipeline(4)), example_kwargs=text(8), cluster=small)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_a_budget_is_kept_by_every_rank_and_a_smaller_one_has_no_larger_peak(schedule):
+    plan = preset("pp", {"pp": 2}, Pipeline(4, schedule, stages=("transformer.h.1",)))
+    given = {"example_kwargs": text(8), "cluster": toy_cluster()}
+    most = shardgraph.analyze(gpt2(2), (), plan, **given).peak_memory
+    found = [shardgraph.analyze(gpt2(2), (), plan, memory=int(most * part), **given) for part in (0.9, 0.8)]
+    assert 0.8 * most >= found[1].peak_memory < found[0].peak_memory <= 0.9 * most
+    with pytest.raises(PlanError, match="the smallest peak is.*checkpoint='always'"):
+        shardgraph.analyze(gpt2(2), (), plan, memory=int(0.2 * most), **given)
+
+
+def test_a_pipeline_within_a_budget_equals_the_unsharded_model():
+    plan = preset("pp", {"pp": 2}, Pipeline(4, stages=("transformer.h.1",)))
+    most = shardgraph.analyze(gpt2(2), (), plan, example_kwargs=text(8)).peak_memory
+    report = shardgraph.verify(gpt2(2), (), plan, example_kwargs=text(8), memory=int(0.9 * most), fp64=True)
+    assert report.ok, report
+    assert report.plan.recompute not in ("none", "budget")
+
+
 def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

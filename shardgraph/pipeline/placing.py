@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from shardgraph.pipeline.blocks import blocks_of
 from shardgraph.pipeline.microbatches import microbatches
 from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.plan import Plan
+from shardgraph.recomputation import with_recomputation
 
 
 def place_stages(
@@ -29,7 +31,7 @@ def place_stages(
     """``plan`` with a beginning for every stage of its pipeline: as annotated, as ``balance`` says, or the best.
 
     The best are those with which the simulated step is shortest and every rank has memory enough, priced on
-    ``cluster``; None: this machine.
+    ``cluster``; None: this machine. Of a plan whose recomputation is yet to be found for a budget it is the shortest.
 
     Raises:
         PlanError: what is said cannot be, contradicts itself, the model has fewer places to cut than that takes, or a
@@ -61,7 +63,8 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
             f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(blocks.names)} places for "
             f"one ({', '.join(map(repr, blocks.names))}): use fewer ranks along {pipeline.axis!r}"
         )
-    found = balance(blocks.costs, pipeline.order, limit=cluster.device.memory, prefetch=pipeline.prefetch)
+    limit = math.inf if plan.recompute == "budget" else cluster.device.memory
+    found = balance(blocks.costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
     return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
 
 
@@ -71,13 +74,15 @@ def place_pipeline(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_fn: Any,
-    cluster: Cluster | None = None,
+    cluster: Cluster,
+    memory: int | str | None = None,
 ) -> tuple[Plan, dict[str, tuple[int, ...]]]:
     """``plan`` with all that it leaves open found from a call of ``model``, and which stages use each parameter.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
-        PlanError: as :func:`place_stages`, or the batch cannot be cut into the plan's microbatches.
+        PlanError: as :func:`place_stages` and :func:`shardgraph.recomputation.with_recomputation`, or the batch cannot
+            be cut into the plan's microbatches.
     """
     assert plan.pipeline is not None
     args, kwargs = microbatches((args, kwargs), plan.pipeline.parts)[0]
@@ -87,4 +92,5 @@ def place_pipeline(
         joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=plan.precision)
     plan = place_stages(joint, plan, shapes, cluster)
     plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
+    plan = with_recomputation(joint, plan, shapes, cluster, memory)
     return plan, lower_pipeline(joint, plan, shapes).owners
