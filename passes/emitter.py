@@ -71,19 +71,19 @@ class Emitter:
 
         The graph is the same text on every rank, so the device is any of its kind: the rank's current one.
         """
-        return self._copied(TO_DEVICE, (tensor, torch.device(device.type)), tensor, device, blocks=False, **meta)
+        return self._copied(TO_DEVICE, (tensor, torch.device(device.type)), tensor, device, **meta)
 
-    def to_host(self, tensor: fx.Node, blocks: bool, **meta: Any) -> fx.Node:
-        """Start and wait: a copy in host memory; ``blocks`` if the host computes with it."""
-        return self._copied(TO_HOST, (tensor,), tensor, torch.device("cpu"), blocks, **meta)
+    def to_host(self, tensor: fx.Node, **meta: Any) -> fx.Node:
+        """Start and wait: a copy in host memory."""
+        return self._copied(TO_HOST, (tensor,), tensor, torch.device("cpu"), **meta)
 
     def _copied(
-        self, target: Any, args: tuple[Any, ...], tensor: fx.Node, device: torch.device, blocks: bool, **meta: Any
+        self, target: Any, args: tuple[Any, ...], tensor: fx.Node, device: torch.device, **meta: Any
     ) -> fx.Node:
         with self.context.fake_mode:
             copies = [torch.empty_like(tensor.meta["val"], device=device) for _ in range(2)]
         start = self.call(target, args, (), copies[0], **{**meta, "val": copies[0]})
-        return self.call(WAIT_COPY, (start, tensor, blocks), (), copies[0], **{**meta, "val": copies[1]})
+        return self.call(WAIT_COPY, (start, tensor), (), copies[0], **{**meta, "val": copies[1]})
 
     def pad_rows(self, tensor: fx.Node, rows: int, **meta: Any) -> fx.Node:
         """``tensor`` zero-padded along dim 0 to ``rows``."""

@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
@@ -38,6 +39,7 @@ __all__ = [
     "DynamoError",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "OutputType",
     "PipelineStageBase",
     "as_placed",

@@ -21,6 +21,7 @@ from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
 from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
+from shardgraph.offload_plan import Offload
 from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
 from shardgraph.pipeline.microbatches import microbatches
 from shardgraph.pipeline.placing import place_stages
@@ -49,6 +50,7 @@ def analyze(
     fold: bool = True,
     recompute: str | None = None,
     memory: int | str | None = None,
+    offload: str | Offload | None = None,
 ) -> Analysis | PipelineAnalysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
 
@@ -75,6 +77,7 @@ def analyze(
         backend: ``"eager"``, or ``"inductor"``: chains of pointwise operations priced as fused.
         recompute: what backward computes again, as for ``shardgraph.compile``.
         memory: what the predicted peak of a rank may be, likewise.
+        offload: what is in host memory, likewise.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -95,7 +98,7 @@ def analyze(
     if plan == "auto":
         check_described(nothing, machine.device)
         groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
-        groups = [[asked_for(each, recompute, memory) for each in group] for group in groups]
+        groups = [[asked_for(each, recompute, memory, offload) for each in group] for group in groups]
         chosen = choose_plan(
             source.joint(),
             source.shapes,
@@ -107,7 +110,7 @@ def analyze(
             memory=memory,
         )
         return analyze_source(replace(source, plan=chosen))
-    chosen = annotated(asked_for(resolve_plan(plan, axes, pipeline, precision), recompute, memory), model)
+    chosen = annotated(asked_for(resolve_plan(plan, axes, pipeline, precision), recompute, memory, offload), model)
     check_described(chosen, machine.device)
     if chosen.pipeline is not None:
         return _analyze_pipeline(replace(source, plan=chosen), memory)

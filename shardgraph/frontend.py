@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +21,14 @@ from shardgraph.casting import cast_buffers, computed_dtypes
 from shardgraph.compiler import place_operators, resolve_mesh, resolve_plan
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.dtype_support import check_present
-from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.errors import OffloadError, PlanError, ShardGraphError
 from shardgraph.materialize import is_meta, materialize
 from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.module import ShardedModule
-from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
+from shardgraph.offload_plan import Offload
+from shardgraph.parameter_memory import ParameterMemory
+from shardgraph.parameters import ParameterSlots, as_dtensor, named_shapes, own_part
 from shardgraph.pipeline.module import PipelinedModule
 from shardgraph.pipeline.placing import place_pipeline
 from shardgraph.pipeline_plan import Pipeline
@@ -52,6 +56,7 @@ def compile(
     cluster: Cluster | str | Path | None = None,
     recompute: str | None = None,
     memory: int | str | None = None,
+    offload: str | Offload | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -86,6 +91,9 @@ def compile(
             makes the predicted peak fit ``memory``, by default the device's, in the least time; needs example inputs).
         memory: bytes that the predicted peak of a rank may have, states included, or a text such as ``"12GiB"``. A
             plan that says nothing of recomputation gets what fits.
+        offload: ``"parameters"``, ``"activations"``, ``"all"`` or an :class:`Offload`: what is in host memory, or on
+            disk, while the device does not use it. Offloaded parameters stay there, and so do their gradients and what
+            the optimizer makes of them. Without a process group the device is then an accelerator, if there is one.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.
         timeout: seconds that a rank waits for the others to compile the same program.
@@ -103,21 +111,23 @@ def compile(
     if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
         call = (example_inputs or (), dict(example_kwargs or {}))
         loss = loss_fn if "target" in call[1] else None
-        plan = _from_first_rank(lambda: _fastest(model, *call, mesh, precision, loss, cluster, recompute, memory))
-        recompute = memory = None  # they are in it
+        find = partial(_fastest, model, *call, mesh, precision, loss, cluster, recompute, memory, offload)
+        plan = _from_first_rank(find)
+        recompute = memory = offload = None  # they are in it
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
     decided, owners = _decided(
-        model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, recompute, memory
+        model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, recompute, memory, offload
     )
-    device = _device(device_mesh, model)
+    device = _device(device_mesh, model, isinstance(decided, Plan) and decided.offload.parameters)
     chosen, entries = _agree_on_plan(agreement, decided, axes, pipeline, precision, model, device)
 
     shared = device_mesh if chosen.whole_mesh else None
     stages = _Stages(chosen, shared, owners)
-    _shard_parameters(model, entries, stages, device, initialize)
+    memory_of = _parameter_memory(agreement, model, chosen, entries, stages, device)
+    _shard_parameters(model, entries, stages, memory_of, device, initialize)
     cast_buffers(model, chosen.precision, chosen.annotations)
     for module in model.modules():
         for key, value in module._buffers.items():
@@ -148,6 +158,7 @@ def _decided(
     agreement: Agreement,
     recompute: str | None,
     memory: int | str | None,
+    offload: str | Offload | None,
 ) -> tuple[str | Path | Plan, Owners]:
     """The plan with a placement for every parameter, and a recomputation, where it leaves them to be found.
 
@@ -160,7 +171,7 @@ def _decided(
         undecided = bool(resolved.undecided(shapes)) and dist.is_initialized()
     except ShardGraphError:
         return plan, {}  # all ranks are told of it together when they agree on the plan
-    plan = asked_for(resolved, recompute, memory)
+    plan = asked_for(resolved, recompute, memory, offload)
     chosen = annotated(plan, model)
     budgeted = memory is not None or chosen.recompute == "budget"
     if chosen.pipeline is None and not undecided and not budgeted:
@@ -223,6 +234,7 @@ def _fastest(
     cluster: Cluster | str | Path | None,
     recompute: str | None,
     memory: int | str | None,
+    offload: str | Offload | None,
 ) -> Plan:
     """The plan that this rank finds fastest; machines differ in what memory they have free."""
     ranks = dist.get_world_size()
@@ -233,7 +245,7 @@ def _fastest(
         groups = plans_of(ranks, machine) if mesh is None else plans_on(tuple(mesh.items()))
     said, chosen, cpu = remembered(model), Precision.of(precision or AS_STORED), torch.device("cpu")
     joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=chosen)
-    groups = [[asked_for(plan, recompute, memory) for plan in group] for group in groups]
+    groups = [[asked_for(plan, recompute, memory, offload) for plan in group] for group in groups]
     return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen, memory=memory)
 
 
@@ -260,10 +272,11 @@ def _agree_on_plan(
     return chosen, entries
 
 
-def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:
+def _device(mesh: DeviceMesh | None, model: nn.Module, offloads: bool) -> torch.device:
+    """What computes. Without a mesh it is where the model is; of one that is on the host to stay, an accelerator."""
     if mesh is not None:
         return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    real = next((p.device for p in model.parameters() if not p.is_meta), None)
+    real = None if offloads else next((p.device for p in model.parameters() if not p.is_meta), None)
     return real or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -290,8 +303,37 @@ class _Stages:
         return whole
 
 
+def _parameter_memory(
+    agreement: Agreement,
+    model: nn.Module,
+    plan: Plan,
+    entries: Mapping[str, ParameterPlan],
+    stages: _Stages,
+    device: torch.device,
+) -> ParameterMemory:
+    """Memory for this rank's parameters, once all ranks have room for theirs."""
+    parts = {
+        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
+        for fqn, parameter in model.named_parameters()
+        if stages.has(fqn)
+    }
+    error = None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
+    try:
+        memory = ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
+    except OffloadError as failure:
+        error = failure
+    agreement.agree("room for what is offloaded", "", error)
+    return memory
+
+
 def _shard_parameters(
-    model: nn.Module, entries: Mapping[str, ParameterPlan], stages: _Stages, device: torch.device, initialize: bool
+    model: nn.Module,
+    entries: Mapping[str, ParameterPlan],
+    stages: _Stages,
+    memory: ParameterMemory,
+    device: torch.device,
+    initialize: bool,
 ) -> None:
     """Replace every parameter by this rank's part of it; what is on ``meta`` is initialised on the way."""
     shapes, mesh = named_shapes(model), stages.mesh
@@ -299,9 +341,8 @@ def _shard_parameters(
     shards: dict[str, torch.Tensor] = {}
 
     def store(fqn: str, full: torch.Tensor) -> None:
-        shards[fqn] = (
-            cut_shard(full.detach(), entries[fqn], mesh, device) if stages.has(fqn) else full.detach().to("meta")
-        )
+        part = own_part(full.detach(), entries[fqn], mesh) if stages.has(fqn) else full.detach().to("meta")
+        shards[fqn] = memory.filled(fqn, part) if stages.has(fqn) else part
 
     def fetch(fqn: str) -> torch.Tensor:
         if not stages.has(fqn):
@@ -310,7 +351,8 @@ def _shard_parameters(
         return stages.on_all(fqn, whole.clone())
 
     if initialize and is_meta(model):
-        materialize(model, device, store=store, fetch=fetch)
+        offloads = any(entry.offload for entry in entries.values())
+        materialize(model, device, store=store, fetch=fetch, on_host=offloads)
     slots = ParameterSlots(model)
     for fqn, parameter in list(model.named_parameters()):
         if fqn not in shards:

@@ -5,10 +5,10 @@
 that hold for every value, until it has been read. What any other operation makes from tensors of the host is on
 the host, as PyTorch's rule for devices has it.
 
-With an accelerator, host memory is pinned, each direction has a stream of its own, and waits are those of streams; a
-wait that ``blocks`` holds this thread too, as a value that the host computes with needs. Where the device is the CPU
-itself, both are the same memory: each direction has a thread of its own that copies, while this one computes, into
-tensors that are known as the host's by their storage.
+With an accelerator, host memory is pinned, each direction has a stream of its own, and what waits is the computation's
+stream; :func:`settle` holds this thread until all copies are done. Where the device is the CPU itself, both are the
+same memory: each direction has a thread of its own that copies, while this one computes, into tensors that are known as
+the host's by their storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 _library = torch.library.Library("shardgraph", "FRAGMENT")
 _library.define("to_host(Tensor source) -> Tensor")
 _library.define("to_device(Tensor source, Device device) -> Tensor")
-_library.define("wait_copy(Tensor copy, Tensor source, bool blocks) -> Tensor")
+_library.define("wait_copy(Tensor copy, Tensor source) -> Tensor")
 _library.define("empty_on_host(SymInt[] size, ScalarType dtype, bool pinned) -> Tensor")
 
 TO_HOST = torch.ops.shardgraph.to_host.default
@@ -37,7 +37,7 @@ DIRECTIONS = {TO_HOST: "to host", TO_DEVICE: "to device"}
 
 # -- what is on the host ---------------------------------------------------------------------------
 
-_on_host: Any = WeakIdKeyDictionary()  # storages
+_on_host: Any = WeakIdKeyDictionary()  # storages, with whether they take memory
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -45,10 +45,15 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage() in _on_host
 
 
-def known_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, known from now on to be the host's."""
-    _on_host[tensor.untyped_storage()] = True
+def known_on_host(tensor: torch.Tensor, in_file: bool = False) -> torch.Tensor:
+    """``tensor``, known from now on to be the host's, in its memory or in a file that is mapped there."""
+    _on_host[tensor.untyped_storage()] = not in_file
     return tensor
+
+
+def is_in_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is known to be in a file, and takes no memory that cannot be had back."""
+    return _on_host.get(tensor.untyped_storage()) is False
 
 
 def empty_on_host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -78,10 +83,16 @@ def _to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @torch.library.impl(_library, "wait_copy", "CompositeExplicitAutograd")
-def _wait_copy(copy: torch.Tensor, source: torch.Tensor, blocks: bool) -> torch.Tensor:
+def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if (started := _under_way.pop(copy, None)) is not None:
-        started.wait(blocks)
+        started.wait()
     return copy
+
+
+def settle() -> None:
+    """Hold this thread until all copies have been made: the host may then read what came, and overwrite what went."""
+    for stream in _streams.values():
+        stream.synchronize()
 
 
 @torch.library.register_fake("shardgraph::to_host")
@@ -95,7 +106,7 @@ def _(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @torch.library.register_fake("shardgraph::wait_copy")
-def _(copy: torch.Tensor, source: torch.Tensor, blocks: bool) -> torch.Tensor:
+def _(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return copy.view_as(copy)
 
 
@@ -120,15 +131,17 @@ class _Streamed:
             copy.copy_(source, non_blocking=True)
         self.event = stream.record_event()
 
-    def wait(self, blocks: bool) -> None:
+    def wait(self) -> None:
         self.computing.wait_event(self.event)
-        if blocks:
-            self.event.synchronize()
 
 
-@cache
+_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+
+
 def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    if (direction, device) not in _streams:
+        _streams[direction, device] = torch.cuda.Stream(device)
+    return _streams[direction, device]
 
 
 class _Threaded:
@@ -150,7 +163,7 @@ class _Threaded:
         self.tensors = None
         self.done.set()
 
-    def wait(self, blocks: bool) -> None:
+    def wait(self) -> None:
         self.done.wait()
         if self.error is not None:
             raise self.error

@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardgraph.host import EMPTY_ON_HOST, TO_DEVICE, TO_HOST, is_on_host, known_on_host
+from shardgraph._torch import FunctionalTensor
+from shardgraph.host import EMPTY_ON_HOST, TO_DEVICE, TO_HOST, is_in_file, is_on_host, known_on_host
+
+_FROM_FILE = torch.ops.aten.from_file.default
 
 
 class PeakMemory:
@@ -73,12 +76,13 @@ class PeakMemory:
 
 
 def _plain(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors with a storage of their own that ``value`` is made of (a DTensor's local shard)."""
+    """The tensors with a storage of their own that ``value`` is made of (a DTensor's local shard), but for those that
+    stand for others while they are traced."""
     for leaf in tree_iter(value):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
             yield from _plain([getattr(leaf, name) for name in names])
-        elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+        elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not isinstance(leaf, FunctionalTensor):
             yield leaf
 
 
@@ -112,8 +116,8 @@ class _DispatchMeter(TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self.counted or storage.device.type != "cpu":  # fake and meta tensors hold no memory
-            return
+        if storage in self.counted or storage.device.type != "cpu" or is_in_file(tensor):
+            return  # fake and meta tensors hold no memory either
         self.counted[storage] = True
         (self.device if self.is_device and not is_on_host(tensor) else self.host).count(storage)
 
@@ -125,7 +129,7 @@ class _DispatchMeter(TorchDispatchMode):
         given = {tensor.untyped_storage(): tensor for tensor in _plain((args, kwargs))}
         host = func in (TO_HOST, EMPTY_ON_HOST) or (func is not TO_DEVICE and any(map(is_on_host, given.values())))
         result = func(*args, **kwargs)
-        for tensor in _plain(result):
+        for tensor in _plain(result) if func is not _FROM_FILE else ():
             if tensor.untyped_storage() not in given:
                 self.track(known_on_host(tensor) if host else tensor)
         return result

@@ -18,16 +18,12 @@ def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def cut_shard(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None, device: torch.device) -> torch.Tensor:
-    """This rank's own contiguous copy, on ``device``, of its part of ``full``; all of it without a mesh.
-
-    A ``meta`` tensor gives uninitialised memory of the same shape.
-    """
-    if mesh is not None:
-        here = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
-        full = part_of(full, entry, tuple((str(axis), mesh.size(axis)) for axis in range(mesh.ndim)), here)
-    local = torch.empty(full.shape, dtype=full.dtype, device=device)
-    return local if full.is_meta else local.copy_(full)
+def own_part(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> torch.Tensor:
+    """This rank's part of ``full``; all of it without a mesh."""
+    if mesh is None:
+        return full
+    here = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    return part_of(full, entry, tuple((str(axis), mesh.size(axis)) for axis in range(mesh.ndim)), here)
 
 
 def part_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh, here: tuple[int, ...]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from shardgraph.compiler import WHOLE_PASSES, emit, place
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.offload_plan import Offload
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.recompute.checkmate import backward_steps
@@ -229,12 +230,16 @@ def _ladder(problem: Problem, values: Values) -> Iterator[set[fx.Node]]:
             yield problem.operations(counts)
 
 
-def asked_for(plan: Plan, recompute: str | None, memory: int | str | None) -> Plan:
-    """``plan`` with the recomputation that a caller asks for by name; ``memory`` alone asks for ``"budget"``.
+def asked_for(
+    plan: Plan, recompute: str | None, memory: int | str | None, offload: str | Offload | None = None
+) -> Plan:
+    """``plan`` with the recomputation and offloading that a caller asks for; ``memory`` alone asks for ``"budget"``.
 
     Raises:
-        PlanError: there is no such recomputation.
+        PlanError: there is no such recomputation or offloading.
     """
+    if offload is not None:
+        plan = replace(plan, offload=Offload.of(offload))
     if recompute is None and memory is not None and plan.recompute == "none":
         recompute = "budget"
     return plan if recompute is None else replace(plan, recompute=recompute)

@@ -39,6 +39,7 @@ from shardgraph.ir import (
 )
 from shardgraph.mesh import coordinates
 from shardgraph.mixed_precision import Precision
+from shardgraph.offload_plan import Offload
 from shardgraph.parameters import named_shapes, part_of
 from shardgraph.pipeline.lockstep import LockstepStep
 from shardgraph.pipeline.microbatches import batch_size, microbatches, shares
@@ -127,6 +128,7 @@ def verify(
     fp64: bool = False,
     recompute: str | None = None,
     memory: int | str | None = None,
+    offload: str | Offload | None = None,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
@@ -149,6 +151,7 @@ def verify(
         fp64: do everything in double precision, which tells a bug from rounding.
         recompute: what backward computes again, as for ``shardgraph.compile``.
         memory: what the predicted peak of a rank may be, likewise.
+        offload: what is in host memory, likewise; here that is memory of the same process.
         tolerance: the largest relative error that is ok; default by the coarsest dtype that is computed with: 1e-4 in
             single and 1e-5 in double precision.
         seed: of each step's random numbers.
@@ -161,7 +164,7 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    chosen = annotated(asked_for(_plan(plan, world_size, mesh, precision), recompute, memory), model)
+    chosen = annotated(asked_for(_plan(plan, world_size, mesh, precision), recompute, memory, offload), model)
     cast_buffers(original, chosen.precision, chosen.annotations)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]

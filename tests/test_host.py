@@ -32,8 +32,8 @@ aten = torch.ops.aten
 
 def test_a_copy_to_the_host_and_back_is_the_tensor():
     x = torch.randn(30, 7).t()
-    there = WAIT_COPY(TO_HOST(x), x, True)
-    back = WAIT_COPY(TO_DEVICE(there, CPU), there, False)
+    there = WAIT_COPY(TO_HOST(x), x)
+    back = WAIT_COPY(TO_DEVICE(there, CPU), there)
     assert torch.equal(back, x) and back.stride() == x.stride()
     assert is_on_host(there) and not is_on_host(back) and not is_on_host(x)
 
@@ -44,7 +44,7 @@ def test_the_computation_goes_on_while_a_copy_runs():
     copy = TO_HOST(large)
     small = small * 2
     started = time.perf_counter() - began
-    WAIT_COPY(copy, large, True)
+    WAIT_COPY(copy, large)
     assert started < (time.perf_counter() - began) / 2
 
 
@@ -56,13 +56,13 @@ def test_an_error_of_a_copy_is_raised_where_it_is_awaited(monkeypatch):
     x = torch.ones(3)
     copy = TO_HOST(x)
     with pytest.raises(OSError, match="no space left"):
-        WAIT_COPY(copy, x, True)
+        WAIT_COPY(copy, x)
 
 
 def test_copies_of_fake_tensors_have_their_shape_and_place():
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(3, 4, dtype=torch.bfloat16)
-        there = WAIT_COPY(TO_HOST(x), x, True)
+        there = WAIT_COPY(TO_HOST(x), x)
     assert there.shape == (3, 4) and there.dtype == torch.bfloat16
 
 
@@ -72,10 +72,10 @@ def test_copies_of_fake_tensors_have_their_shape_and_place():
 def test_the_counter_counts_the_host_apart_from_the_device():
     x = torch.ones(256)  # 1 KiB
     with PeakMemory().track([x]) as memory:
-        there = WAIT_COPY(TO_HOST(x), x, True)
+        there = WAIT_COPY(TO_HOST(x), x)
         state = torch.zeros_like(there)  # what is made from the host's is the host's
         state.add_(there * 2)
-        WAIT_COPY(TO_DEVICE(state, CPU), state, False)
+        WAIT_COPY(TO_DEVICE(state, CPU), state)
     assert memory.peak_bytes == 2 * KIB
     assert memory.host_peak_bytes == 3 * KIB
 
@@ -104,10 +104,10 @@ def there_and_back(g: fx.Graph, x: fx.Node) -> fx.Node:
     """x to the host, two additions meanwhile, and back."""
     start = g.call_function(TO_HOST, (x,))
     one = g.call_function(aten.add.Tensor, (x, 1))
-    there = g.call_function(WAIT_COPY, (start, x, True))
+    there = g.call_function(WAIT_COPY, (start, x))
     back = g.call_function(TO_DEVICE, (there, CPU))
     two = g.call_function(aten.add.Tensor, (one, 1))
-    return g.call_function(aten.add.Tensor, (g.call_function(WAIT_COPY, (back, there, False)), two))
+    return g.call_function(aten.add.Tensor, (g.call_function(WAIT_COPY, (back, there)), two))
 
 
 def test_what_is_made_from_the_hosts_is_on_the_host():
@@ -120,7 +120,7 @@ def test_what_is_made_from_the_hosts_is_on_the_host():
 
 def test_an_operation_on_values_of_both_is_refused():
     def mixed(g, x):
-        there = g.call_function(WAIT_COPY, (g.call_function(TO_HOST, (x,)), x, True))
+        there = g.call_function(WAIT_COPY, (g.call_function(TO_HOST, (x,)), x))
         return g.call_function(aten.add.Tensor, (x, there))
 
     with pytest.raises(GraphInvariantError, match="takes values of the host and of the device"):

@@ -80,7 +80,7 @@ class MemoryProfile:
     ``nodes``
         What each point of the timeline is, ``(graph, node)`` by name.
     ``host``
-        As ``compositions``, of what is in host memory; all else here is of the device's.
+        As ``compositions``, of what is in host memory and not in files; all else here is of the device's.
     """
 
     timeline: tuple[int, ...]
@@ -162,15 +162,16 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[Upd
         for role, held in left.items():
             for storage in held if isinstance(role, (Parameter, Buffer, Input, Gradient)) else []:
                 storage.death = end
-        for host, update in zip((False, True), updates, strict=True):
-            storages.append(Storage(update.state, 0, end, "optimizer state", host))
-            storages.append(Storage(update.temporaries, end, end, "temporaries", host))
+        for place, update in zip(("device", "host"), updates, strict=True):
+            storages.append(Storage(update.state, 0, end, "optimizer state", place))
+            storages.append(Storage(update.temporaries, end, end, "temporaries", place))
 
     together = list({id(each): each for each in storages}.values())
-    compositions = _compositions([each for each in together if not each.host], len(points))
-    of_host = _compositions([each for each in together if each.host], len(points))
+    compositions, host = (
+        _compositions([each for each in together if each.place == place], len(points)) for place in ("device", "host")
+    )
     timeline = tuple(map(sum, zip(*compositions.values(), strict=True)))
-    return MemoryProfile(timeline, compositions, tuple(points), of_host)
+    return MemoryProfile(timeline, compositions, tuple(points), host)
 
 
 def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, ...]]:
@@ -185,13 +186,16 @@ def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, 
 
 @dataclass(eq=False)
 class Storage:
-    """One allocation; it is live from node ``birth`` to node ``death``, both included."""
+    """One allocation; it is live from node ``birth`` to node ``death``, both included.
+
+    Its ``place`` is the ``"device"``, the ``"host"``, or the ``"disk"``, where it takes no memory.
+    """
 
     nbytes: int
     birth: int
     death: int = 0
     kind: str = "temporaries"
-    host: bool = False
+    place: str = "device"
 
 
 def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
@@ -201,7 +205,8 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], gra
     held = _storages(nodes, start, left, granule)
     for node in on_host(gm):
         for storage in held[node]:
-            storage.host = True
+            if storage.place == "device":  # what an earlier graph has left may be known to be on disk
+                storage.place = "disk" if node.meta.get("in_file") else "host"
     _set_kinds(gm, {n: [s for s in each if id(s) not in known] for n, each in held.items()})
     _set_deaths(nodes, held, start)
     for role, node in placeholders(gm).items():
