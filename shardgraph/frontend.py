@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardgraph._torch import has_backend
 from shardgraph.agreement import Agreement
 from shardgraph.analyze import machine_for
 from shardgraph.annotations.annotate import annotated, remembered
@@ -104,6 +105,7 @@ def compile(
         CaptureError: the model cannot be traced into one graph; names the line.
         RankMismatchError: ranks have different models, plans or input shapes.
         InitializationError: something on ``meta`` has no initialisation.
+        OffloadError: there is no room for what is offloaded; nothing has changed.
     """
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
@@ -320,6 +322,11 @@ def _parameter_memory(
     error = None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
     try:
+        if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
+            raise OffloadError(
+                "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
+                "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
+            )
         memory = ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
     except OffloadError as failure:
         error = failure

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardgraph import _torch
 from shardgraph.ir import chunk_bounds, take_part
 from shardgraph.mesh import Mesh
 from shardgraph.plan import ParameterPlan
@@ -45,8 +46,7 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
         rows *= mesh.size(position) if dim == 0 and position > (entry.shard_axis or 0) else 1
     if entry.shard_axis is not None:
         placements[entry.shard_axis] = Shard(0) if rows == 1 else _StridedShard(0, split_factor=rows)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return _torch.placed(local, mesh, placements, shape)
 
 
 class ParameterSlots:

@@ -18,6 +18,7 @@ from shardgraph import Offload, OffloadError, ParameterPlan, Plan, PlanError, ke
 from shardgraph.analysis import program_memory
 from shardgraph.annotations.annotate import annotated
 from shardgraph.compiler import build_program, resolve_plan
+from shardgraph.cost_models.cluster import Host, Link, Rate
 from shardgraph.host import TO_DEVICE, TO_HOST, is_in_file, is_on_host
 from shardgraph.ir import ALL_GATHER, Gradient, Parameter, is_wait, outputs, placeholders
 from shardgraph.measure import PeakMemory
@@ -25,6 +26,7 @@ from shardgraph.passes.analysis.places import on_host
 from shardgraph.program import Program
 from shardgraph.recomputation import asked_for
 from tests import ranks
+from tests.machines import toy_cluster, toy_device
 from tests.zoo import Deep, make
 
 DP = {"dp": 2}
@@ -307,6 +309,18 @@ def test_layers_that_are_folded_are_analysed_as_all_of_them_are(plan):
     )
     assert folded.peak_memory == every.peak_memory and folded.host_memory == every.host_memory
     assert folded.time.total == pytest.approx(every.time.total)
+
+
+def test_expressions_know_what_is_on_the_device():
+    rates = Host(Link(1e10, 0.0), Rate(1e10))
+    cluster = replace(toy_cluster(), device=replace(toy_device(), host=rates))
+    analysis = shardgraph.analyze(
+        Deep(2), (torch.zeros(4, 6, 32),), "fsdp", mesh=DP, cluster=cluster, offload="parameters"
+    )
+    assert analysis.symbolic().at()["peak_memory"] == analysis.peak_memory
+    more = shardgraph.analyze(Deep(2), (torch.zeros(8, 6, 32),), "fsdp", mesh=DP, cluster=cluster, offload="parameters")
+    assert analysis.symbolic().at(batch=8)["peak_memory"] == more.peak_memory
+    assert analysis.symbolic().at()["optimizer"] == pytest.approx(analysis.time.optimizer)
 
 
 # -- disk ------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         for kind, samples in _by_kind(measured.host).items():
             rate = rates[kind]
             pairs = [(sample.seconds, rate.seconds(sample.work)) for sample in samples]
-            rows.append(_row(f"{kind} on the host", rate.per_second, "B/s", rate.overhead, pairs))
+            rows.append(_row(f"host/{kind}", rate.per_second, "B/s", rate.overhead, pairs))
     transfers, _ = behind_computation(measured.transfers)
     for operation in cluster.efficiency:
         chosen = [transfer for transfer in transfers if transfer.operation == operation]
