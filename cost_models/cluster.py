@@ -54,6 +54,34 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What one device can send: ``bandwidth`` bytes/s in one direction, ``latency`` seconds per message.
+
+    ``latencies`` are the seconds of operations whose messages take another time (such as ``all_reduce``).
+    """
+
+    bandwidth: float
+    latency: float
+    latencies: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
+            raise ClusterError(
+                "a link has a positive bandwidth and latencies of at least 0, and this has "
+                f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
+            )
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine beside a device: the ``link`` to its memory, and the ``optimizer``'s rate there in bytes read and
+    written."""
+
+    link: Link
+    optimizer: Rate
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, or one rank's share of a CPU.
 
@@ -71,6 +99,8 @@ class Device:
         The granule of the memory allocator, bytes: every tensor's size is rounded up to it.
     ``source``
         Where the numbers are from.
+    ``host``
+        What is beside it; None where nothing is known of it, and a plan that offloads cannot be priced.
     """
 
     name: str
@@ -80,6 +110,7 @@ class Device:
     sustained: Mapping[str, float] = field(default_factory=dict)
     allocation: int = 512
     source: str = ""
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("memory", self.memory), ("allocation", self.allocation)):
@@ -93,6 +124,21 @@ class Device:
                     f"device {self.name!r} sustains {part} of {kind!r}: it may be a part above 0, at most 1, of "
                     f"{', '.join(FLOP_KINDS)} or {MEMORY}"
                 )
+
+    @property
+    def linked_host(self) -> Host:
+        """What is beside the device.
+
+        Raises:
+            ClusterError: nothing is known of it.
+        """
+        if self.host is None:
+            raise ClusterError(
+                f"device {self.name!r} says nothing of its host, so offloading cannot be priced: add to it "
+                "host: {link: {bandwidth: 2.5e+10, latency: 6.0e-6}, optimizer: {per_second: 2.0e+10}} with your "
+                "figures, or measure this machine with `shardgraph calibrate`"
+            )
+        return self.host
 
     def rate(self, kind: str, dtype: str = "") -> Rate | None:
         """The rate of a kind of work; None for a FLOP kind in a dtype that the device has no figure for.
@@ -112,25 +158,6 @@ class Device:
 
     def _sustained(self, rate: Rate, kind: str) -> Rate:
         return replace(rate, per_second=rate.per_second * self.sustained.get(kind, 1.0))
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one device can send: ``bandwidth`` bytes/s in one direction, ``latency`` seconds per message.
-
-    ``latencies`` are the seconds of operations whose messages take another time (such as ``all_reduce``).
-    """
-
-    bandwidth: float
-    latency: float
-    latencies: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
-            raise ClusterError(
-                "a link has a positive bandwidth and latencies of at least 0, and this has "
-                f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
-            )
 
 
 @dataclass(frozen=True)

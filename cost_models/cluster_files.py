@@ -15,6 +15,7 @@ A cluster file is complete: it holds the device, and reads back as exactly what 
       rates:                                     # per_second: FLOPs or bytes; overhead: seconds
         matmul/bfloat16: {per_second: 7.7e14, overhead: 6e-6}
         pointwise: {per_second: 2.9e12, overhead: 5e-6}
+      host: {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 2e10}}  # for offloading
 
 Known devices are in ``devices.yaml``, which says where each of its numbers is from.
 """
@@ -39,6 +40,7 @@ from shardgraph.cost_models.cluster import (
     VIEW,
     Cluster,
     Device,
+    Host,
     Link,
     Rate,
     nearest_device,
@@ -137,11 +139,14 @@ def load_cluster(path: str | Path) -> Cluster:
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write ``cluster``, its device included, as a file that :func:`load_cluster` reads back exactly."""
     data = {"schema": SCHEMA, **dataclasses.asdict(cluster)}
-    for rate in data["device"]["rates"].values():
+    host = data["device"]["host"]
+    for rate in (*data["device"]["rates"].values(), *([host["optimizer"]] if host else [])):
         if rate["moved_per_second"] == math.inf:
             del rate["moved_per_second"]
     if cluster.inter is None:
         del data["inter"]
+    if host is None:
+        del data["device"]["host"]
     content = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     Path(path).write_text(content, encoding="utf-8")
 
@@ -161,6 +166,7 @@ def _is_dtype(name: str) -> bool:
 _LATENCIES = mapping(f"{', '.join(WIRE_RULES)} to seconds", SECONDS, WIRE_RULES.__contains__)
 _LINK = record(Link, {"bandwidth": POSITIVE, "latency": SECONDS, "latencies": _LATENCIES})
 _RATE = record(Rate, {"per_second": POSITIVE, "overhead": SECONDS, "moved_per_second": POSITIVE})
+_HOST = record(Host, {"link": _LINK, "optimizer": _RATE})
 _RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join((*BYTE_KINDS, VIEW))} to rates"
 _DEVICE = record(
     Device,
@@ -171,6 +177,7 @@ _DEVICE = record(
         "rates": mapping(_RATE_NAMES, _RATE, _is_rate),
         "sustained": mapping(f"{', '.join((*FLOP_KINDS, MEMORY))} to parts", PART, (*FLOP_KINDS, MEMORY).__contains__),
         "allocation": size,
+        "host": _HOST,
         "source": text,
     },
 )

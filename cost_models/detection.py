@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster import Cluster, Device, Host, Link, Rate
 from shardgraph.cost_models.cluster_files import known_cluster
 
 
@@ -41,7 +41,8 @@ def _cpu_cluster() -> Cluster:
     hertz = _cpu_hertz(info)
     source = (
         f"guesses, until `shardgraph calibrate` measures them: {_flops_per_cycle(info)} FLOPs a cycle at "
-        f"{hertz / 1e9:.2f} GHz, half of them attained, 5 GB/s of memory for each core, 1 GB/s between ranks"
+        f"{hertz / 1e9:.2f} GHz, half of them attained, 5 GB/s of memory for each core, of which a copy reads "
+        "one half and writes the other, 1 GB/s between ranks"
     )
     peak = hertz * _flops_per_cycle(info)
     per_second = {"float32": peak / 2, "float64": peak / 4}
@@ -53,6 +54,7 @@ def _cpu_cluster() -> Cluster:
         peak={"float32": peak, "float64": peak / 2},
         rates=rates | {"pointwise": Rate(5e9, overhead=5e-6)},
         allocation=64,
+        host=Host(Link(bandwidth=2.5e9, latency=7e-5), optimizer=Rate(5e9, overhead=5e-6)),
         source=source,
     )
     return Cluster("cpu", core, cores, 1, intra=Link(bandwidth=1e9, latency=5e-5), source=source)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COMPUTE = "compute"
+COPIES = ("to host", "to device")
+"""The streams of copies between host and device, which engines of their own make."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ class Timeline:
 def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
     """Run ``tasks``, issued in this order.
 
-    Each stream runs its own one after the other. ``overlap`` below 1 says that computation slows while communication is
+    Each stream runs its own one after the other. ``overlap`` below 1 says that computation slows while a collective is
     under way: the share ``1 - overlap`` of a collective's time is taken from the computation.
     """
     free: dict[str, float] = {}
     spans: list[Span] = []
     for task in tasks:
         start = max([free.get(task.stream, 0.0), *(spans[i].end for i in task.after)])
-        if task.stream != COMPUTE and overlap < 1:
+        if task.stream not in (COMPUTE, *COPIES) and overlap < 1:
             # The cores that move the bytes are missing to the computation that goes on.
             free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
         end = start + task.seconds

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.host import TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.passes.base import Context
 
 
@@ -64,6 +65,25 @@ class Emitter:
         value = tensor.meta["val"]
         start = self.call(ir.ALL_REDUCE, (tensor, "sum", axis), tuple(value.shape), value, axis=axis)
         return self.call(ir.WAIT, (start,), tuple(value.shape), value)
+
+    def to_device(self, tensor: fx.Node, device: torch.device, **meta: Any) -> fx.Node:
+        """Start and wait: a copy in the memory of ``device`` of a value that is on the host.
+
+        The graph is the same text on every rank, so the device is any of its kind: the rank's current one.
+        """
+        return self._copied(TO_DEVICE, (tensor, torch.device(device.type)), tensor, device, **meta)
+
+    def to_host(self, tensor: fx.Node, **meta: Any) -> fx.Node:
+        """Start and wait: a copy in host memory."""
+        return self._copied(TO_HOST, (tensor,), tensor, torch.device("cpu"), **meta)
+
+    def _copied(
+        self, target: Any, args: tuple[Any, ...], tensor: fx.Node, device: torch.device, **meta: Any
+    ) -> fx.Node:
+        with self.context.fake_mode:
+            copies = [torch.empty_like(tensor.meta["val"], device=device) for _ in range(2)]
+        start = self.call(target, args, (), copies[0], **{**meta, "val": copies[0]})
+        return self.call(WAIT_COPY, (start, tensor), (), copies[0], **{**meta, "val": copies[1]})
 
     def pad_rows(self, tensor: fx.Node, rows: int, **meta: Any) -> fx.Node:
         """``tensor`` zero-padded along dim 0 to ``rows``."""

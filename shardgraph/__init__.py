@@ -15,6 +15,7 @@ from shardgraph.annotations.constrain import constrain
 from shardgraph.annotations.kinds import (
     input,
     keep_gathered,
+    offload,
     output,
     precision,
     recompute,
@@ -35,6 +36,7 @@ from shardgraph.errors import (
     GraphInvariantError,
     InitializationError,
     LaunchError,
+    OffloadError,
     PassOrderError,
     PlanError,
     RandomStateError,
@@ -47,6 +49,7 @@ from shardgraph.gradient_norm import clip_grad_norm_
 from shardgraph.launch import launch
 from shardgraph.mixed_precision import Precision
 from shardgraph.module import ShardedModule
+from shardgraph.offload_plan import Offload
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.presets import preset
@@ -69,6 +72,8 @@ __all__ = [
     "InitializationError",
     "LaunchError",
     "Link",
+    "Offload",
+    "OffloadError",
     "ParameterPlan",
     "PassOrderError",
     "Pipeline",
@@ -90,6 +95,7 @@ __all__ = [
     "keep_gathered",
     "launch",
     "nn",
+    "offload",
     "output",
     "precision",
     "preset",

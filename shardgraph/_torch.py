@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
@@ -38,6 +39,7 @@ __all__ = [
     "DynamoError",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "OutputType",
     "PipelineStageBase",
     "as_placed",
@@ -49,6 +51,7 @@ __all__ = [
     "descriptors",
     "dynamo_capture",
     "export_joint",
+    "has_backend",
     "is_shard_placeholder",
     "keep_graph",
     "local_tensor",
@@ -56,6 +59,7 @@ __all__ = [
     "op_strategies",
     "ordered_gloo",
     "pipeline_actions",
+    "placed",
     "pytree",
     "single_dim_strategies",
     "strategy_of",
@@ -111,6 +115,24 @@ def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
     ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
     """
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """The DTensor of global ``shape`` of which this rank holds ``local``, wherever that is.
+
+    ``DTensor.from_local`` would move it to the device of the mesh.
+    """
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
+
+
+def has_backend(device_type: str) -> bool:
+    """Whether the default process group communicates tensors of a kind of device."""
+    try:
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

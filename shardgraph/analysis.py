@@ -15,10 +15,10 @@ from torch import fx
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.optimizers import optimizer_cost
-from shardgraph.cost_models.timeline import COMPUTE, StepTime, Task, Timeline, simulate
+from shardgraph.cost_models.timeline import COMPUTE, COPIES, StepTime, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
-from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
+from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.plan import Plan
@@ -125,6 +125,16 @@ class Analysis(StepCosts):
     def peak_memory(self) -> int:
         """The most bytes live at once on one rank."""
         return self.peak.live
+
+    @cached_property
+    def host_peak(self) -> Row:
+        """The first operation during which the most is live in host memory."""
+        return max(self.rows, key=lambda row: sum(row.host.values()))
+
+    @property
+    def host_memory(self) -> int:
+        """The most bytes live at once in host memory for one rank; 0 where nothing is offloaded."""
+        return sum(self.host_peak.host.values())
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -262,6 +272,9 @@ class Analysis(StepCosts):
             "peak_memory": self.peak_memory,
             "peak_at": f"{self.peak.half} {self.peak.node}",
             "composition": dict(self.peak.memory),
+            "host_memory": self.host_memory,
+            "host_composition": dict(self.host_peak.host),
+            "copies": {stream: self.timeline.busy(stream) for stream in COPIES},
             **self._totals(),
             "unpriced": self.unpriced,
         }
@@ -280,6 +293,13 @@ class Analysis(StepCosts):
             f"  {self.flops / 1e9:,.1f} GFLOP" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")
             + (f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens else ""),
         ]  # fmt: skip
+        if self.host_memory:
+            held = sorted(self.host_peak.host.items(), key=lambda item: -item[1])
+            copies = ", ".join(f"{format_seconds(self.timeline.busy(each))} {each}" for each in COPIES)
+            lines.append(
+                f"  host memory {format_bytes(self.host_memory)}: "
+                f"{', '.join(f'{kind} {format_bytes(nbytes)}' for kind, nbytes in held)}; copies {copies}"
+            )
         if self.unpriced:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
             lines.append(f"  priced by bytes for want of a formula: {named}")
@@ -327,17 +347,20 @@ def analyze_program(
     cluster.check_mesh(plan.mesh)
     memory = program_memory(program, optimizer, granule=cluster.device.allocation)
     rows = list(rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused))
-    if shards := _trained_shards(program, 0):
-        cost, rate = optimizer_cost(optimizer), cluster.device.rate("optimizer")
-        assert rate is not None
-        rows.append(update_row(shards, optimizer, sum(rate.seconds(cost.moved * nbytes) for nbytes in shards), memory))
+    for host in (False, True):
+        if shards := _trained_shards(program, 0, host):
+            cost = optimizer_cost(optimizer)
+            rate = cluster.device.linked_host.optimizer if host else cluster.device.rate("optimizer")
+            assert rate is not None
+            seconds = sum(rate.seconds(cost.moved * nbytes) for nbytes in shards)
+            rows.append(update_row(shards, optimizer, seconds, memory, host))
     samples, tokens = _batch(program)
     ranks = plan.data_size
     return Analysis(plan, cluster, optimizer, tuple(rows), samples * ranks, tokens * ranks, source)
 
 
-def update_row(shards: list[int], optimizer: str, seconds: float, memory: MemoryProfile) -> Row:
-    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``."""
+def update_row(shards: list[int], optimizer: str, seconds: float, memory: MemoryProfile, host: bool = False) -> Row:
+    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``; on the host or not."""
     cost = optimizer_cost(optimizer)
     return Row(
         half="optimizer",
@@ -345,7 +368,7 @@ def update_row(shards: list[int], optimizer: str, seconds: float, memory: Memory
         operation=optimizer,
         module="",
         source="",
-        label=f"{optimizer} update",
+        label=f"{optimizer} update" + (" on the host" if host else ""),
         kind="optimizer",
         dtype="",
         stream="",
@@ -357,6 +380,7 @@ def update_row(shards: list[int], optimizer: str, seconds: float, memory: Memory
         memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
         waits=0,
         known=True,
+        host={kind: line[-1] for kind, line in memory.host.items() if line[-1]},
     )
 
 
@@ -383,17 +407,27 @@ def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int
     """The memory of a training step on ``rank``, the optimizer's state and update included."""
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
-    cost, shards = optimizer_cost(optimizer), _trained_shards(program, rank)
+    on_device, on_host = (_trained_shards(program, rank, host) for host in (False, True))
+    return profile_step(forward, backward, granule, *(update_memory(each, optimizer) for each in (on_device, on_host)))
+
+
+def update_memory(shards: list[int], optimizer: str) -> UpdateMemory:
+    """What the optimizer takes beside ``shards`` (bytes of each) and their gradients."""
+    cost = optimizer_cost(optimizer)
     state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
-    return profile_step(forward, backward, granule, state, cost.temporaries * max(shards, default=0))
+    return UpdateMemory(state, cost.temporaries * max(shards, default=0))
 
 
-def _trained_shards(program: Program, rank: int) -> list[int]:
-    """Bytes of this rank's part of every parameter that gets a gradient."""
+def _trained_shards(program: Program, rank: int, host: bool) -> list[int]:
+    """Bytes of this rank's part of every parameter that gets a gradient and lies on the host, or of every other."""
     if program.backward is None:
         return []
     trained = {r.of for r, v in outputs(program.backward) if isinstance(r, Gradient) and v is not None}
-    return [shard_bytes(program.context, role.fqn, rank) for role in trained if isinstance(role, Parameter)]
+    return [
+        shard_bytes(program.context, role.fqn, rank)
+        for role in trained
+        if isinstance(role, Parameter) and program.parameters[role.fqn].offload is host
+    ]
 
 
 def _ancestors(path: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.annotations.annotate import annotated
+from shardgraph.asked import Asked
 from shardgraph.capture import own_loss
 from shardgraph.compiler import resolve_plan
 from shardgraph.cost_models.cluster import Cluster
@@ -21,6 +22,7 @@ from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
 from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
+from shardgraph.offload_plan import Offload
 from shardgraph.pipeline.analysis import PipelineAnalysis, analyze_pipeline
 from shardgraph.pipeline.microbatches import microbatches
 from shardgraph.pipeline.placing import place_stages
@@ -28,7 +30,7 @@ from shardgraph.pipeline.program import lower_pipeline
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import Plan
 from shardgraph.planner import choose_plan, plans_of, plans_on
-from shardgraph.recomputation import asked_for, with_recomputation
+from shardgraph.recomputation import with_recomputation
 from shardgraph.source import Source
 
 
@@ -50,6 +52,7 @@ def analyze(
     recompute: str | None = None,
     memory: int | str | None = None,
     loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
 ) -> Analysis | PipelineAnalysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
 
@@ -77,6 +80,7 @@ def analyze(
         recompute: what backward computes again, as for ``shardgraph.compile``.
         memory: what the predicted peak of a rank may be, likewise.
         loss_chunk: bytes of scores of a cross-entropy at a time, likewise.
+        offload: what is in host memory, likewise.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -94,10 +98,11 @@ def analyze(
         model, example_inputs, dict(example_kwargs or {}), nothing, machine, loss_fn, optimizer, training,
         backend == "inductor", fold,
     )  # fmt: skip
+    asked = Asked(recompute, memory, loss_chunk, offload)
     if plan == "auto":
         check_described(nothing, machine.device)
         groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
-        groups = [[asked_for(each, recompute, memory, loss_chunk) for each in group] for group in groups]
+        groups = [[asked.of(each) for each in group] for group in groups]
         chosen = choose_plan(
             source.joint(),
             source.shapes,
@@ -109,8 +114,7 @@ def analyze(
             memory=memory,
         )
         return analyze_source(replace(source, plan=chosen))
-    resolved = resolve_plan(plan, axes, pipeline, precision)
-    chosen = annotated(asked_for(resolved, recompute, memory, loss_chunk), model)
+    chosen = annotated(asked.of(resolve_plan(plan, axes, pipeline, precision)), model)
     check_described(chosen, machine.device)
     if chosen.pipeline is not None:
         return _analyze_pipeline(replace(source, plan=chosen), memory)

@@ -22,13 +22,16 @@ from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import Precision
 from shardgraph.parameters import named_shapes
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
+from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
 from shardgraph.passes.rewrite.chunk_loss import ChunkLoss, MarkScores
 from shardgraph.passes.rewrite.divide_experts import DivideExperts
 from shardgraph.passes.rewrite.mixed_precision import MixedPrecision
+from shardgraph.passes.rewrite.offload_parameters import OffloadGradients, OffloadParameters
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
+from shardgraph.passes.rewrite.overlap_copies import OverlapCopies
 from shardgraph.passes.rewrite.recompute import Recompute
 from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
 from shardgraph.passes.rewrite.remove_constraints import RemoveConstraints
@@ -49,11 +52,16 @@ WHOLE_PASSES: tuple[Pass, ...] = (
 RANK_PASSES: tuple[Pass, ...] = (
     ShardParameters(),  # whole parameters become shards and gathers
     MixedPrecision(),  # stored parameters are cast before they are gathered, gradients before they are reduced
+    OffloadParameters(),  # stored parameters in host memory are copied to the device before all that
     ReduceGradients(),  # local gradients become their mean over ranks
+    OffloadGradients(),  # and go to the host
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
 JOINT_PASSES = (*WHOLE_PASSES, *RANK_PASSES)
-HALF_PASSES: tuple[Pass, ...] = (OverlapCollectives(),)  # start gathers early, await reductions late
+HALF_PASSES: tuple[Pass, ...] = (
+    OverlapCollectives(),  # start gathers early, await reductions late
+    OverlapCopies(),  # and so copies between host and device
+)
 
 STAGES = 5  # capture, rewrite, split, schedule, check: what a progress line counts
 
@@ -146,7 +154,9 @@ def emit(
 
 
 def check_half(half: fx.GraphModule, plan: Plan) -> None:
-    """Raise DeadlockError if the collectives of a graph could block for ever."""
+    """Raise DeadlockError if the collectives of a graph could block for ever, GraphInvariantError if an operation has
+    values of both host and device."""
+    on_host(half)
     check_waits(half)
     check_program(half, plan.mesh)
 
@@ -252,7 +262,7 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
             f"the mesh {wanted} is for {math.prod(wanted.values())} ranks and {world} are running: "
             f"axis sizes must multiply to {world}"
         )
-    if dist.get_backend() == "nccl":
+    if "nccl" in dist.get_backend():
         return init_device_mesh("cuda", tuple(wanted.values()), mesh_dim_names=tuple(wanted))
     override: dict[Any, Any] = dict.fromkeys(wanted, ordered_gloo())
     return init_device_mesh("cpu", tuple(wanted.values()), mesh_dim_names=tuple(wanted), backend_override=override)

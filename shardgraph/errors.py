@@ -57,6 +57,10 @@ class InitializationError(ShardGraphError):
     """A model on ``meta`` has parameters that nothing initialises."""
 
 
+class OffloadError(ShardGraphError):
+    """There is no room for what is to be offloaded; nothing has been written."""
+
+
 class LaunchError(ShardGraphError):
     """A launched rank failed; the message carries its traceback."""
 

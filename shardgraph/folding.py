@@ -117,25 +117,27 @@ def _extend_half(programs: Sequence[Sequence[Row]], layers: int) -> list[Row]:
         for j in range(length):
             one, two, last = second[start + j], third[start + j], third[end + j]
             # By how much the bytes grow from one repetition to the next, and with every layer that there is.
-            step, base = _minus(last.memory, two.memory), _minus(two.memory, one.memory)
-            memory = _plus(_plus(one.memory, step, repeat), base, more - 1)
+            memory, host = (
+                _plus(_plus(a, _minus(c, b), repeat), _minus(b, a), more - 1)
+                for a, b, c in ((one.memory, two.memory, last.memory), (one.host, two.host, last.host))
+            )
             layer = repeat * (_layer(last) - _layer(two)) + (more - 1) * (_layer(two) - _layer(one))
-            rows.append(_in_layer(replace(last, memory=memory, node=f"{one.node}+{repeat}"), _layer(one) + layer))
+            made = replace(last, memory=memory, host=host, node=f"{one.node}+{repeat}")
+            rows.append(_in_layer(made, _layer(one) + layer))
     tails = zip(first[start:], second[end:], third[end + length :], strict=True)
     return rows + [_shifted(a, b, c, more) for a, b, c in tails]
 
 
 def _extend_update(programs: Sequence[Sequence[Row]], layers: int) -> list[Row]:
-    (first,), (second,), (third,) = programs
     more = layers - SHALLOW[0]
-    row = _shifted(first, second, third, more)
     return [
         replace(
-            row,
+            _shifted(first, second, third, more),
             read=first.read + more * (second.read - first.read),
             written=first.written + more * (second.written - first.written),
             seconds=first.seconds + more * (second.seconds - first.seconds),
         )
+        for first, second, third in zip(*programs, strict=True)
     ]
 
 
@@ -148,11 +150,12 @@ def _mark(row: Row) -> tuple[object, ...]:
 
 def _shifted(first: Row, second: Row, third: Row, more: int) -> Row:
     """A row outside of the repeated stretch, whose live bytes grow by the same amount with every layer."""
-    base = _minus(second.memory, first.memory)
-    if base != _minus(third.memory, second.memory):
+    base, of_host = _minus(second.memory, first.memory), _minus(second.host, first.host)
+    if (base, of_host) != (_minus(third.memory, second.memory), _minus(third.host, second.host)):
         raise NotPeriodicError(f"the bytes live at {first.node} do not grow evenly with the layers")
     layer = _layer(first) + more * (_layer(second) - _layer(first))
-    return _in_layer(replace(first, memory=_plus(first.memory, base, more)), layer)
+    grown = replace(first, memory=_plus(first.memory, base, more), host=_plus(first.host, of_host, more))
+    return _in_layer(grown, layer)
 
 
 def _minus(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,26 +13,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardgraph._torch import has_backend
 from shardgraph.agreement import Agreement
 from shardgraph.analyze import machine_for
 from shardgraph.annotations.annotate import annotated, remembered
+from shardgraph.asked import Asked
 from shardgraph.capture import capture, own_loss
 from shardgraph.casting import cast_buffers, computed_dtypes
 from shardgraph.compiler import place_operators, resolve_mesh, resolve_plan
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.dtype_support import check_present
-from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.errors import OffloadError, PlanError, ShardGraphError
 from shardgraph.materialize import is_meta, materialize
 from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
 from shardgraph.module import ShardedModule
-from shardgraph.parameters import ParameterSlots, as_dtensor, cut_shard, named_shapes
+from shardgraph.offload_plan import Offload
+from shardgraph.parameter_memory import ParameterMemory
+from shardgraph.parameters import ParameterSlots, as_dtensor, named_shapes, own_part
 from shardgraph.pipeline.module import PipelinedModule
 from shardgraph.pipeline.placing import place_pipeline
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.planner import choose_plan, plans_of, plans_on
-from shardgraph.recomputation import asked_for, with_recomputation
+from shardgraph.recomputation import with_recomputation
 
 Owners = Mapping[str, tuple[int, ...]]
 """The pipeline stages that use each parameter; empty without a pipeline."""
@@ -53,6 +59,7 @@ def compile(
     recompute: str | None = None,
     memory: int | str | None = None,
     loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -89,6 +96,9 @@ def compile(
             plan that says nothing of recomputation, or of chunks of a loss, gets what fits.
         loss_chunk: bytes, or a text such as ``"64MiB"``: a cross-entropy over a large vocabulary is computed so many
             bytes of scores at a time, instead of what the plan says. What was found of it is in ``program.notes``.
+        offload: ``"parameters"``, ``"activations"``, ``"all"`` or an :class:`Offload`: what is in host memory, or on
+            disk, while the device does not use it. Offloaded parameters stay there, and so do their gradients and what
+            the optimizer makes of them. Without a process group the device is then an accelerator, if there is one.
         initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
             checkpoint that is loaded next.
         timeout: seconds that a rank waits for the others to compile the same program.
@@ -99,30 +109,28 @@ def compile(
         CaptureError: the model cannot be traced into one graph; names the line.
         RankMismatchError: ranks have different models, plans or input shapes.
         InitializationError: something on ``meta`` has no initialisation.
+        OffloadError: there is no room for what is offloaded; nothing has changed.
     """
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
-    automatic = plan == "auto"
+    asked, automatic = Asked(recompute, memory, loss_chunk, offload), plan == "auto"
     if automatic and dist.is_initialized() and dist.get_world_size() > 1 and (example_inputs or example_kwargs):
         call = (example_inputs or (), dict(example_kwargs or {}))
         loss = loss_fn if "target" in call[1] else None
-        plan = _from_first_rank(
-            lambda: _fastest(model, *call, mesh, precision, loss, cluster, recompute, memory, loss_chunk)
-        )
-        recompute = memory = loss_chunk = None  # they are in it
+        find = partial(_fastest, model, *call, mesh, precision, loss, cluster, asked)
+        plan, asked = _from_first_rank(find), Asked()  # what is asked for is in it
     device_mesh = resolve_mesh(mesh, plan)
     axes = () if device_mesh is None else tuple(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
     agreement = Agreement(dist.group.WORLD if device_mesh is not None else None, timeout)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
-    decided, owners = _decided(
-        model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, recompute, memory, loss_chunk
-    )
-    device = _device(device_mesh, model)
+    decided, owners = _decided(model, plan, axes, pipeline, precision, inputs, loss_fn, cluster, agreement, asked)
+    device = _device(device_mesh, model, isinstance(decided, Plan) and decided.offload.parameters)
     chosen, entries = _agree_on_plan(agreement, decided, axes, pipeline, precision, model, device)
 
     shared = device_mesh if chosen.whole_mesh else None
     stages = _Stages(chosen, shared, owners)
-    _shard_parameters(model, entries, stages, device, initialize)
+    memory_of = _parameter_memory(agreement, model, chosen, entries, stages, device)
+    _shard_parameters(model, entries, stages, memory_of, device, initialize)
     cast_buffers(model, chosen.precision, chosen.annotations)
     for module in model.modules():
         for key, value in module._buffers.items():
@@ -151,9 +159,7 @@ def _decided(
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
     agreement: Agreement,
-    recompute: str | None,
-    memory: int | str | None,
-    loss_chunk: int | str | None,
+    asked: Asked,
 ) -> tuple[str | Path | Plan, Owners]:
     """The plan with a placement for every parameter, and a recomputation, where it leaves them to be found.
 
@@ -166,9 +172,9 @@ def _decided(
         undecided = bool(resolved.undecided(shapes)) and dist.is_initialized()
     except ShardGraphError:
         return plan, {}  # all ranks are told of it together when they agree on the plan
-    plan = asked_for(resolved, recompute, memory, loss_chunk)
+    plan = asked.of(resolved)
     chosen = annotated(plan, model)
-    budgeted = memory is not None or chosen.recompute == "budget"
+    budgeted = asked.memory is not None or chosen.recompute == "budget"
     if chosen.pipeline is None and not undecided and not budgeted:
         return plan, {}
     if inputs is None:
@@ -189,7 +195,7 @@ def _decided(
         if chosen.pipeline is not None:
             loss = (loss_fn if "target" in kwargs else own_loss) if model.training else None
             machine = machine_for(cluster, chosen.world_size)
-            return place_pipeline(model, chosen, args, dict(kwargs), loss, machine, memory)
+            return place_pipeline(model, chosen, args, dict(kwargs), loss, machine, asked.memory)
         loss = loss_fn if "target" in kwargs else None
         cpu, said = torch.device("cpu"), chosen.annotations
         joint = capture(
@@ -198,7 +204,7 @@ def _decided(
         placed = place_operators(joint, chosen, shapes)
         if not budgeted:
             return placed, {}
-        return with_recomputation(joint, placed, shapes, machine_for(cluster, placed.world_size), memory), {}
+        return with_recomputation(joint, placed, shapes, machine_for(cluster, placed.world_size), asked.memory), {}
 
     return _from_first_rank(find)
 
@@ -227,9 +233,7 @@ def _fastest(
     precision: str | Precision | None,
     loss_fn: Callable[..., torch.Tensor] | None,
     cluster: Cluster | str | Path | None,
-    recompute: str | None,
-    memory: int | str | None,
-    loss_chunk: int | str | None,
+    asked: Asked,
 ) -> Plan:
     """The plan that this rank finds fastest; machines differ in what memory they have free."""
     ranks = dist.get_world_size()
@@ -240,8 +244,8 @@ def _fastest(
         groups = plans_of(ranks, machine) if mesh is None else plans_on(tuple(mesh.items()))
     said, chosen, cpu = remembered(model), Precision.of(precision or AS_STORED), torch.device("cpu")
     joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=chosen)
-    groups = [[asked_for(plan, recompute, memory, loss_chunk) for plan in group] for group in groups]
-    return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen, memory=memory)
+    groups = [[asked.of(plan) for plan in group] for group in groups]
+    return choose_plan(joint, named_shapes(model), groups, machine, said, precision=chosen, memory=asked.memory)
 
 
 def _agree_on_plan(
@@ -267,10 +271,11 @@ def _agree_on_plan(
     return chosen, entries
 
 
-def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:
+def _device(mesh: DeviceMesh | None, model: nn.Module, offloads: bool) -> torch.device:
+    """What computes. Without a mesh it is where the model is; of one that is on the host to stay, an accelerator."""
     if mesh is not None:
         return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    real = next((p.device for p in model.parameters() if not p.is_meta), None)
+    real = None if offloads else next((p.device for p in model.parameters() if not p.is_meta), None)
     return real or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -297,8 +302,42 @@ class _Stages:
         return whole
 
 
+def _parameter_memory(
+    agreement: Agreement,
+    model: nn.Module,
+    plan: Plan,
+    entries: Mapping[str, ParameterPlan],
+    stages: _Stages,
+    device: torch.device,
+) -> ParameterMemory:
+    """Memory for this rank's parameters, once all ranks have room for theirs."""
+    parts = {
+        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
+        for fqn, parameter in model.named_parameters()
+        if stages.has(fqn)
+    }
+    error = None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
+    try:
+        if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
+            raise OffloadError(
+                "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
+                "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        memory = ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
+    except OffloadError as failure:
+        error = failure
+    agreement.agree("room for what is offloaded", "", error)
+    return memory
+
+
 def _shard_parameters(
-    model: nn.Module, entries: Mapping[str, ParameterPlan], stages: _Stages, device: torch.device, initialize: bool
+    model: nn.Module,
+    entries: Mapping[str, ParameterPlan],
+    stages: _Stages,
+    memory: ParameterMemory,
+    device: torch.device,
+    initialize: bool,
 ) -> None:
     """Replace every parameter by this rank's part of it; what is on ``meta`` is initialised on the way."""
     shapes, mesh = named_shapes(model), stages.mesh
@@ -306,9 +345,8 @@ def _shard_parameters(
     shards: dict[str, torch.Tensor] = {}
 
     def store(fqn: str, full: torch.Tensor) -> None:
-        shards[fqn] = (
-            cut_shard(full.detach(), entries[fqn], mesh, device) if stages.has(fqn) else full.detach().to("meta")
-        )
+        part = own_part(full.detach(), entries[fqn], mesh) if stages.has(fqn) else full.detach().to("meta")
+        shards[fqn] = memory.filled(fqn, part) if stages.has(fqn) else part
 
     def fetch(fqn: str) -> torch.Tensor:
         if not stages.has(fqn):
@@ -317,7 +355,8 @@ def _shard_parameters(
         return stages.on_all(fqn, whole.clone())
 
     if initialize and is_meta(model):
-        materialize(model, device, store=store, fetch=fetch)
+        offloads = any(entry.offload for entry in entries.values())
+        materialize(model, device, store=store, fetch=fetch, on_host=offloads)
     slots = ParameterSlots(model)
     for fqn, parameter in list(model.named_parameters()):
         if fqn not in shards:

@@ -4,7 +4,8 @@ Every placeholder carries ``meta["role"]`` and the output node carries ``meta["r
 returned value. A role says what a value *means* (a parameter by name, a gradient of it, a tangent),
 so no code depends on positions. A captured parameter also has ``meta["stored"]``, the dtype in which it is kept between
 steps; its value has the one that it is computed with. The same representation serves the joint graph and, after the
-split, the forward and the backward graph.
+split, the forward and the backward graph. A placeholder whose value is in host memory has ``meta["host"]``; what else
+is there follows (:mod:`shardgraph.passes.analysis.places`).
 
 Until :mod:`shardgraph.bind` runs, a graph is the same text on every rank: groups are named by mesh axis and
 what depends on the rank is written with the symbolic operations below. That is what makes
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from shardgraph.host import DIRECTIONS, WAIT_COPY
 
 # -- roles -----------------------------------------------------------------------------------------
 
@@ -313,17 +316,31 @@ def collectives(gm: fx.GraphModule) -> Iterator[fx.Node]:
     return (node for node in gm.graph.nodes if is_collective(node))
 
 
+def is_copy(node: fx.Node) -> bool:
+    """Whether the node starts a copy between host and device (its wait is a node of its own)."""
+    return node.op == "call_function" and node.target in DIRECTIONS
+
+
+def is_started(node: fx.Node) -> bool:
+    """Whether the node starts what goes on beside the computation: a collective or a copy."""
+    return is_collective(node) or is_copy(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for what its first argument has started."""
+    return node.op == "call_function" and node.target in (WAIT, WAIT_COPY)
+
+
 def group_of(node: fx.Node) -> str:
     """The group argument of a collective: a mesh axis before binding, a process group's name after."""
     return str(node.args[-1])
 
 
 def describe_collective(node: fx.Node) -> str:
-    """The id of a collective for people: what it does, for which value, at which line."""
+    """The id of a collective, or a copy, for people: what it does, for which value, at which line."""
     what = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
     where = f" ({node.meta['source']})" if node.meta.get("source") else ""
-    return (
-        f"{what} of {node.meta.get('subject', node.name)}{shape} over {node.meta.get('axis', group_of(node))!r}{where}"
-    )
+    over = f" over {node.meta.get('axis', group_of(node))!r}" if is_collective(node) else ""
+    return f"{what} of {node.meta.get('subject', node.name)}{shape}{over}{where}"

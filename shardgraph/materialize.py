@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgraph._torch import pytree
 from shardgraph.errors import InitializationError
+from shardgraph.host import empty_on_host
 
 Store = Callable[[str, Tensor], None]
 Fetch = Callable[[str], Tensor]
@@ -48,7 +49,7 @@ def is_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
 
 
-def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: Fetch) -> None:
+def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: Fetch, on_host: bool = False) -> None:
     """Run the model's own initialisation for its parameters and buffers on ``meta``; see the module's text.
 
     Parameters go to ``store`` and stay on ``meta`` in the model. Buffers become real in the model, on ``device``.
@@ -61,12 +62,14 @@ def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: 
             new value, for a parameter that is written after it was stored.
         fetch: ``fetch(fqn)`` gives back the whole value that was stored last. Called for few parameters or none,
             and, as ``store``, in the same order on every rank.
+        on_host: initialise in host memory, which a parameter fits that ``device`` has no room for.
 
     Raises:
         InitializationError: nothing writes some parameters or buffers, ``init_weights`` needs arguments, or
             a value is computed from a tensor on ``meta`` that has none.
     """
-    memory = _Memory(model, device, store, fetch)
+    device = torch.device("cpu") if on_host else device
+    memory = _Memory(model, device, store, fetch, on_host)
     steps = _protocol(model)
     _forget_claims(model)
     with torch.no_grad():
@@ -135,8 +138,8 @@ class _Memory:
     tensor that still means the right bytes after the parameter has been stored and fetched again.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, store: Store, fetch: Fetch) -> None:
-        self.model, self.device, self.store, self.fetch = model, device, store, fetch
+    def __init__(self, model: nn.Module, device: torch.device, store: Store, fetch: Fetch, on_host: bool) -> None:
+        self.model, self.device, self.store, self.fetch, self.on_host = model, device, store, fetch, on_host
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.slots: dict[int, _Slot] = {}
         self.real: dict[int, torch.UntypedStorage] = {}  # kept alive, so that an id stays unique
@@ -172,10 +175,15 @@ class _Memory:
             self._release(slot)
         for slot in slots:
             if slot.memory is None:
-                slot.memory = torch.empty(slot.storage.nbytes(), dtype=torch.uint8, device=self.device)
+                slot.memory = self._empty(slot)
                 if slot.stored:
                     for fqn, tensor in slot.parameters.items():
                         self.view(tensor).copy_(self.fetch(fqn))
+
+    def _empty(self, slot: _Slot) -> Tensor:
+        if self.on_host and not slot.buffers:
+            return empty_on_host((slot.storage.nbytes(),), torch.uint8, self.device)
+        return torch.empty(slot.storage.nbytes(), dtype=torch.uint8, device=self.device)
 
     def view(self, tensor: Tensor) -> Tensor:
         """The real tensor that a meta tensor stands for; its slot has memory."""

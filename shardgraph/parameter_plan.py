@@ -40,11 +40,15 @@ class ParameterPlan:
     ``reshard_after_forward``
         Free the gathered parameter after forward and gather it again in backward (ZeRO-3), instead of
         keeping it (ZeRO-1, ZeRO-2). Of a replicated parameter it is the copy in the precision of the computation.
+    ``offload``
+        It lies in host memory between uses, and so do its gradient and the optimizer's state: the optimizer updates it
+        there. It is copied to the device before it is gathered, or used, and again in backward unless it is kept.
     """
 
     placements: tuple[str, ...]
     gradient: str = "reduce_scatter"
     reshard_after_forward: bool = True
+    offload: bool = False
 
     @property
     def shard_axis(self) -> int | None:
@@ -70,6 +74,11 @@ def without_shards_of_blocks(entry: ParameterPlan) -> ParameterPlan:
     is left of each."""
     in_blocks = any(dim == 0 and blocks > 1 for dim, blocks in entry.splits.values())
     return unsharded(entry) if in_blocks and entry.shard_axis is not None else entry
+
+
+def offloaded(entry: ParameterPlan) -> ParameterPlan:
+    """``entry`` in host memory; what is not stored in shards is there for backward only when it is copied again."""
+    return replace(entry, offload=True, reshard_after_forward=entry.reshard_after_forward or entry.shard_axis is None)
 
 
 def unsharded(entry: ParameterPlan) -> ParameterPlan:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardgraph import _torch
 from shardgraph.ir import chunk_bounds, take_part
 from shardgraph.mesh import Mesh
 from shardgraph.plan import ParameterPlan
@@ -18,16 +19,12 @@ def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def cut_shard(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None, device: torch.device) -> torch.Tensor:
-    """This rank's own contiguous copy, on ``device``, of its part of ``full``; all of it without a mesh.
-
-    A ``meta`` tensor gives uninitialised memory of the same shape.
-    """
-    if mesh is not None:
-        here = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
-        full = part_of(full, entry, tuple((str(axis), mesh.size(axis)) for axis in range(mesh.ndim)), here)
-    local = torch.empty(full.shape, dtype=full.dtype, device=device)
-    return local if full.is_meta else local.copy_(full)
+def own_part(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> torch.Tensor:
+    """This rank's part of ``full``; all of it without a mesh."""
+    if mesh is None:
+        return full
+    here = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    return part_of(full, entry, tuple((str(axis), mesh.size(axis)) for axis in range(mesh.ndim)), here)
 
 
 def part_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh, here: tuple[int, ...]) -> torch.Tensor:
@@ -49,8 +46,7 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
         rows *= mesh.size(position) if dim == 0 and position > (entry.shard_axis or 0) else 1
     if entry.shard_axis is not None:
         placements[entry.shard_axis] = Shard(0) if rows == 1 else _StridedShard(0, split_factor=rows)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return _torch.placed(local, mesh, placements, shape)
 
 
 class ParameterSlots:

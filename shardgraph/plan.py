@@ -36,6 +36,10 @@ the mesh of a stage::
 
     precision: {parameters: bfloat16, reduce: float32}
 
+``offload`` says what is in host memory while it is not used; parameters may also say it one by one, ``offload: true``::
+
+    offload: {parameters: true, disk: /scratch}
+
 ``recompute`` says what of forward backward computes again: ``none``, ``full``, ``selective``, ``budget`` (to be found
 for the memory that there is), or operations by module::
 
@@ -68,16 +72,27 @@ from pathlib import Path
 
 import torch
 
-from shardgraph.annotations.kinds import Annotation, ParameterAnnotation, Placement, input, output, shard
+from shardgraph.annotations.kinds import (
+    Annotation,
+    ParameterAnnotation,
+    Placement,
+    input,
+    keep_gathered,
+    offload,
+    output,
+    shard,
+)
 from shardgraph.annotations.match import Annotated, matches, said_of, written
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh, coordinates
 from shardgraph.mixed_precision import AS_STORED, Precision
+from shardgraph.offload_plan import NOTHING, Offload
 from shardgraph.parameter_plan import (
     AUTO,
     REPLICATE,
     SHARD,
     ParameterPlan,
+    offloaded,
     parse_split,
     split_text,
     unsharded,
@@ -141,6 +156,8 @@ class Plan:
     ``loss_chunk``
         The bytes of scores of a cross-entropy that exist at a time, which is then computed a chunk of rows after the
         other; None for all of them at once. See :mod:`shardgraph.passes.rewrite.chunk_loss`.
+    ``offload``
+        What is in host memory while it is not used; see :class:`shardgraph.Offload`.
     ``note``
         Why this plan: shown to people, without effect.
     ``considered``
@@ -158,6 +175,7 @@ class Plan:
     experts: str = ""
     pipeline: Pipeline | None = None
     precision: Precision = AS_STORED
+    offload: Offload = NOTHING
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -246,7 +264,8 @@ class Plan:
                 f"plan {self.name!r} says nothing of {_some(unmatched)}: add a pattern that matches, such as '*'"
             )
         fitted = {fqn: _fit(fqn, resolved[fqn], shape, self.mesh) for fqn, shape in shapes.items()}
-        return fitted | _annotated(self, fitted, shapes) if self.mesh else fitted
+        fitted |= {fqn: offloaded(entry) for fqn, entry in fitted.items() if self.offload.parameters}
+        return fitted | _annotated(self, fitted, shapes)
 
     def save(self, path: str | Path) -> None:
         """Write the YAML form to ``path``."""
@@ -308,7 +327,10 @@ class Plan:
             again = ""
             if entry.shard_axis is not None:
                 again = "; gathered again in backward" if entry.reshard_after_forward else "; kept for backward"
+            again += "; in host memory" if entry.offload else ""
             lines.append(f"  {pattern:<{width}}  {where or 'whole'}; gradient {entry.gradient}{again}")
+        if self.offload != NOTHING:
+            lines.append(f"  offloaded to host memory: {self.offload}")
         if said := str(self.precision):
             lines.append(f"  precision: {said}")
         if self.recompute != "none":
@@ -381,10 +403,16 @@ def _annotated(
 ) -> dict[str, ParameterPlan]:
     """The entries of parameters that are annotated, as they are annotated."""
     changed: dict[str, ParameterPlan] = {}
-    for annotated in plan.annotations:
+    for pattern, annotation in plan.annotations:
+        if isinstance(annotation, offload):
+            changed |= {fqn: offloaded(entries[fqn]) for fqn in shapes if matches(pattern, fqn)}
+    of_parameters: type[Annotation] = ParameterAnnotation
+    if not plan.mesh:  # nothing is divided
+        of_parameters = keep_gathered
+    for annotated in plan.annotations if plan.mesh else ():
         _check_axis(plan, annotated)
-    for fqn, said in said_of(plan.annotations, ParameterAnnotation, shapes, "parameters").items():
-        entry = entries[fqn]
+    for fqn, said in said_of(plan.annotations, of_parameters, shapes, "parameters").items():
+        entry = changed.get(fqn, entries[fqn])
         for annotated in sorted(said, key=lambda each: not isinstance(each[1], Placement)):
             annotation = annotated[1]
             assert isinstance(annotation, ParameterAnnotation)
@@ -453,6 +481,8 @@ def _check_plan(plan: Plan) -> None:
         refuse("experts", plan.experts, f"an axis of the mesh {dict(plan.mesh)}")
     if plan.experts and plan.operators:
         refuse("experts", plan.experts, "given beside axes of data, not of operators: 'ep' or 'tp', not both")
+    if not isinstance(plan.offload, Offload):
+        refuse("offload", plan.offload, "an Offload, such as Offload(parameters=True)")
     if not isinstance(plan.precision, Precision):
         refuse("precision", plan.precision, "a Precision, such as Precision('bfloat16', reduce='float32')")
     for annotated in plan.annotations:
@@ -484,5 +514,6 @@ def _check_plan(plan: Plan) -> None:
             refuse(f"{here}.gradient", entry.gradient, " or ".join(map(repr, GRADIENTS)))
         if entry.gradient == "reduce_scatter" and entry.shard_axis is None and plan.mesh:
             refuse(f"{here}.gradient", entry.gradient, "'all_reduce' for a parameter that is not sharded")
-        if not isinstance(entry.reshard_after_forward, bool):
-            refuse(f"{here}.reshard_after_forward", entry.reshard_after_forward, "true or false")
+        for flag in ("reshard_after_forward", "offload"):
+            if not isinstance(getattr(entry, flag), bool):
+                refuse(f"{here}.{flag}", getattr(entry, flag), "true or false")

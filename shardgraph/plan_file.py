@@ -13,6 +13,7 @@ from shardgraph.annotations.match import Annotated
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
 from shardgraph.mixed_precision import AS_STORED, Precision
+from shardgraph.offload_plan import NOTHING, Offload
 from shardgraph.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
 from shardgraph.pipeline.orders import SCHEDULES
 from shardgraph.pipeline_plan import CHECKPOINTS, Pipeline
@@ -33,7 +34,8 @@ def written_plan(plan: Plan) -> str:
         "loss_chunk": plan.loss_chunk,
         "experts": plan.experts,
         "pipeline": _written_pipeline(plan.pipeline) if plan.pipeline else None,
-        "precision": _written_precision(plan.precision),
+        "precision": _differences(plan.precision, AS_STORED),
+        "offload": _differences(plan.offload, NOTHING),
         "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in plan.considered],
         "parameters": {
             pattern: {
@@ -41,10 +43,11 @@ def written_plan(plan: Plan) -> str:
                 "gradient": entry.gradient,
                 "reshard_after_forward": entry.reshard_after_forward,
             }
+            | ({"offload": True} if entry.offload else {})
             for pattern, entry in plan.parameters
         },
     }
-    optional = ("considered", "loss_chunk", "operators", "experts", "pipeline", "precision", "annotations")
+    optional = ("considered", "loss_chunk", "operators", "experts", "pipeline", "precision", "offload", "annotations")
     data = {key: value for key, value in data.items() if key not in optional or value}
     if plan.recompute == "none":
         del data["recompute"]
@@ -56,9 +59,9 @@ def _written_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value != [] and (key, value) != ("axis", "pp")}
 
 
-def _written_precision(precision: Precision) -> dict[str, Any]:
-    usual = asdict(AS_STORED)
-    return {field: value for field, value in asdict(precision).items() if value != usual[field]}
+def _differences(given: Any, usual: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not as usual."""
+    return {field: value for field, value in asdict(given).items() if value != getattr(usual, field)}
 
 
 def read_plan(text: str, source: str) -> Plan:
@@ -114,6 +117,8 @@ def _from_data(data: Any, source: str) -> Plan:
         changed["operators"] = tuple((str(axis), style) for axis, style in top["operators"].items())
     if "precision" in top:
         changed["precision"] = _precision(take(top["precision"], "precision", Precision, _PRECISION_FIELDS), source)
+    if "offload" in top:
+        changed["offload"] = Offload(**take(top["offload"], "offload", Offload, _OFFLOAD_FIELDS))
     if "annotations" in top:
         changed["annotations"] = tuple(_annotation(each, source) for each in top["annotations"])
     if isinstance(top.get("recompute"), dict):
@@ -167,6 +172,7 @@ _PLAN_FIELDS = {
     "pipeline": (dict, "a mapping of ranks, schedule, microbatches and stages"),
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),
     "precision": (dict, "a mapping of parameters, reduce, buffers and outputs to dtypes"),
+    "offload": (dict, "a mapping of parameters, activations and disk"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }
@@ -174,6 +180,7 @@ _PARAMETER_FIELDS = {
     "placements": (list, f"a list of {REPLICATE!r}, {SHARD!r}, 'split(d)' or {AUTO!r}, one for each mesh axis"),
     "gradient": (str, " or ".join(map(repr, GRADIENTS))),
     "reshard_after_forward": (bool, "true or false"),
+    "offload": (bool, "true or false"),
 }
 _PIPELINE_FIELDS = {
     "ranks": (int, "a whole number from 1"),
@@ -188,6 +195,11 @@ _PRECISION_FIELDS = {
     **dict.fromkeys(("parameters", "reduce", "buffers", "outputs"), (str, "the name of a dtype")),
     "inputs": (bool, "true or false"),
 }
+_OFFLOAD_FIELDS = {
+    "parameters": (bool, "true or false"),
+    "activations": (bool, "true or false"),
+    "disk": (str, "the path of a folder"),
+}
 _CANDIDATE_FIELDS = {
     "name": (str, "a text"),
     "mesh": (dict, "a mapping of axis names to sizes, such as {dp: 2}"),
@@ -198,6 +210,7 @@ _CANDIDATE_FIELDS = {
 }
 _REQUIRED: dict[type, set[str]] = {
     Precision: set(),
+    Offload: set(),
     Candidate: set(_CANDIDATE_FIELDS) - {"batches"},
     Plan: {"schema", "name", "mesh", "parameters"},
     ParameterPlan: {"placements"},

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgraph import _torch, ir
+from shardgraph import _torch, host, ir
 from shardgraph._torch import pytree
 from shardgraph.bind import bind
 from shardgraph.errors import CollectiveError, ShardGraphError
@@ -232,11 +232,15 @@ class Bound:
         self.takes = list(ir.placeholders(self.module))
         self.gives = ir.outputs(self.module)
         self._call = _torch.boxed(self.module)
+        self._continues = any(isinstance(role, Saved) for role, _ in self.gives)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         try:
             with _torch.below_autograd():
-                return list(self._call(inputs))
+                results = list(self._call(inputs))
+            if not self._continues:  # the caller may change parameters, and reads gradients
+                host.settle()
+            return results
         except RuntimeError as error:
             node = self._failing_node(error)
             if node is None or isinstance(error, ShardGraphError):

@@ -234,20 +234,6 @@ def _ladder(problem: Problem, values: Values) -> Iterator[set[fx.Node]]:
             yield problem.operations(counts)
 
 
-def asked_for(plan: Plan, recompute: str | None, memory: int | str | None, loss_chunk: int | str | None = None) -> Plan:
-    """``plan`` with the recomputation and chunks of a loss that a caller asks for.
-
-    ``memory`` alone asks for the recomputation ``"budget"``; ``loss_chunk`` is bytes or a text.
-
-    Raises:
-        ShardGraphError: there is no such recomputation or size.
-    """
-    if recompute is None and memory is not None and plan.recompute == "none":
-        recompute = "budget"
-    asked = plan if recompute is None else replace(plan, recompute=recompute)
-    return asked if loss_chunk is None else replace(asked, loss_chunk=parse_bytes(loss_chunk))
-
-
 def with_recomputation(
     joint: JointGraph,
     plan: Plan,

@@ -16,7 +16,7 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ShardGraphError
 from shardgraph.folding import SHALLOW, NotPeriodicError, extend, shortened
 from shardgraph.ir import Gradient, Parameter, outputs, placeholders
-from shardgraph.passes.analysis.liveness import profile_step
+from shardgraph.passes.analysis.liveness import UpdateMemory, profile_step
 from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_program
 from shardgraph.passes.analysis.sized_prices import SizedPrices
@@ -199,15 +199,23 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         role.of for role, value in (outputs(backward) if backward else []) if isinstance(role, Gradient) and value
     }
     values = {role: node.meta["val"] for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
-    shards = [value.nbytes for role, value in values.items() if role in trained]
-    cost = optimizer_cost(source.optimizer)
-    largest = max(shards, key=lambda size: _at(size, sizes, source), default=0)
-    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
-    memory = profile_step(forward, backward, 1, state, cost.temporaries * largest)
+    entries, cost = programs[0].parameters, optimizer_cost(source.optimizer)
+    updated = [
+        [values[role].nbytes for role in values if role in trained and entries[role.fqn].offload is host]
+        for host in (False, True)
+    ]
+
+    def update(shards: Sequence[Any]) -> UpdateMemory:
+        largest = max(shards, key=lambda size: _at(size, sizes, source), default=0)
+        state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
+        return UpdateMemory(state, cost.temporaries * largest)
+
+    memory = profile_step(forward, backward, 1, *map(update, updated))
     prices = SizedPrices(source.cluster, source.plan.mesh, sizes)
     yield from rows_of(halves, memory, prices, source.fused)
-    if shards:
-        yield update_row(shards, source.optimizer, _update(shards, sizes, source), memory)
+    for host, shards in zip((False, True), updated, strict=True):
+        if shards:
+            yield update_row(shards, source.optimizer, _update(shards, sizes, source, host), memory, host)
 
 
 def _at(size: Any, sizes: Sizes, source: Source) -> int:
@@ -226,7 +234,8 @@ def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
     return sympy.Max(*(sizes.expression(size) for size in kept), evaluate=False)
 
 
-def _update(shards: Sequence[Any], sizes: Sizes, source: Source) -> sympy.Expr:
-    cost, rate = optimizer_cost(source.optimizer), source.cluster.device.rate("optimizer")
+def _update(shards: Sequence[Any], sizes: Sizes, source: Source, host: bool) -> sympy.Expr:
+    cost, device = optimizer_cost(source.optimizer), source.cluster.device
+    rate = device.linked_host.optimizer if host else device.rate("optimizer")
     assert rate is not None
     return sympy.Add(*(rate.seconds(cost.moved * sizes.expression(each)) for each in shards))

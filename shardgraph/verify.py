@@ -20,6 +20,7 @@ from torch import nn
 from shardgraph._torch import pytree
 from shardgraph.analyze import machine_for
 from shardgraph.annotations.annotate import annotated
+from shardgraph.asked import Asked
 from shardgraph.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
 from shardgraph.capture import capture, own_loss
 from shardgraph.casting import cast_buffers, casting, computed_dtypes
@@ -39,6 +40,7 @@ from shardgraph.ir import (
 )
 from shardgraph.mesh import coordinates
 from shardgraph.mixed_precision import Precision
+from shardgraph.offload_plan import Offload
 from shardgraph.parameters import named_shapes, part_of
 from shardgraph.pipeline.lockstep import LockstepStep
 from shardgraph.pipeline.microbatches import batch_size, microbatches, shares
@@ -47,7 +49,7 @@ from shardgraph.pipeline.program import PipelineProgram, lower_pipeline
 from shardgraph.pipeline.statistics import combined
 from shardgraph.plan import Plan
 from shardgraph.program import Program
-from shardgraph.recomputation import asked_for, with_recomputation
+from shardgraph.recomputation import with_recomputation
 from shardgraph.rng import rank_generator
 from shardgraph.simulate import run_lockstep
 
@@ -128,6 +130,7 @@ def verify(
     recompute: str | None = None,
     memory: int | str | None = None,
     loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
@@ -151,6 +154,7 @@ def verify(
         recompute: what backward computes again, as for ``shardgraph.compile``.
         memory: what the predicted peak of a rank may be, likewise.
         loss_chunk: bytes of scores of a cross-entropy at a time, likewise.
+        offload: what is in host memory, likewise; here that is memory of the same process.
         tolerance: the largest relative error that is ok; default by the coarsest dtype that is computed with: 1e-4 in
             single and 1e-5 in double precision.
         seed: of each step's random numbers.
@@ -163,7 +167,8 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    chosen = annotated(asked_for(_plan(plan, world_size, mesh, precision), recompute, memory, loss_chunk), model)
+    asked = Asked(recompute, memory, loss_chunk, offload)
+    chosen = annotated(asked.of(_plan(plan, world_size, mesh, precision)), model)
     cast_buffers(original, chosen.precision, chosen.annotations)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]

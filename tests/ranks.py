@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import shardgraph
 from shardgraph import Plan, preset
 from shardgraph.analysis import program_memory
+from shardgraph.host import is_on_host
 from shardgraph.measure import PeakMemory
 from tests.zoo import Deep, make, scalar, shorter
 
@@ -559,3 +560,52 @@ def within_memory(rows: int) -> tuple[object, bool]:
     sharded = shardgraph.compile(model, "fsdp", example_inputs=(x,), memory=everything - 1)
     sharded(x).backward()
     return sharded.plan.recompute, all(parameter.grad is not None for parameter in sharded.parameters())
+
+
+def offloaded() -> dict[str, Any]:
+    """Training with parameters in host memory, and where things are then."""
+    model, call = prepared("tied-transformer", 2 * dist.get_world_size())
+    original = copy.deepcopy(model)
+    sharded = shardgraph.compile(model, "fsdp", offload="parameters")
+    found: dict[str, Any] = {"parity": train(sharded, original, call, steps=3, clip=0.5)}
+
+    args, kwargs = part(call)
+    with sharded.no_sync():
+        scalar(sharded(*args, **kwargs)).backward()
+    scalar(sharded(*args, **kwargs)).backward()
+    (2 * scalar(original(*call[0], **call[1]))).backward()
+    found["accumulated"] = difference(sharded, original, gradients=True)
+    parameters = [p for p in sharded.parameters() if p.grad is not None]
+    optimizer = torch.optim.AdamW(parameters)
+    with PeakMemory() as memory:
+        optimizer.step()
+    found["places"] = {
+        "parameters": all(is_on_host(p.to_local()) for p in parameters),
+        "gradients": all(is_on_host(p.grad.to_local()) for p in parameters),
+        "states": memory.peak_bytes <= 4 * len(parameters) < memory.host_peak_bytes,  # AdamW counts its steps apart
+    }
+
+    state = sharded.full_state_dict()
+    shared: list[Any] = [state]
+    dist.broadcast_object_list(shared, src=0)
+    other = shardgraph.compile(prepared("tied-transformer", 2)[0], "fsdp", offload="parameters")
+    other.load_state_dict(shared[0])
+    pairs = zip(sharded.parameters(), other.parameters(), strict=True)
+    found["reloaded"] = max((whole(a) - whole(b)).abs().max().item() for a, b in pairs)
+
+    found["pipeline"] = _offloaded_pipeline()
+    return found
+
+
+def _offloaded_pipeline() -> float:
+    """The largest difference of a gradient between a pipeline with parameters in host memory and the whole model."""
+    torch.manual_seed(0)
+    model, x = Deep(4).double(), torch.randn(4, 3, 32, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    pipelined = shardgraph.compile(
+        model, "pp", offload="parameters", example_inputs=(x,), pipeline=shardgraph.Pipeline(microbatches=2)
+    )
+    pipelined.train_step(x)
+    original(x).backward()
+    theirs = dict(original.named_parameters())
+    return max((whole(p.grad) - theirs[name].grad).abs().max().item() for name, p in pipelined.named_parameters())

@@ -17,6 +17,7 @@ from shardgraph import (
     annotate,
     constrain,
     keep_gathered,
+    offload,
     output,
     preset,
     recompute,
@@ -380,7 +381,7 @@ def test_save_keeps_what_sequence_parallelism_would_gather_again():
 EVERY = {
     "part.twice.*.weight": replicate("dp"),
     "part.twice.0.weight": [shard(0, "tp"), keep_gathered()],
-    "head.weight": [shard(0, "dp"), reshard()],
+    "head.weight": [shard(0, "dp"), reshard(), offload()],
     "part": [recompute(), input(shard(-1, "tp", blocks=2), at="x"), output(replicate(), at=1)],
     "re:.*norm": save(),
     "head": [precision("float64"), stage(1)],

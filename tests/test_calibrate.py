@@ -125,7 +125,14 @@ def test_the_cluster_is_this_machine(cluster: Cluster) -> None:
 
 def test_the_table_has_a_line_for_all_that_was_fitted(measured: Measurements, cluster: Cluster) -> None:
     lines = fit_table(measured, cluster).splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == [*cluster.device.rates, *COLLECTIVES]
+    assert [line.split()[0] for line in lines[1:-1]] == [
+        *cluster.device.rates, "host/optimizer", "host/copy", *COLLECTIVES
+    ]  # fmt: skip
+
+
+def test_the_host_is_measured(cluster: Cluster) -> None:
+    host = cluster.device.linked_host
+    assert 1e8 < host.link.bandwidth < 1e12 and 1e7 < host.optimizer.per_second < 1e12
 
 
 def test_the_command_writes_a_file_that_loads(

@@ -14,7 +14,15 @@ import networkx as nx
 from torch import fx
 
 from shardgraph.errors import DeadlockError, nearest
-from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, WAIT, collectives, describe_collective, group_of
+from shardgraph.ir import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    collectives,
+    describe_collective,
+    group_of,
+    is_started,
+    is_wait,
+)
 from shardgraph.mesh import Mesh, axes_of, group_along, size_along
 from shardgraph.passes.analysis.wire import operation_of
 
@@ -174,14 +182,14 @@ def _check_no_circle(sequences: Mapping[int, Sequence[Collective]]) -> None:
 
 
 def check_waits(gm: fx.GraphModule) -> None:
-    """Check that each started collective has exactly one wait, through which all else sees its result.
+    """Check that each started collective or copy has exactly one wait, through which all else sees its result.
 
     Raises:
-        DeadlockError: a collective is never awaited, is awaited twice, or its result is used or returned unawaited.
+        DeadlockError: one is never awaited, is awaited twice, or its result is used or returned unawaited.
     """
-    for node in collectives(gm):
-        waits = [user for user in node.users if user.target is WAIT]
-        others = [user for user in node.users if user.target is not WAIT]
+    for node in filter(is_started, gm.graph.nodes):
+        waits = [user for user in node.users if is_wait(user)]
+        others = [user for user in node.users if not is_wait(user)]
         if others:
             use = "returned" if others[0].op == "output" else f"used by {others[0].name!r}"
             raise DeadlockError(
@@ -189,5 +197,5 @@ def check_waits(gm: fx.GraphModule) -> None:
             )
         if len(waits) != 1:
             raise DeadlockError(
-                f"{describe_collective(node)} is awaited {len(waits)} times: each started collective needs one wait"
+                f"{describe_collective(node)} is awaited {len(waits)} times: each one that is started needs one wait"
             )

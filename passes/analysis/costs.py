@@ -72,8 +72,9 @@ _KIND = {
 class NodeCost:
     """The work of one node on one rank.
 
-    ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, or ``"free"`` for what calls no
-    operator (and waits); ``dtype`` is that of its first floating result. ``read`` and ``written`` are bytes.
+    ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, ``"copy"`` (between host and
+    device), or ``"free"`` for what calls no operator (and waits); ``dtype`` is that of its first floating result.
+    ``read`` and ``written`` are bytes.
     ``causal`` is the length of a sequence whose attention skips what is masked, though its FLOPs count whole; else 0.
     ``known`` is False for an operation that no formula was found for: it is priced by its bytes.
     """
@@ -120,6 +121,8 @@ def _cost(node: fx.Node) -> NodeCost:
     read, written = _bytes([n.meta.get("val") for n in node.all_input_nodes]), _bytes(value)
     if ir.is_collective(node):
         return NodeCost("collective", dtype, read=read, written=written)
+    if ir.is_copy(node):
+        return NodeCost("copy", dtype, read=read, written=written)
     formula = _formula(node)
     name = _name(node)
     if formula is not None:
@@ -162,7 +165,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_free(node: fx.Node) -> bool:
     return (
-        node.target in (operator.getitem, ir.WAIT)
+        node.target is operator.getitem
+        or ir.is_wait(node)
         or _is_view(node)
         or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
     )

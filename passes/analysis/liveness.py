@@ -2,20 +2,22 @@
 
 What the eager executor allocates is known before it runs: each node's results, once per storage however
 many views it has, freed after the last node that uses any of them. Not seen is what a kernel allocates
-and frees inside (workspaces), and what the allocator adds (rounding, fragmentation).
+and frees inside (workspaces), and what the allocator adds (rounding, fragmentation). What is in host memory
+(:mod:`shardgraph.passes.analysis.places`) is counted apart.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardgraph.host import WAIT_COPY
 from shardgraph.ir import (
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -41,6 +43,7 @@ from shardgraph.ir import (
     placeholders,
     trim_shard,
 )
+from shardgraph.passes.analysis.places import on_host
 
 KINDS = {
     Parameter: "parameters",
@@ -59,7 +62,7 @@ KINDS = {
 }
 
 # Alias their first argument although their schema does not say so.
-_UNDECLARED_VIEWS = frozenset({WAIT, trim_shard, local_chunk, torch.ops.aten._unsafe_view.default})
+_UNDECLARED_VIEWS = frozenset({WAIT, WAIT_COPY, trim_shard, local_chunk, torch.ops.aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,14 @@ class MemoryProfile:
         communication buffers, optimizer state, temporaries (all else).
     ``nodes``
         What each point of the timeline is, ``(graph, node)`` by name.
+    ``host``
+        As ``compositions``, of what is in host memory and not in files; all else here is of the device's.
     """
 
     timeline: tuple[int, ...]
     compositions: dict[str, tuple[int, ...]]
     nodes: tuple[tuple[str, str], ...]
+    host: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def peak_index(self) -> int:
@@ -104,6 +110,14 @@ class MemoryProfile:
         return {kind: line[at] for kind, line in self.compositions.items() if line[at]}
 
 
+@dataclass(frozen=True)
+class UpdateMemory:
+    """What an optimizer's update takes: ``state`` bytes all the time, ``temporaries`` during the update only."""
+
+    state: int = 0
+    temporaries: int = 0
+
+
 def profile_memory(gm: fx.GraphModule, granule: int = 1) -> MemoryProfile:
     """Follow every storage of ``gm`` from the node that makes it to the last that uses a view of it.
 
@@ -112,28 +126,28 @@ def profile_memory(gm: fx.GraphModule, granule: int = 1) -> MemoryProfile:
     collective that is under way lives until its wait, unless it works on a copy. Every
     allocation is rounded up to ``granule`` bytes.
     """
-    return _profile({"graph": gm}, granule, 0, 0)
+    return _profile({"graph": gm}, granule, ())
 
 
 def profile_step(
     forward: fx.GraphModule,
     backward: fx.GraphModule | None,
     granule: int = 1,
-    optimizer_state: int = 0,
-    optimizer_temporaries: int = 0,
+    update: UpdateMemory = UpdateMemory(),
+    host_update: UpdateMemory = UpdateMemory(),
 ) -> MemoryProfile:
     """The memory of a training step: forward, backward and the optimizer's update, one after the other.
 
     What forward saves lives until its last use in backward. Of what the model returns, that which the loss
     depends on is taken to be held by the caller until backward ends, the rest to be dropped after forward.
-    Gradients do not exist before backward (``zero_grad(set_to_none=True)``). ``optimizer_state`` bytes are there all
-    the time; ``optimizer_temporaries`` during the update only.
+    Gradients do not exist before backward (``zero_grad(set_to_none=True)``). ``update`` is what the optimizer's update
+    takes on the device, ``host_update`` on the host.
     """
     graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
-    return _profile(graphs, granule, optimizer_state, optimizer_temporaries)
+    return _profile(graphs, granule, (update, host_update))
 
 
-def _profile(graphs: dict[str, fx.GraphModule], granule: int, state: int, temporaries: int) -> MemoryProfile:
+def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[UpdateMemory, ...]) -> MemoryProfile:
     storages: list[Storage] = []
     points: list[tuple[str, str]] = []
     left: dict[Role, list[Storage]] = {}  # what the graphs so far have left for later ones
@@ -142,33 +156,46 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, state: int, tempor
         points += [(name, node.name) for node in gm.graph.nodes]
     if len(graphs) > 1:
         _keep_what_the_loss_uses(graphs, left, len(points) - 1)
-    if state or temporaries:
+    if any(update.state or update.temporaries for update in updates):
         points.append(("optimizer", "update"))
         end = len(points) - 1
         for role, held in left.items():
             for storage in held if isinstance(role, (Parameter, Buffer, Input, Gradient)) else []:
                 storage.death = end
-        storages.append(Storage(state, 0, end, "optimizer state"))
-        storages.append(Storage(temporaries, end, end, "temporaries"))
+        for place, update in zip(("device", "host"), updates, strict=True):
+            storages.append(Storage(update.state, 0, end, "optimizer state", place))
+            storages.append(Storage(update.temporaries, end, end, "temporaries", place))
 
+    together = list({id(each): each for each in storages}.values())
+    compositions, host = (
+        _compositions([each for each in together if each.place == place], len(points)) for place in ("device", "host")
+    )
+    timeline = tuple(map(sum, zip(*compositions.values(), strict=True)))
+    return MemoryProfile(timeline, compositions, tuple(points), host)
+
+
+def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, ...]]:
+    """Bytes that are live at each point by kind."""
     lines: dict[str, list[int]] = {}
-    for storage in {id(each): each for each in storages}.values():
-        line = lines.setdefault(storage.kind, [0] * (len(points) + 1))
+    for storage in storages:
+        line = lines.setdefault(storage.kind, [0] * (points + 1))
         line[storage.birth] += storage.nbytes
         line[storage.death + 1] -= storage.nbytes
-    compositions = {kind: tuple(accumulate(line[:-1])) for kind, line in lines.items()}
-    timeline = tuple(map(sum, zip(*compositions.values(), strict=True)))
-    return MemoryProfile(timeline, compositions, tuple(points))
+    return {kind: tuple(accumulate(line[:-1])) for kind, line in lines.items()}
 
 
 @dataclass(eq=False)
 class Storage:
-    """One allocation; it is live from node ``birth`` to node ``death``, both included."""
+    """One allocation; it is live from node ``birth`` to node ``death``, both included.
+
+    Its ``place`` is the ``"device"``, the ``"host"``, or the ``"disk"``, where it takes no memory.
+    """
 
     nbytes: int
     birth: int
     death: int = 0
     kind: str = "temporaries"
+    place: str = "device"
 
 
 def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
@@ -176,6 +203,10 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], gra
     nodes = list(gm.graph.nodes)
     known = {id(storage) for held in left.values() for storage in held}
     held = _storages(nodes, start, left, granule)
+    for node in on_host(gm):
+        for storage in held[node]:
+            if storage.place == "device":  # what an earlier graph has left may be known to be on disk
+                storage.place = "disk" if node.meta.get("in_file") else "host"
     _set_kinds(gm, {n: [s for s in each if id(s) not in known] for n, each in held.items()})
     _set_deaths(nodes, held, start)
     for role, node in placeholders(gm).items():

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from shardgraph.host import TO_DEVICE, WAIT_COPY
 from shardgraph.ir import Parameter, Role, Saved, chunk_bounds, copy_graph, outputs, placeholders
 from shardgraph.mesh import coordinates
 from shardgraph.passes.base import Context
@@ -43,6 +44,16 @@ def shard_bytes(context: Context, fqn: str, rank: int) -> int:
     return math.prod(shard_shape(context, fqn, rank)) * context.stored[fqn].itemsize
 
 
+def _reshape_copies(shard: fx.Node, shape: torch.Size, context: Context) -> None:
+    """Give ``shape`` to what has the elements of a shard: copies on the device, casts to what it is gathered in."""
+    for user in shard.users:
+        if user.target in (TO_DEVICE, WAIT_COPY, torch.ops.aten._to_copy.default):
+            value = user.meta["val"]
+            with context.fake_mode:
+                user.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+            _reshape_copies(user, shape, context)
+
+
 def _reshape(gm: fx.GraphModule, context: Context, rank: int, given: dict[Role, torch.Tensor]) -> fx.GraphModule:
     copy = copy_graph(gm)
     for role, node in placeholders(copy).items():
@@ -52,8 +63,5 @@ def _reshape(gm: fx.GraphModule, context: Context, rank: int, given: dict[Role, 
                 given[role] = torch.empty(shape, dtype=value.dtype, device=value.device)
         if role in given:
             node.meta["val"] = given[role]
-            for user in node.users:
-                if user.target is torch.ops.aten._to_copy.default:  # of a shard, to the dtype that it is gathered in
-                    with context.fake_mode:
-                        user.meta["val"] = torch.empty_like(given[role], dtype=user.meta["val"].dtype)
+            _reshape_copies(node, given[role].shape, context)
     return copy

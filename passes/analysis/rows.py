@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.collectives import collective_seconds
-from shardgraph.ir import WAIT, group_of
+from shardgraph.host import DIRECTIONS
+from shardgraph.ir import group_of, is_started, is_wait
 from shardgraph.mesh import Mesh, size_along
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
 from shardgraph.passes.analysis.liveness import MemoryProfile
@@ -26,15 +27,15 @@ class Row:
     ``half``
         ``"forward"``, ``"backward"`` or ``"optimizer"``.
     ``stream``
-        The mesh axis of a collective, ``""`` for computation.
+        The mesh axis of a collective, the direction of a copy (``"to host"``), ``""`` for computation.
     ``read``, ``written``, ``sent``
         Bytes of its operands, of its results, and on the wire.
     ``seconds``
         Time on its stream.
-    ``memory``
-        Bytes live as it ends, by kind.
+    ``memory``, ``host``
+        Bytes live as it ends, by kind, on the device and on the host.
     ``waits``
-        How many rows before it stands the collective that it waits for; 0 when it waits for none.
+        How many rows before it stands the collective or copy that it waits for; 0 when it waits for none.
     ``known``
         False where an operation without a formula was priced by its bytes.
     """
@@ -56,6 +57,7 @@ class Row:
     memory: Mapping[str, int]
     waits: int
     known: bool
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def live(self) -> int:
@@ -68,7 +70,7 @@ class Prices:
     """What the operations of a program cost on a cluster.
 
     Raises:
-        ClusterError: the device has no rate for an operation's arithmetic in its dtype.
+        ClusterError: the device has no rate for an operation's arithmetic in its dtype, or says nothing of its host.
         ShardGraphError: a collective has no formula.
     """
 
@@ -92,6 +94,11 @@ class Prices:
         link, ranks = self.cluster.link_of(self.mesh, axis), size_along(self.mesh, axis)
         return collective_seconds(operation_of(node), given, gotten, ranks, link, self.cluster.efficiency)
 
+    def copy(self, node: fx.Node) -> float:
+        """Seconds of a copy between host and device on its stream."""
+        link = self.cluster.device.linked_host.link
+        return link.latency + node.meta["val"].nbytes / link.bandwidth
+
     def computation(self, cost: NodeCost) -> float:
         """Seconds of one operation that is no view."""
         return compute.seconds(self.cluster.device, cost.kind, cost.dtype, cost.executed, cost.moved)
@@ -108,30 +115,31 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
     for half, gm in halves.items():
         costs = node_costs(gm, fused)
         # Views are left out: no more is live at one than at the operation before it. What follows takes their time.
-        shown = [n for n in gm.graph.nodes if costs[n].kind not in ("free", VIEW) or n.target is WAIT]
+        shown = [n for n in gm.graph.nodes if costs[n].kind not in ("free", VIEW) or is_wait(n)]
         views = _views_before(gm, costs)
         index = {node: i for i, node in enumerate(shown)}
         for node in shown:
             cost, i = costs[node], at[half, node.name]
-            collective = cost.kind == "collective"
+            collective, beside = cost.kind == "collective", is_started(node)
             yield Row(
                 half=half,
                 node=node.name,
                 operation=str(getattr(node.target, "__name__", node.target)),
                 module=module_of(node),
                 source=node.meta.get("source", ""),
-                label=f"{operation_of(node)} of {node.meta.get('subject', node.name)}" if collective else node.name,
+                label=f"{operation_of(node)} of {node.meta.get('subject', node.name)}" if beside else node.name,
                 kind=cost.kind,
                 dtype=cost.dtype,
-                stream=group_of(node) if collective else "",
+                stream=group_of(node) if collective else DIRECTIONS.get(node.target, ""),
                 flops=cost.flops,
                 read=cost.read,
                 written=cost.written,
                 sent=prices.sent(node) if collective else 0,
                 seconds=_seconds(node, cost, prices) + views[node] * prices.view,
                 memory={kind: line[i] for kind, line in memory.compositions.items() if line[i]},
-                waits=index[node] - index[node.args[0]] if node.target is WAIT else 0,
+                waits=index[node] - index[node.args[0]] if is_wait(node) else 0,
                 known=cost.known,
+                host={kind: line[i] for kind, line in memory.host.items() if line[i]},
             )
 
 
@@ -142,7 +150,7 @@ def _views_before(gm: fx.GraphModule, costs: Mapping[fx.Node, NodeCost]) -> Coun
     for node in gm.graph.nodes:
         kind = costs[node].kind
         waiting += kind == VIEW
-        if kind not in ("free", VIEW, "collective"):
+        if kind not in ("free", VIEW, "collective", "copy"):
             views[node], waiting = waiting, 0
     return views
 
@@ -150,4 +158,6 @@ def _views_before(gm: fx.GraphModule, costs: Mapping[fx.Node, NodeCost]) -> Coun
 def _seconds(node: fx.Node, cost: NodeCost, prices: Prices) -> float:
     if cost.kind == "free":
         return 0.0
+    if cost.kind == "copy":
+        return prices.copy(node)
     return prices.communication(node) if cost.kind == "collective" else prices.computation(cost)

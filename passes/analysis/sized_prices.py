@@ -58,6 +58,10 @@ class SizedPrices(Prices):
         spanning = _Link(bandwidth, cluster.inter.latency, cluster.inter.latencies)
         return sympy.Piecewise((seconds(cluster.intra), inside), (seconds(spanning), True))
 
+    def copy(self, node: fx.Node) -> Any:
+        link = self.cluster.device.linked_host.link
+        return link.latency + self.sizes.expression(node.meta["val"].nbytes) / link.bandwidth
+
     def computation(self, cost: NodeCost) -> Any:
         flops, moved = self.sizes.expression(cost.flops), self.sizes.expression(cost.moved)
         if cost.causal:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Role, Saved, of_backward, outputs, placeholders
+from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context
 
 
@@ -82,7 +83,7 @@ class _Backward:
     """Builds the backward graph, deciding for each value of forward whether to save or to compute it again."""
 
     def __init__(self, gm: fx.GraphModule, inside: set[fx.Node]) -> None:
-        self.gm, self.inside = gm, inside
+        self.gm, self.inside, self.host = gm, inside, on_host(gm)
         self.graph = fx.Graph()
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.env: dict[fx.Node, fx.Node] = {}
@@ -152,6 +153,8 @@ class _Backward:
     def _placeholder(self, name: str, role: Role, like: fx.Node) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta.update({k: v for k, v in like.meta.items() if k in ("val", "source", "subject", "equals")}, role=role)
+        if like in self.host:
+            node.meta["host"] = True
         return node
 
 

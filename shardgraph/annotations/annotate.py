@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardgraph.annotations.kinds import Annotation, ModuleAnnotation, ParameterAnnotation, Placement, output, precision
+from shardgraph.annotations.kinds import (
+    Annotation,
+    ModuleAnnotation,
+    ParameterAnnotation,
+    Placement,
+    offload,
+    output,
+    precision,
+)
 from shardgraph.annotations.match import Annotated, matches, said_of
 from shardgraph.errors import PlanError
 from shardgraph.module import ShardedModule
@@ -88,4 +96,5 @@ def _check(model: nn.Module, annotations: Sequence[Annotated]) -> None:
     said_of(annotations, ParameterAnnotation, (name for name, _ in model.named_parameters()), "parameters")
     said_of(annotations, ModuleAnnotation, (name for name, _ in model.named_modules()), "modules")
     named = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
-    said_of(annotations, precision, named, "parameters or modules")
+    for kind in (precision, offload):
+        said_of(annotations, kind, named, "parameters or modules")

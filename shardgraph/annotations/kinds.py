@@ -290,6 +290,18 @@ class stage(ModuleAnnotation):
         return isinstance(other, stage) and other != self
 
 
+# -- offloading --------------------------------------------------------------------------------------------
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class offload(Annotation):
+    """A parameter is in host memory while it is not used, with its gradient and the optimizer's state.
+
+    Of a module, what it returns is kept for backward in host memory, where it is kept.
+    """
+
+
 # -- precision ---------------------------------------------------------------------------------------------
 
 

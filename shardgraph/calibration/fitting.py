@@ -13,7 +13,7 @@ import torch
 from scipy.optimize import nnls
 
 from shardgraph.calibration.timings import Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Device, Host, Link, Rate
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.sizes import format_seconds
 
@@ -42,6 +42,7 @@ def fit(measured: Measurements) -> Cluster:
         rates={kind: fit_rate(samples) for kind, samples in by_kind.items()},
         allocation=64 if on_cpu else 512,
         source=source,
+        host=fit_host(measured.host),
     )
     return Cluster(
         name="measured",
@@ -64,6 +65,15 @@ def fit_rate(samples: Sequence[Sample]) -> Rate:
     if not per_unit:  # noise
         overhead, per_byte, (per_unit,) = 0.0, 0.0, _solve([[sample.work] for sample in samples], seconds)
     return Rate(1 / per_unit, overhead, 1 / per_byte if per_byte else inf)
+
+
+def fit_host(samples: Sequence[Sample]) -> Host | None:
+    """The host that fits timings of copies from it and of updates on it; None where nothing was timed."""
+    by_kind = _by_kind(samples)
+    if not by_kind:
+        return None
+    copies = fit_rate(by_kind["copy"])
+    return Host(Link(copies.per_second, copies.overhead), fit_rate(by_kind["optimizer"]))
 
 
 def behind_computation(transfers: Sequence[Transfer]) -> tuple[list[Transfer], float]:
@@ -110,6 +120,12 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         unit = "FLOP/s" if "/" in kind else "B/s"
         pairs = [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples]
         rows.append(_row(kind, rate.per_second, unit, rate.overhead, pairs))
+    if (host := cluster.device.host) is not None:
+        rates = {"copy": Rate(host.link.bandwidth, host.link.latency), "optimizer": host.optimizer}
+        for kind, samples in _by_kind(measured.host).items():
+            rate = rates[kind]
+            pairs = [(sample.seconds, rate.seconds(sample.work)) for sample in samples]
+            rows.append(_row(f"host/{kind}", rate.per_second, "B/s", rate.overhead, pairs))
     transfers, _ = behind_computation(measured.transfers)
     for operation in cluster.efficiency:
         chosen = [transfer for transfer in transfers if transfer.operation == operation]
@@ -157,7 +173,7 @@ def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
         kinds.setdefault(sample.kind, []).append(sample)
     flop_kinds, byte_kinds = [kind for kind in kinds if "/" in kind], [kind for kind in kinds if "/" not in kind]
     order = sorted(flop_kinds, key=lambda kind: FLOP_KINDS.index(kind.split("/")[0]))
-    return {kind: kinds[kind] for kind in order + sorted(byte_kinds, key=(*BYTE_KINDS, VIEW).index)}
+    return {kind: kinds[kind] for kind in order + sorted(byte_kinds, key=(*BYTE_KINDS, VIEW, "copy").index)}
 
 
 def _row(kind: str, rate: float, unit: str, overhead: float, pairs: list[tuple[float, float]]) -> tuple[str, ...]:

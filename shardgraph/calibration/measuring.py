@@ -25,6 +25,7 @@ from shardgraph.cost_models.cluster import FLOP_KINDS
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
+from shardgraph.host import TO_DEVICE, WAIT_COPY, empty_on_host
 from shardgraph.launch import launch
 from shardgraph.progress import Progress
 
@@ -76,6 +77,10 @@ def _merge(measured: Sequence[Measurements]) -> Measurements:
             replace(same[0], seconds=mean(each.seconds for each in same), added=mean(each.added for each in same))
             for same in zip(*(each.transfers for each in measured), strict=True)
         ),
+        tuple(
+            replace(same[0], seconds=mean(sample.seconds for sample in same))
+            for same in zip(*(each.host for each in measured), strict=True)
+        ),
     )
 
 
@@ -87,7 +92,7 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
     share = seconds / (len(dtypes) + (ranks > 1))
     samples: list[Sample] = []
     transfers: list[Transfer] = []
-    with Progress("calibrate", 2 * len(dtypes) + (ranks > 1), progress if dist.get_rank() == 0 else False) as show:
+    with Progress("calibrate", 2 * len(dtypes) + (ranks > 1) + 1, progress if dist.get_rank() == 0 else False) as show:
         for dtype in dtypes:
             show(f"capture {dtype}")
             trainings = [Training(step, mesh) for step in reference_steps(device, getattr(torch, dtype))]
@@ -99,10 +104,12 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
             group = mesh.get_group().group_name
             show("collectives")
             transfers = _time_collectives(group, ranks, share, device)
+        show("host")
+        host = _time_host(share / 10, device)
     if on_cuda:
         memory = torch.cuda.get_device_properties(device).total_memory
     name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
-    return Measurements(name, ranks, torch.get_num_threads(), memory, tuple(samples), tuple(transfers))
+    return Measurements(name, ranks, torch.get_num_threads(), memory, tuple(samples), tuple(transfers), tuple(host))
 
 
 class Training:
@@ -214,6 +221,26 @@ def _slowest(times: list[float], device: torch.device) -> list[float]:
     shared = torch.tensor(times, dtype=torch.float32, device=device)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.tolist()
+
+
+def _time_host(budget: float, device: torch.device) -> list[Sample]:
+    """Copies of 16 KiB to 16 MiB from host memory to the device, and updates of parameters of those sizes there."""
+    samples: list[Sample] = []
+    runs: list[Callable[[], object]] = []
+    for exponent in range(14, 25, 2):
+        source = empty_on_host((2**exponent // 4,), torch.float32, device).fill_(1.0)
+        samples.append(Sample("copy", source.nbytes, 0.0))
+        runs.append(partial(_copied, source, device))
+        parameter = nn.Parameter(source)
+        parameter.grad = torch.ones_like(source)
+        samples.append(Sample("optimizer", optimizer_cost("adamw").moved * source.nbytes, 0.0))
+        runs.append(torch.optim.AdamW([parameter], lr=1e-5).step)
+    times = _time_all(runs, budget, device)
+    return [replace(sample, seconds=taken) for sample, taken in zip(samples, times, strict=True)]
+
+
+def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return WAIT_COPY(TO_DEVICE(source, device), source)
 
 
 def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:

@@ -36,7 +36,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the ranks of a machine measured; ``memory`` is one rank's bytes."""
+    """What the ranks of a machine measured; ``memory`` is one rank's bytes.
+
+    ``host`` are copies from its memory to the device (kind ``"copy"``) and updates of parameters there.
+    """
 
     device: str
     ranks: int
@@ -44,3 +47,4 @@ class Measurements:
     memory: int
     samples: tuple[Sample, ...]
     transfers: tuple[Transfer, ...]
+    host: tuple[Sample, ...] = ()

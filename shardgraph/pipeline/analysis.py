@@ -202,7 +202,8 @@ class _Stages:
         graphs = {"forward": forward} | ({} if backward is None else {"backward": backward})
         rows = tuple(rows_of(graphs, memory, self.prices, self.fused))
         saved = self._at_end_of(memory, "forward") if backward is not None else 0
-        shards = self._shards(stage)
+        trains = sorted(trained([stage]))
+        shards, of_host = ([self._part(fqn) for fqn in trains if self._on_host(fqn) is host] for host in (False, True))
         state = self._state(stage, shards)
         gradients = self._gradients(stage)
         kept = self._kept(halves)
@@ -211,6 +212,9 @@ class _Stages:
         rate = self.cluster.device.rate("optimizer")
         assert rate is not None
         update = sum(rate.seconds(self.optimizer.moved * nbytes) for nbytes in shards)
+        if of_host:
+            rate = self.cluster.device.linked_host.optimizer
+            update += sum(rate.seconds(self.optimizer.moved * nbytes) for nbytes in of_host)
         return StageAnalysis(
             number=stage.number,
             rank=self.pipeline.rank_of(stage.number),
@@ -258,18 +262,18 @@ class _Stages:
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    def _shards(self, stage: StageProgram) -> list[int]:
-        """Bytes of this rank's part of every parameter that the stage trains."""
-        return [self._part(fqn) for fqn in sorted(trained([stage]))]
+    def _on_host(self, fqn: str) -> bool:
+        return self.program.context.parameters[fqn].offload
 
     def _part(self, fqn: str) -> int:
         return shard_bytes(self.program.context, fqn, 0)
 
     def _state(self, stage: StageProgram, shards: Sequence[int]) -> dict[str, int]:
+        """What is on the device all the time; of ``shards`` the optimizer has its state there."""
         buffers = [n.meta["val"] for r, n in ir.placeholders(stage.kept.forward).items() if isinstance(r, Buffer)]
         gathered = [] if stage.gather is None else [v.meta["val"] for _, v in ir.outputs(stage.gather)]
         return {
-            "parameters": sum(map(self._part, stage.parameters)),
+            "parameters": sum(self._part(fqn) for fqn in stage.parameters if not self._on_host(fqn)),
             "buffers": sum(tensor.nbytes for tensor in buffers),
             "gathered parameters": sum(tensor.nbytes for tensor in gathered),
             "optimizer state": self.optimizer.states * sum(shards) + self.optimizer.counters * 4 * len(shards),
@@ -298,6 +302,7 @@ class _Stages:
         storages = {
             n.meta["val"].untyped_storage()._cdata: n.meta["val"].untyped_storage().nbytes()
             for role, n in wanted
+            if not n.meta.get("host")
             if isinstance(role, (ir.Saved, ir.Returned)) and isinstance(n.meta["val"], torch.Tensor)
         }
         return sum(storages.values())

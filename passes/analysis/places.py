@@ -1,0 +1,44 @@
+"""Where the values of a graph are: in the device's memory or in the host's.
+
+The rule is PyTorch's for devices. What an operation makes from values of the host is on the host; only copies cross.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardgraph.errors import GraphInvariantError
+from shardgraph.host import TO_DEVICE, TO_HOST, WAIT_COPY
+
+
+def on_host(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose values are in host memory: placeholders with ``meta["host"]``, and what follows from them.
+
+    Raises:
+        GraphInvariantError: an operation takes values of both, which no accelerator could.
+    """
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.target is WAIT_COPY:
+            host = node.args[0] in found
+        elif node.target in (TO_HOST, TO_DEVICE):
+            host = node.target is TO_HOST
+            _check_crosses(node, found)
+        elif node.op == "call_function":
+            given = {value in found for value in node.all_input_nodes if not isinstance(value.meta.get("val"), int)}
+            if len(given) > 1:
+                raise GraphInvariantError(
+                    f"{node.format_node()} takes values of the host and of the device: copy the one to the other first"
+                )
+            host = given == {True}
+        else:
+            host = bool(node.meta.get("host"))
+        if host:
+            found.add(node)
+    return found
+
+
+def _check_crosses(node: fx.Node, found: set[fx.Node]) -> None:
+    if (node.args[0] in found) == (node.target is TO_HOST):
+        where = "host" if node.target is TO_HOST else "device"
+        raise GraphInvariantError(f"{node.format_node()} copies to the {where} what is there already")

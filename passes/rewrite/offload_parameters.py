@@ -1,0 +1,90 @@
+"""Offloading of parameters: they are in host memory, and copied to the device where it computes with them.
+
+As in ZeRO-Offload (Ren et al., 2021, https://arxiv.org/abs/2101.06840) gradients go to the host too, where the
+optimizer updates what it finds there. Parameters that are copied again in backward are on the device a few at a time,
+so that a model can be larger than it (Rajbhandari et al., "ZeRO-Infinity", 2021, https://arxiv.org/abs/2104.07857).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
+from shardgraph.passes.base import Context
+from shardgraph.passes.emitter import Emitter
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OffloadParameters:
+    """Takes a joint graph over stored parameters, or shards of them; gives one in which those that the plan offloads
+    are in host memory.
+
+    Before the first use of such a placeholder stand the start of a copy to the device and its wait; what was done with
+    the parameter (a cast, a gather) is done with the copy. Both have ``meta["kind"] == "gathered"``, and are done again
+    in backward where the parameter is resharded after forward (``meta["again"]``).
+
+    Must not change: what the computation sees.
+    """
+
+    name: ClassVar[str] = "offload-parameters"
+    requires: ClassVar[frozenset[str]] = frozenset({"mixed-precision"})
+    provides: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        for role, node in placeholders(gm).items():
+            if isinstance(role, Parameter) and context.parameters[role.fqn].offload:
+                _load(gm, context, role.fqn, node, order)
+
+
+@dataclass(frozen=True)
+class OffloadGradients:
+    """Takes a joint graph that returns gradients as they are stored; gives one that returns those of offloaded
+    parameters in host memory.
+
+    The copies are part of what ``meta["reduces"]`` marks, for the parameter's name: ``no_sync`` leaves them out and
+    adds up on the device.
+
+    Must not change: other results.
+    """
+
+    name: ClassVar[str] = "offload-gradients"
+    requires: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters", "reduced-gradients"})
+    provides: ClassVar[frozenset[str]] = frozenset({"offloaded-gradients"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-gradients", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        results: list[tuple[Role | None, object]] = []
+        for role, value in outputs(gm):
+            of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
+            if of_parameter and isinstance(value, fx.Node) and context.parameters[role.of.fqn].offload:
+                fqn, source = role.of.fqn, value.meta.get("source", "")
+                averages = value.meta.get("averages", value.meta.get("casts", value.name))
+                value = Emitter(gm, context, value, f"gradient of {fqn}", source, reduces=fqn).to_host(value)
+                value.meta["averages"] = averages
+            results.append((role, value))
+        set_outputs(gm, results)
+
+
+def _load(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Make the placeholder the host's, and copy it before its first use."""
+    value, users = node.meta["val"], list(node.users)
+    node.meta.update(host=True, in_file=context.plan.offload.disk is not None)
+    with context.fake_mode:
+        node.meta["val"] = torch.empty_like(value, device=_HOST)
+    if users:
+        first = min(users, key=order.__getitem__)
+        again = context.parameters[fqn].reshard_after_forward
+        emit = Emitter(gm, context, first.prev, fqn, first.meta.get("source", ""), kind="gathered", again=again)
+        copy = emit.to_device(node, value.device)
+        if not any(each.meta.get("equals") == node.name for each in gm.graph.nodes):
+            copy.meta.update(equals=node.name, placed=node.meta.get("placed", {}))
+        for user in users:
+            user.replace_input_with(node, copy)
