@@ -170,7 +170,12 @@ def accumulated(name: str, pipeline: Pipeline) -> float:
     )
 
 
-def peaks(pipeline: Pipeline) -> tuple[int, int]:
+def offloaded_peaks() -> tuple[int, int]:
+    """As :func:`peaks`, with offloaded activations."""
+    return peaks(Pipeline(4, "1f1b"), offload="activations")
+
+
+def peaks(pipeline: Pipeline, **more: Any) -> tuple[int, int]:
     """The most bytes that this rank has live in a step: measured and predicted."""
     torch.manual_seed(0)
     model = gpt2(4, vocab_size=300).to_empty(device="cpu")
@@ -180,7 +185,7 @@ def peaks(pipeline: Pipeline) -> tuple[int, int]:
             module.p = 0.0
     ids = torch.randint(300, (8, 16))
     call = {"input_ids": ids, "labels": ids}
-    sharded = shardgraph.compile(model, "pp", pipeline=pipeline, example_kwargs=call)
+    sharded = shardgraph.compile(model, "pp", pipeline=pipeline, example_kwargs=call, **more)
     optimizer = torch.optim.AdamW(sharded.parameters())
 
     def step() -> None:
