@@ -4,8 +4,7 @@
 
 GPT-2 (``transformers``) trains with AdamW. All contenders run the same captured graph by the same executor from the
 same weights; ``eager`` is the model without it. Every round takes one step of each in turn; medians are reported. Peaks
-are bytes of live tensors (``shardgraph.measure.PeakMemory``), those of the host apart. The link of the predicted times
-has the measured rate of one copy alone.
+are bytes of live tensors (``shardgraph.measure.PeakMemory``), those of the host apart.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ import shardgraph
 from shardgraph.analysis import Analysis, analyze_program
 from shardgraph.capture import capture
 from shardgraph.compiler import lower
-from shardgraph.cost_models.cluster import Cluster, Host, Link
-from shardgraph.host import TO_HOST, WAIT_COPY
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.measure import PeakMemory
 from shardgraph.parameters import named_shapes
 from shardgraph.program import Executable, State
@@ -86,25 +84,12 @@ class Contender:
         }
 
 
-def measured_link(nbytes: int = 2**20) -> Link:
-    """The rate of a copy of the size of an activation, alone."""
-    source, times = torch.ones(nbytes // 4), []
-    for _ in range(200):
-        started = time.perf_counter()
-        WAIT_COPY(TO_HOST(source), source)
-        times.append(time.perf_counter() - started)
-    return Link(nbytes / statistics.median(times), 0.0)
-
-
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model = gpt2(options)
     ids = torch.randint(options.vocabulary, (options.batch, options.length))
     call = {"input_ids": ids, "labels": ids}
     cluster = Cluster.load(options.cluster)
-    optimizer = cluster.device.rate("optimizer")
-    assert optimizer is not None
-    cluster = replace(cluster, device=replace(cluster.device, host=Host(measured_link(), optimizer)))
     joint = capture(model, (), call, device=torch.device("cpu"))
     state, leaves = State(model, None, {}, torch.device("cpu")), tree_leaves(((), call))
     contenders = []

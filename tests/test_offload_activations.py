@@ -23,6 +23,7 @@ from shardgraph.measure import PeakMemory
 from shardgraph.passes.analysis.liveness import profile_memory, profile_step
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.offload.window import awaited, started, staying
+from shardgraph.passes.rewrite import offload_activations
 from shardgraph.pipeline_plan import Pipeline
 from shardgraph.program import Program
 from tests import pipelines, ranks
@@ -98,6 +99,19 @@ def test_a_pipeline_trains_like_the_unsharded_model(pipeline):
 def test_ranks_train_like_the_unsharded_model_also_with_gradients_that_are_added_up():
     for worst, accumulated in shardgraph.launch(ranks.offloaded_activations, 2, timeout=100):
         assert worst < 1e-9 and accumulated < 1e-9
+
+
+def test_a_wrong_copy_is_found_and_the_pass_named(monkeypatch):
+    def swaps(gm, *rest):
+        rewrite(gm, *rest)
+        one, other = [node for node in gm.graph.nodes if node.target is TO_DEVICE][2:6:3]  # of equal layers
+        assert one.meta["val"].shape == other.meta["val"].shape
+        one.args, other.args = other.args, one.args
+
+    rewrite = offload_activations._copy_back
+    monkeypatch.setattr(offload_activations, "_copy_back", swaps)
+    with pytest.raises(shardgraph.ShardGraphError, match=r"first divergence.*made by offload-activations"):
+        shardgraph.verify(Deep(6), (rows(64),), "fsdp", mesh=DP, offload="activations")
 
 
 # -- what goes to the host -------------------------------------------------------------------------

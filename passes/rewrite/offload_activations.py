@@ -91,10 +91,9 @@ def _copy_away(
         if each not in stays:
             value, after = each.value, kept[at].done
             value.meta["kind"] = "saved"
-            wait = _emitter(gm, context, latest.get(after, after), value).to_host(
-                value,
-            )
+            wait = _emitter(gm, context, latest.get(after, after), value).to_host(value)
             (given[-1] if value.op == "placeholder" else value).append(wait.args[0])
+            _is_copy_of(value, wait)
             copies[value] = latest[after] = wait
             each.given.meta.update(val=wait.meta["val"], host=True)
     set_outputs(gm, [(role, copies.get(node, node) if isinstance(role, Saved) else node) for role, node in outputs(gm)])
@@ -115,6 +114,7 @@ def _copy_back(
             users = list(each.given.users)
             emit = _emitter(gm, context, each.first.prev, each.value)
             wait = emit.to_device(each.given, each.value.meta["val"].device)
+            _is_copy_of(each.value, wait)
             if arrivals[at] is not each.first:
                 arrivals[at].prepend(wait.args[0])
             for user in users:
@@ -124,4 +124,12 @@ def _copy_back(
 
 def _emitter(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Node) -> Emitter:
     subject = ".".join(part for part in (module_of(value), value.name) if part)
-    return Emitter(gm, context, after, subject, value.meta.get("source", ""), kind="saved")
+    labels = {"kind": "saved", "made_by": "offload-activations"}
+    return Emitter(gm, context, after, subject, value.meta.get("source", ""), **labels)
+
+
+def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
+    """Say what the copied value must be equal to, for whoever looks for what is wrong."""
+    equals = value.meta.get("equals") if "made_by" in value.meta else value.name
+    if equals:
+        wait.meta.update(equals=equals, placed=value.meta.get("placed", {}))
