@@ -25,7 +25,9 @@ def batch_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return scalar(output) * target.mean()
 
 
-def pipelined(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, rows: int = 8) -> tuple[Any, Any, Any]:
+def pipelined(
+    name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, rows: int = 8, **more: Any
+) -> tuple[Any, Any, Any]:
     """``(sharded, original, call)``, where ``call`` is this rank's part of a batch with a target."""
     model, call = prepared(name, rows)
     original = copy.deepcopy(model)
@@ -35,7 +37,14 @@ def pipelined(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, ro
         "target": torch.ones(args[0].shape[0] if args else next(iter(kwargs.values())).shape[0]).double(),
     }
     sharded = shardgraph.compile(
-        model, plan, mesh=mesh, pipeline=pipeline, loss_fn=batch_loss, example_inputs=args, example_kwargs=kwargs
+        model,
+        plan,
+        mesh=mesh,
+        pipeline=pipeline,
+        loss_fn=batch_loss,
+        example_inputs=args,
+        example_kwargs=kwargs,
+        **more,
     )
     return sharded, original, (args, kwargs, call)
 
@@ -170,9 +179,10 @@ def accumulated(name: str, pipeline: Pipeline) -> float:
     )
 
 
-def offloaded_peaks() -> tuple[int, int]:
-    """As :func:`peaks`, with offloaded activations."""
-    return peaks(Pipeline(4, "1f1b"), offload="activations")
+def offloaded_activations(schedule: str) -> tuple[int, int, float]:
+    """With offloaded activations: :func:`peaks`, and how far training is from the unsharded model's."""
+    trained = pipelined("tied-transformer", "pp", {"pp": 2}, Pipeline(4, schedule), offload="activations")
+    return *peaks(Pipeline(4, schedule), offload="activations"), _pipeline_error(*trained, steps=2)
 
 
 def peaks(pipeline: Pipeline, **more: Any) -> tuple[int, int]:

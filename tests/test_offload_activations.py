@@ -104,8 +104,7 @@ def test_ranks_train_like_the_unsharded_model_also_with_gradients_that_are_added
 def test_a_wrong_copy_is_found_and_the_pass_named(monkeypatch):
     def swaps(gm, *rest):
         rewrite(gm, *rest)
-        one, other = [node for node in gm.graph.nodes if node.target is TO_DEVICE][2:6:3]  # of equal layers
-        assert one.meta["val"].shape == other.meta["val"].shape
+        one, other = [n for n in gm.graph.nodes if n.target is TO_DEVICE and n.meta["val"].shape[1] == 128][:2]
         one.args, other.args = other.args, one.args
 
     rewrite = offload_activations._copy_back
@@ -315,9 +314,12 @@ def test_equal_layers_are_analysed_as_all_of_them_would_be():
 
 
 @pytest.mark.timeout(120)
-def test_a_pipelines_predicted_peak_is_the_measured_one():
-    for measured, predicted in shardgraph.launch(pipelines.offloaded_peaks, 2, timeout=100):
-        assert measured == pytest.approx(predicted, rel=0.02)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_the_ranks_of_a_pipeline_train_alike_and_in_the_memory_that_is_predicted(schedule):
+    for measured, predicted, error in shardgraph.launch(
+        pipelines.offloaded_activations, 2, args=(schedule,), timeout=100
+    ):
+        assert measured == pytest.approx(predicted, rel=0.02) and error < 1e-9
 
 
 def test_memory_for_recomputation_is_found_on_top_of_what_is_offloaded():

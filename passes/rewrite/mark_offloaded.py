@@ -15,6 +15,7 @@ from shardgraph.annotations.match import matches
 from shardgraph.ir import Forwarded
 from shardgraph.passes.base import Context
 from shardgraph.passes.rewrite.split import forward_nodes
+from shardgraph.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class MarkOffloaded:
     excludes: ClassVar[frozenset[str]] = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        patterns = [pattern for pattern, annotation in context.plan.annotations if isinstance(annotation, offload)]
-        if not patterns and not context.plan.offload.activations:
+        if not offloads(context.plan):
             return
+        patterns = [pattern for pattern, annotation in context.plan.annotations if isinstance(annotation, offload)]
         inside = forward_nodes(gm)
         views = _views(gm, inside)
         for node in gm.graph.nodes:
@@ -50,6 +51,11 @@ class MarkOffloaded:
             kept = whole.op == "call_function" or isinstance(whole.meta.get("role"), Forwarded)
             if kept and not whole.meta.get("again"):
                 view.meta["again"] = True
+
+
+def offloads(plan: Plan) -> bool:
+    """Whether any activations may be offloaded."""
+    return plan.offload.activations or any(isinstance(annotation, offload) for _, annotation in plan.annotations)
 
 
 def _modules_around(node: fx.Node) -> Iterator[str]:

@@ -16,6 +16,7 @@ from shardgraph.passes.base import Context
 from shardgraph.passes.emitter import Emitter
 from shardgraph.passes.offload.kept import Kept, kept_values, window_of
 from shardgraph.passes.offload.window import awaited, started, staying
+from shardgraph.passes.rewrite.mark_offloaded import offloads
 from shardgraph.plan import Plan
 
 _SMALL = 1 / 100  # of the window: what takes longer to start than its bytes are worth
@@ -31,6 +32,8 @@ def offload_activations(
 
     Must not change: what each node computes, and the order of the others.
     """
+    if not offloads(context.plan):
+        return []
     all_kept = kept_values(forward, backward)
     asked = [each for each in all_kept if context.plan.offload.activations or each.marked]
     window = window_of(asked)
@@ -131,5 +134,5 @@ def _emitter(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Nod
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
     """Say what the copied value must be equal to, for whoever looks for what is wrong."""
     equals = value.meta.get("equals") if "made_by" in value.meta else value.name
-    if equals:
-        wait.meta.update(equals=equals, placed=value.meta.get("placed", {}))
+    if equals and not value.meta.get("placed"):
+        wait.meta["equals"] = equals
