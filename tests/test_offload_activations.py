@@ -96,6 +96,12 @@ def test_a_pipeline_trains_like_the_unsharded_model(pipeline):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_the_ranks_of_a_pipeline_train_like_the_unsharded_model(schedule):
+    assert max(shardgraph.launch(pipelines.offloaded_error, 2, args=(schedule,), timeout=100)) < 1e-9
+
+
+@pytest.mark.timeout(120)
 def test_ranks_train_like_the_unsharded_model_also_with_gradients_that_are_added_up():
     for worst, accumulated in shardgraph.launch(ranks.offloaded_activations, 2, timeout=100):
         assert worst < 1e-9 and accumulated < 1e-9
@@ -109,8 +115,8 @@ def test_a_wrong_copy_is_found_and_the_pass_named(monkeypatch):
 
     rewrite = offload_activations._copy_back
     monkeypatch.setattr(offload_activations, "_copy_back", swaps)
-    with pytest.raises(shardgraph.ShardGraphError, match=r"first divergence.*made by offload-activations"):
-        shardgraph.verify(Deep(6), (rows(64),), "fsdp", mesh=DP, offload="activations")
+    report = shardgraph.verify(Deep(6), (rows(64),), "fsdp", mesh=DP, offload="activations")
+    assert not report.ok and report.first_divergence.made_by == "offload-activations"
 
 
 # -- what goes to the host -------------------------------------------------------------------------
@@ -314,12 +320,9 @@ def test_equal_layers_are_analysed_as_all_of_them_would_be():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
-def test_the_ranks_of_a_pipeline_train_alike_and_in_the_memory_that_is_predicted(schedule):
-    for measured, predicted, error in shardgraph.launch(
-        pipelines.offloaded_activations, 2, args=(schedule,), timeout=100
-    ):
-        assert measured == pytest.approx(predicted, rel=0.02) and error < 1e-9
+def test_a_pipelines_predicted_peak_is_the_measured_one():
+    for measured, predicted in shardgraph.launch(pipelines.offloaded_peaks, 2, timeout=100):
+        assert measured == pytest.approx(predicted, rel=0.02)
 
 
 def test_memory_for_recomputation_is_found_on_top_of_what_is_offloaded():
