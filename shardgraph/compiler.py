@@ -28,7 +28,9 @@ from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.rewrite.average_buffers import AverageBuffers
 from shardgraph.passes.rewrite.chunk_loss import ChunkLoss, MarkScores
 from shardgraph.passes.rewrite.divide_experts import DivideExperts
+from shardgraph.passes.rewrite.mark_offloaded import MarkOffloaded
 from shardgraph.passes.rewrite.mixed_precision import MixedPrecision
+from shardgraph.passes.rewrite.offload_activations import check_offloaded, offload_activations
 from shardgraph.passes.rewrite.offload_parameters import OffloadGradients, OffloadParameters
 from shardgraph.passes.rewrite.overlap import OverlapCollectives
 from shardgraph.passes.rewrite.overlap_copies import OverlapCopies
@@ -48,6 +50,7 @@ WHOLE_PASSES: tuple[Pass, ...] = (
     RemoveConstraints(),  # annotated activations have their placements
     ChunkLoss(),  # scores over a vocabulary exist a chunk of rows at a time
     Recompute(),  # which values backward computes again, while modules are all that made them
+    MarkOffloaded(),  # which of the others are to lie in host memory
 )
 RANK_PASSES: tuple[Pass, ...] = (
     ShardParameters(),  # whole parameters become shards and gathers
@@ -144,6 +147,9 @@ def emit(
     for half in (forward, backward):
         if half is not None:
             run_passes(half, HALF_PASSES, context)
+
+    kept = None if backward is None else offload_activations(forward, backward, context)
+    check_offloaded(plan, shapes, kept)
 
     show("check")
     for half in (forward, backward):

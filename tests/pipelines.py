@@ -25,7 +25,9 @@ def batch_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return scalar(output) * target.mean()
 
 
-def pipelined(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, rows: int = 8) -> tuple[Any, Any, Any]:
+def pipelined(
+    name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, rows: int = 8, **more: Any
+) -> tuple[Any, Any, Any]:
     """``(sharded, original, call)``, where ``call`` is this rank's part of a batch with a target."""
     model, call = prepared(name, rows)
     original = copy.deepcopy(model)
@@ -35,7 +37,14 @@ def pipelined(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, ro
         "target": torch.ones(args[0].shape[0] if args else next(iter(kwargs.values())).shape[0]).double(),
     }
     sharded = shardgraph.compile(
-        model, plan, mesh=mesh, pipeline=pipeline, loss_fn=batch_loss, example_inputs=args, example_kwargs=kwargs
+        model,
+        plan,
+        mesh=mesh,
+        pipeline=pipeline,
+        loss_fn=batch_loss,
+        example_inputs=args,
+        example_kwargs=kwargs,
+        **more,
     )
     return sharded, original, (args, kwargs, call)
 
@@ -170,7 +179,18 @@ def accumulated(name: str, pipeline: Pipeline) -> float:
     )
 
 
-def peaks(pipeline: Pipeline) -> tuple[int, int]:
+def offloaded_error(schedule: str) -> float:
+    """How far training with offloaded activations is from the unsharded model's."""
+    mesh, pipeline = {"pp": 2}, Pipeline(4, schedule)
+    return _pipeline_error(*pipelined("tied-transformer", "pp", mesh, pipeline, offload="activations"), steps=2)
+
+
+def offloaded_peaks() -> tuple[int, int]:
+    """As :func:`peaks`, with offloaded activations."""
+    return peaks(Pipeline(4, "1f1b"), offload="activations")
+
+
+def peaks(pipeline: Pipeline, **more: Any) -> tuple[int, int]:
     """The most bytes that this rank has live in a step: measured and predicted."""
     torch.manual_seed(0)
     model = gpt2(4, vocab_size=300).to_empty(device="cpu")
@@ -180,7 +200,7 @@ def peaks(pipeline: Pipeline) -> tuple[int, int]:
             module.p = 0.0
     ids = torch.randint(300, (8, 16))
     call = {"input_ids": ids, "labels": ids}
-    sharded = shardgraph.compile(model, "pp", pipeline=pipeline, example_kwargs=call)
+    sharded = shardgraph.compile(model, "pp", pipeline=pipeline, example_kwargs=call, **more)
     optimizer = torch.optim.AdamW(sharded.parameters())
 
     def step() -> None:

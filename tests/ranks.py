@@ -155,6 +155,25 @@ def accumulated_norm(name: str, plan: str, mesh: dict[str, int]) -> tuple[float,
     return worst, abs(whole(norms[0]).item() - norms[1].item())
 
 
+def offloaded_activations() -> tuple[float, float]:
+    """How far a model with offloaded activations is from the unsharded one in training, and under ``no_sync``."""
+    worst = []
+    for accumulates in (False, True):
+        original, call = prepared("tied-transformer", 8)
+        sharded = shardgraph.compile(copy.deepcopy(original), "fsdp", offload="activations", recompute="selective")
+        if not accumulates:
+            worst.append(train(sharded, original, call, clip=0.1))
+            continue
+        args, _ = part(call)
+        halves = args[0].chunk(2)
+        with sharded.no_sync():
+            (scalar(sharded(halves[0])) / 2).backward()
+        (scalar(sharded(halves[1])) / 2).backward()
+        scalar(original(*call[0])).backward()
+        worst.append(difference(sharded, original, gradients=True))
+    return worst[0], worst[1]
+
+
 def parity_of_several(names: list[str], plan: str, mesh: dict[str, int] | None = None) -> dict[str, float]:
     return {name: parity(name, plan, mesh) for name in names}
 

@@ -350,6 +350,7 @@ def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[Storage]]) -> No
     rules += [(node, "communication buffers") for node in nodes if "reduces" in node.meta]
     results = [(role, value) for role, value in outputs(gm) if role is not None and isinstance(value, fx.Node)]
     rules += sorted(((value, KINDS[type(role)]) for role, value in results), key=lambda rule: rule[1] == "saved")
+    rules += [(node, "saved") for node in nodes if node.meta.get("kind") == "saved"]
     rules += [(node, "gathered parameters") for node in nodes if node.meta.get("kind") == "gathered"]
     rules += [(node, "buffers") for node in nodes if node.op == "get_attr"]
     rules += [(node, KINDS[type(node.meta["role"])]) for node in nodes if node.op == "placeholder"]

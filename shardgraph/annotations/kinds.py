@@ -298,7 +298,8 @@ class stage(ModuleAnnotation):
 class offload(Annotation):
     """A parameter is in host memory while it is not used, with its gradient and the optimizer's state.
 
-    Of a module, what it returns is kept for backward in host memory, where it is kept.
+    Of a module, what is kept for backward of what it computes is in host memory meanwhile; where it is computed again,
+    what it is computed again from.
     """
 
 

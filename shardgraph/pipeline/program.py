@@ -15,6 +15,7 @@ from shardgraph.compiler import HALF_PASSES, RANK_PASSES, WHOLE_PASSES, check_ha
 from shardgraph.errors import PlanError
 from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned, Role
 from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.offload.kept import Kept
 from shardgraph.passes.pipeline.assign import assign_stages
 from shardgraph.passes.pipeline.batch_norm import BatchNorm, batch_norms
 from shardgraph.passes.pipeline.cuts import beginnings_of
@@ -23,6 +24,8 @@ from shardgraph.passes.pipeline.once import reductions_of, take_gathers
 from shardgraph.passes.pipeline.recompute_stage import RecomputeStage
 from shardgraph.passes.pipeline.weight_gradients import split_backward
 from shardgraph.passes.rewrite.accumulate_gradients import KeepGradientsLocal
+from shardgraph.passes.rewrite.mark_offloaded import MarkOffloaded
+from shardgraph.passes.rewrite.offload_activations import check_offloaded, offload_activations
 from shardgraph.passes.rewrite.split import split
 from shardgraph.plan import ParameterPlan, Plan
 from shardgraph.program import Emitted
@@ -137,8 +140,10 @@ def lower_pipeline(
     show("split")
     graphs = stage_graphs(gm, assign_stages(gm, beginnings_of(gm, plan.pipeline.stages)))
     show("schedule")
-    stages = tuple(_stage(number, graph, context, plan) for number, graph in enumerate(graphs))
+    kept: list[Kept] = []
+    stages = tuple(_stage(number, graph, context, plan, kept) for number, graph in enumerate(graphs))
     show("check")
+    check_offloaded(inside, shapes, kept if any(stage.kept.backward is not None for stage in stages) else None)
     _check_buffers(stages)
     program = PipelineProgram(joint, stages, plan, context.parameters, shapes, context)
     for graph in program.graphs:
@@ -161,33 +166,38 @@ def _check_buffers(stages: Sequence[StageProgram]) -> None:
                 )
 
 
-def _stage(number: int, gm: fx.GraphModule, context: Context, plan: Plan) -> StageProgram:
-    """The graphs of one stage from its joint graph."""
+def _stage(number: int, gm: fx.GraphModule, context: Context, plan: Plan, saved: list[Kept]) -> StageProgram:
+    """The graphs of one stage from its joint graph; ``saved`` gets what it keeps for backward and could offload."""
     assert plan.pipeline is not None
     norms = tuple(batch_norms(gm))
     run_passes(gm, RANK_PASSES, context := replace(context, facts=set(context.facts)))
     forward, backward = split(ir.copy_graph(gm), replace(context, facts=set(context.facts)))
     reduce = None if backward is None else reductions_of(backward)
     gather = take_gathers(forward)
-    kept = _halves(forward, backward, context)
+    last = number == plan.pipeline.count - 1
+    kept = _halves(forward, backward, context, last, saved)
     again = kept
     if plan.pipeline.checkpoint != "never" and backward is not None:
-        run_passes(gm, [RecomputeStage()], context)
+        run_passes(gm, [RecomputeStage(), MarkOffloaded()], context)
         forward, backward = split(gm, context)
         take_gathers(forward)
-        again = _halves(forward, backward, context)
+        again = _halves(forward, backward, context, last, saved)
     for once in (gather, reduce):
         if once is not None:
             run_passes(once, HALF_PASSES, _after_split(context))
     return StageProgram(number, gather, kept, again, reduce, norms)
 
 
-def _halves(forward: fx.GraphModule, backward: fx.GraphModule | None, context: Context) -> Halves:
+def _halves(
+    forward: fx.GraphModule, backward: fx.GraphModule | None, context: Context, last: bool, saved: list[Kept]
+) -> Halves:
     run_passes(forward, HALF_PASSES, _after_split(context))
     if backward is not None:
         run_passes(backward, [KeepGradientsLocal(), *HALF_PASSES], _after_split(context))
         trained = any(isinstance(value, fx.Node) for _, value in ir.outputs(backward))
         backward = backward if trained else None
+    if backward is not None:
+        saved += offload_activations(forward, backward, context, at_once=last)
     return Halves(forward, backward)
 
 

@@ -1,0 +1,98 @@
+"""What forward keeps on the device for backward and could do without in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Forwarded, IntermediateBase, Output, Saved, outputs, placeholders
+from shardgraph.passes.analysis.liveness import Storage, storages_of
+from shardgraph.passes.recompute.values import layers_of
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A value that forward makes and keeps for backward, and that lies in a storage of its own.
+
+    ``value``, ``given``
+        The node in forward, and the placeholder in backward.
+    ``done``
+        The last node of forward that uses the storage.
+    ``first``
+        The first node of backward that uses it.
+    ``layer``
+        The layer that it is made in, ``""`` outside of layers.
+    ``marked``
+        The patterns of annotations that name it.
+    """
+
+    value: fx.Node
+    given: fx.Node
+    nbytes: int
+    done: fx.Node
+    first: fx.Node
+    layer: str
+    marked: frozenset[str]
+
+
+def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]:
+    """All such values, in the order in which forward is done with them.
+
+    None are parameters, buffers, inputs and what the model returns, which stay on the device anyway, nor gathered
+    parameters, which say themselves how long they are kept.
+    """
+    held, layers = storages_of(forward), layers_of(forward)
+    given = placeholders(backward)
+    saved = [(role, node) for role, node in outputs(forward) if isinstance(role, Saved) and isinstance(node, fx.Node)]
+    times = Counter(storage for _, node in saved for storage in held[node])
+    stays = set(_staying(forward, held))
+    order = {node: i for i, node in enumerate(backward.graph.nodes)}
+    done = _last_uses(forward, held)
+    marked: dict[Storage, frozenset[str]] = {}
+    for node in forward.graph.nodes:
+        for storage in held[node]:
+            marked[storage] = marked.get(storage, frozenset()) | node.meta.get("offload", frozenset())
+    found = []
+    for role, node in saved:
+        if len(held[node]) != 1 or not given[role].users or not isinstance(value := node.meta["val"], torch.Tensor):
+            continue
+        storage = held[node][0]
+        whole = value.nbytes == storage.nbytes and times[storage] == 1
+        if whole and storage not in stays:
+            first = min(given[role].users, key=order.__getitem__)
+            layer = layers.get(node, "")
+            found.append(Kept(node, given[role], storage.nbytes, done[storage], first, layer, marked[storage]))
+    position = {node: i for i, node in enumerate(forward.graph.nodes)}
+    return sorted(found, key=lambda kept: position[kept.done])
+
+
+def window_of(kept: Sequence[Kept]) -> int:
+    """The bytes that may lie on the device while they are copied: a layer's, or without layers the largest value's."""
+    layers: Counter[str] = Counter()
+    for each in kept:
+        layers[each.layer] += each.nbytes
+    del layers[""]
+    return max(layers.values(), default=max((each.nbytes for each in kept), default=0))
+
+
+def _staying(forward: fx.GraphModule, held: dict[fx.Node, list[Storage]]) -> Iterator[Storage]:
+    for node in forward.graph.nodes:
+        given = node.op == "get_attr" or (node.op == "placeholder" and not isinstance(node.meta["role"], Forwarded))
+        if given or node.meta.get("kind") == "gathered":
+            yield from held[node]
+    for role, node in outputs(forward):
+        if isinstance(role, (Output, IntermediateBase)) and isinstance(node, fx.Node):
+            yield from held[node]
+
+
+def _last_uses(gm: fx.GraphModule, held: dict[fx.Node, list[Storage]]) -> dict[Storage, fx.Node]:
+    last: dict[Storage, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            for used in (node, *node.all_input_nodes):
+                last |= dict.fromkeys(held[used], node)
+    return last
