@@ -41,11 +41,11 @@ class Contender:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.step()  # makes the optimizer's state
-        self.times.clear()
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         held = [*self.sharded.parameters(), *self.sharded.buffers(), *call.values()]
         with PeakMemory().track(held).track(states, host="offload" in options) as self.memory:
             self.step()
+        self.times.clear()
 
     def step(self) -> None:
         started = time.perf_counter()
