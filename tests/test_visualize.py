@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph import PlanError, ShardGraphError
+from shardgraph import Offload, PlanError, ShardGraphError
 from tests.machines import toy_cluster
 
 PLAN = shardgraph.preset("fsdp", {"dp": 2})
@@ -114,6 +115,11 @@ def test_of_an_analysis_the_memory_is_drawn_and_with_its_model_the_plan_too(tmp_
     alone = shardgraph.visualize(analysis, tmp_path / "memory.svg").read_text()
     assert "Memory of a rank" in alone and "Partition plan" not in alone
     assert "Partition plan" in visualize(tmp_path / "plan.svg", analysis)
+
+
+def test_offloaded_parameters_are_drawn_as_such(tmp_path):
+    plan = replace(PLAN, offload=Offload(parameters=True))
+    assert "shard(0) over dp, on the host" in visualize(tmp_path / "plan.dot", plan)
 
 
 def test_an_analysis_without_its_model_has_no_plan_to_draw(tmp_path):

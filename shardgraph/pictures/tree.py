@@ -214,7 +214,8 @@ def build_tree(program: Program) -> Tree:
     mesh, root = program.plan.mesh, Module("")
     for fqn, shape in program.shapes.items():
         path, _, name = fqn.rpartition(".")
-        local, placement = shard_shape(program.context, fqn, 0), _placement(program.parameters[fqn].placements, mesh)
+        local, entry = shard_shape(program.context, fqn, 0), program.parameters[fqn]
+        placement = _placement(entry.placements, mesh) + (", on the host" if entry.offload else "")
         itemsize = program.context.stored[fqn].itemsize
         root.find(path).own.append(HeldParameter(name, tuple(shape), local, placement, itemsize))
     for direction, gm in (("forward", program.forward), ("backward", program.backward)):
