@@ -283,7 +283,7 @@ def scaled_steps(plan: str, mesh: dict[str, int]) -> list[tuple[bool, bool, floa
         (weight,) = sharded.parameters()
         before = weight.detach().clone()
         loss = sharded.train_step(x, target=target, scaler=scaler)
-        assert abs(loss.item() - 0.16) < 0.01, "the loss is given as it is, not scaled"
+        assert found or abs(loss.item() - 0.16) < 0.01, "the loss is given as it is, not scaled"
         finite = bool(weight.grad.isfinite().all())
         scaler.step(optimizer)
         scaler.update()
