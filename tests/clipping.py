@@ -91,18 +91,21 @@ def not_finite(plan: str, mesh: dict[str, int], values: list[float]) -> list[tup
     """For each value in one element of one rank's gradient its norms of orders 2 and infinity, and whether the
     error that is asked for came, with gradients left as they were."""
     sharded, _ = with_gradients("odd-mlp", plan, mesh)
-    gradient = sharded.up.weight.grad.to_local()
+    parameters = [p for p in sharded.parameters() if p.grad is not None]
+    before = [p.grad.clone() for p in parameters]
     found = []
     for value in values:
-        if dist.get_rank() == 1:
-            gradient[0, 0] = value
-        before = gradient.clone()
-        try:
-            sharded.clip_grad_norm_(MAX_NORM, 2.0, error_if_nonfinite=True)
-            raised = False
-        except RuntimeError as error:
-            raised = str(value) in str(error) and bool(torch.equal(before.nan_to_num(7.0), gradient.nan_to_num(7.0)))
-        norms = [sharded.clip_grad_norm_(math.inf, order).item() for order in (2.0, math.inf)]
+        norms = []
+        for order in (2.0, math.inf):
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient.clone()
+            if dist.get_rank() == 1:
+                sharded.up.weight.grad.to_local()[0, 0] = value
+            try:
+                sharded.clip_grad_norm_(MAX_NORM, order, error_if_nonfinite=True)
+                raised = False
+            except RuntimeError as error:
+                raised = str(value) in str(error) and torch.equal(whole(parameters[-1].grad), whole(before[-1]))
+            norms.append(sharded.clip_grad_norm_(MAX_NORM, order).item())
         found.append((*norms, raised))
-        gradient.copy_(before)
     return found

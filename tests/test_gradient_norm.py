@@ -17,13 +17,10 @@ DATA: list[Case] = [
     ("odd-mlp", "fsdp", {"dp": 4}),  # three rows on four ranks
     ("odd-mlp", "hsdp", {"dp_replicate": 2, "dp_shard": 2}),
 ]
-DIVIDED: list[Case] = [
-    ("tied-transformer", "tp", {"tp": 4}),
-    ("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}),
-    ("mixture", "fsdp+ep", {"dp": 2, "ep": 2}),
-]
+DIVIDED: list[Case] = [("gpt2", "fsdp+tp", {"dp": 2, "tp": 2})]
+FURTHER: list[Case] = [("tied-transformer", "tp", {"tp": 4}), ("mixture", "fsdp+ep", {"dp": 2, "ep": 2})]
 STAGES: list[Case] = [
-    ("odd-mlp", "pp", {"pp": 4}),
+    ("unet", "pp", {"pp": 4}),
     ("odd-mlp", "pp+fsdp", {"pp": 2, "dp": 2}),
     ("gpt2", "pp+tp", {"pp": 2, "tp": 2}),  # whose first and last stage share a weight
 ]
@@ -39,7 +36,11 @@ def check(found: list[list[Found]], what: str) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("cases", [DATA, DIVIDED, STAGES], ids=["data", "divided operators", "stages"])
+@pytest.mark.parametrize(
+    "cases",
+    [DATA, DIVIDED, STAGES, pytest.param(FURTHER, marks=pytest.mark.slow)],
+    ids=["data", "divided operators", "stages", "operators and experts"],
+)
 def test_clipping_by_any_order_is_that_of_the_unsharded_model(cases):
     found = shardgraph.launch(clipping.clipped, 4, args=(cases, ("ddp", "fsdp+tp")))
     for what in found[0]:
