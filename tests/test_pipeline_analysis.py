@@ -12,6 +12,7 @@ from shardgraph.pipeline.analysis import PipelineAnalysis
 from tests import pipelines
 from tests.machines import toy_cluster
 from tests.test_analysis import gpt2, text
+from tests.zoo import make
 
 
 def analysis(layers: int, ranks: int, pipeline: Pipeline, plan: str = "pp", **mesh: int) -> PipelineAnalysis:
@@ -74,9 +75,9 @@ def test_a_budget_is_kept_by_every_rank_and_a_smaller_one_has_no_larger_peak(sch
 
 
 def test_a_pipeline_within_a_budget_equals_the_unsharded_model():
-    plan = preset("pp", {"pp": 2}, Pipeline(4, stages=("transformer.h.1",)))
-    most = shardgraph.analyze(gpt2(2), (), plan, example_kwargs=text(8)).peak_memory
-    report = shardgraph.verify(gpt2(2), (), plan, example_kwargs=text(8), memory=int(0.9 * most))
+    (model, (args, kwargs)), plan = make("gpt2", 8), preset("pp", {"pp": 2}, Pipeline(4, stages=("transformer.h.1",)))
+    most = shardgraph.analyze(model, args, plan, example_kwargs=kwargs).peak_memory
+    report = shardgraph.verify(model, args, plan, example_kwargs=kwargs, memory=int(0.9 * most))
     assert report.ok, report
     assert report.plan.recompute not in ("none", "budget")
 
