@@ -71,14 +71,14 @@ def test_the_model_is_left_as_it_was():
 
 def _tampered(monkeypatch, change):
     """Make every program that is built from now on wrong, by ``change(forward, backward)``."""
-    build = compiler.build_program
+    build = compiler.lower
 
     def wrong(*args, **kwargs):
         program = build(*args, **kwargs)
         change(program.forward, program.backward)
         return program
 
-    monkeypatch.setattr(importlib.import_module("shardgraph.verify"), "build_program", wrong)
+    monkeypatch.setattr(importlib.import_module("shardgraph.verify"), "lower", wrong)
 
 
 def _verify():
