@@ -17,12 +17,13 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
-# Types are checked on an installed wheel: in the source tree the packages do not have their names.
+# Types and imports are checked on an installed wheel: in the source tree the packages do not have their names.
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build $(VENV)/wheel && $(BIN)/pip install --quiet --no-deps --target $(VENV)/wheel .
 	cd $(VENV) && MYPYPATH=wheel bin/mypy --config-file ../pyproject.toml -p shardgraph
+	cd $(VENV) && PYTHONPATH=wheel bin/lint-imports --config ../pyproject.toml
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/train_step.py

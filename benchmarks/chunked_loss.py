@@ -4,7 +4,7 @@
 
 A GPT-2 (``transformers``) with the vocabulary of GPT-2 trains with AdamW in single precision by ``train_step``. Every
 round takes one step of each contender in turn; medians are reported. Peaks are bytes of live tensors
-(``shardgraph.measure.PeakMemory``) with parameters and states; the largest difference of any gradient from that of all
+(``shardgraph.runtime.measure.PeakMemory``) with parameters and states; the largest difference of any gradient from that of all
 scores at once is relative to the largest element of that gradient.
 """
 
@@ -23,8 +23,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import shardgraph
-from shardgraph.analysis import program_memory
-from shardgraph.measure import PeakMemory
+from shardgraph.report.analysis import program_memory
+from shardgraph.runtime.measure import PeakMemory
 
 CHUNKS = (None, "64MiB", "32MiB", "16MiB", "8MiB")
 

@@ -25,7 +25,7 @@ def measure(layers: int, plan: str, mesh: dict[str, int]) -> dict[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM, logging
 
     from shardgraph import preset
-    from shardgraph.compiler import build_program
+    from shardgraph.passes.lowering import build_program
 
     logging.set_verbosity_error()
     with torch.device("meta"):

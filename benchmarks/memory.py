@@ -3,7 +3,7 @@
     python benchmarks/memory.py --name memory-2-ranks
 
 Every model kind of the parity tests under every plan, on real ranks: the highest bytes of live tensors during forward,
-backward and AdamW's update, counted operation by operation (``shardgraph.measure.PeakMemory``), beside what
+backward and AdamW's update, counted operation by operation (``shardgraph.runtime.measure.PeakMemory``), beside what
 ``shardgraph.passes.analysis.liveness`` says before anything runs. Buffers that gloo and kernels make for themselves are
 no tensors of the program: neither figure has them.
 """

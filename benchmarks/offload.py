@@ -3,7 +3,7 @@
     python benchmarks/offload.py --name offload-gpt2
 
 GPT-2 trains with AdamW on one rank of one CPU thread, where host memory is memory of the same machine and threads copy.
-Bytes of device and host are counted operation by operation (``shardgraph.measure.PeakMemory``). Contenders take turns,
+Bytes of device and host are counted operation by operation (``shardgraph.runtime.measure.PeakMemory``). Contenders take turns,
 so that the machine's changes of speed are everybody's.
 """
 
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
 from shardgraph import Cluster, Offload
-from shardgraph.analysis import analyze_program
-from shardgraph.measure import PeakMemory
+from shardgraph.report.analysis import analyze_program
+from shardgraph.runtime.measure import PeakMemory
 
 
 class Contender:

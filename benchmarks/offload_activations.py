@@ -4,7 +4,7 @@
 
 GPT-2 (``transformers``) trains with AdamW. All contenders run the same captured graph by the same executor from the
 same weights; ``eager`` is the model without it. Every round takes one step of each in turn; medians are reported. Peaks
-are bytes of live tensors (``shardgraph.measure.PeakMemory``), those of the host apart.
+are bytes of live tensors (``shardgraph.runtime.measure.PeakMemory``), those of the host apart.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import logging
 
 import shardgraph
-from shardgraph.analysis import Analysis, analyze_program
-from shardgraph.capture import capture
-from shardgraph.compiler import lower
+from shardgraph.capture.capture import capture
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.measure import PeakMemory
-from shardgraph.parameters import named_shapes
-from shardgraph.program import Executable, State
+from shardgraph.passes.lowering import lower
+from shardgraph.plans.shards import named_shapes
+from shardgraph.report.analysis import Analysis, analyze_program
+from shardgraph.runtime.executor import Executable, State
+from shardgraph.runtime.measure import PeakMemory
 
 CONTENDERS = {
     "keep everything": {},

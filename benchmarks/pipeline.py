@@ -37,11 +37,11 @@ from shardgraph import Cluster, Pipeline
 from shardgraph.cost_models.actions import Action, Kind
 from shardgraph.cost_models.schedules import Ran, SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import Timeline
+from shardgraph.passes.pipeline.program import crossing
 from shardgraph.pictures.gantt import draw_gantt
 from shardgraph.pictures.svg import Drawing, document
-from shardgraph.pipeline.analysis import analyze_pipeline
-from shardgraph.pipeline.orders import SCHEDULES, find_schedule, pipeline_order, stages_per_rank
-from shardgraph.pipeline.program import crossing
+from shardgraph.plans.orders import SCHEDULES, find_schedule, pipeline_order, stages_per_rank
+from shardgraph.report.pipeline import analyze_pipeline
 
 
 class Round(NamedTuple):

@@ -13,7 +13,7 @@ same weights, and differ in what backward computes again alone:
 
 ``torch.utils.checkpoint`` around each layer of the model runs beside them in eager mode, and the model without it.
 Every round takes one step of each in turn, so that a machine whose speed drifts is fair to all; medians are reported.
-Peaks are bytes of live tensors (``shardgraph.measure.PeakMemory``). Gradients are compared with those of ``none``.
+Peaks are bytes of live tensors (``shardgraph.runtime.measure.PeakMemory``). Gradients are compared with those of ``none``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
 
 import shardgraph
-from shardgraph.capture import capture
+from shardgraph.capture.capture import capture
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.ir import JointGraph, Output, copy_graph, outputs
-from shardgraph.measure import PeakMemory
-from shardgraph.parameters import named_shapes
 from shardgraph.passes.recompute.names import Rule, names_of, rules_for
 from shardgraph.passes.recompute.values import values_of
 from shardgraph.pictures import svg
-from shardgraph.program import Executable, State
-from shardgraph.recomputation import Choice, Recomputations
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.executor import Executable, State
+from shardgraph.runtime.measure import PeakMemory
+from shardgraph.search.recomputation import Choice, Recomputations
 
 TORCH_BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.2, 0.0)
 PARTS = (0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.14)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 import shardgraph
 from shardgraph.cost_models.schedules import StageCost, simulate_schedule
-from shardgraph.pipeline.orders import SCHEDULES, pipeline_order, rank_of_stage
+from shardgraph.plans.orders import SCHEDULES, pipeline_order, rank_of_stage
 
 RANKS, MICROBATCHES, SECONDS, STEPS = 4, 8, 0.06, 4
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardgraph
-from shardgraph.measure import PeakMemory
+from shardgraph.runtime.measure import PeakMemory
 
 COMPARED = 20  # first steps in which the unsharded model trains beside the sharded one
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
 from shardgraph.ir import Gradient, Role, outputs
-from shardgraph.plan import ParameterPlan, Plan
+from shardgraph.plans.plan import ParameterPlan, Plan
 
 
 @dataclass(frozen=True)

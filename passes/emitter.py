@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.host import TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.passes.base import Context
 
 

@@ -8,23 +8,11 @@ module that trains like the original, on every rank of the run. Read next: :func
 """
 
 from shardgraph import nn
-from shardgraph.analysis import Analysis
-from shardgraph.analyze import analyze
-from shardgraph.annotations.annotate import annotate
-from shardgraph.annotations.constrain import constrain
-from shardgraph.annotations.kinds import (
-    input,
-    keep_gathered,
-    offload,
-    output,
-    precision,
-    recompute,
-    replicate,
-    reshard,
-    save,
-    shard,
-    stage,
-)
+from shardgraph.api.analyze import analyze
+from shardgraph.api.annotate import annotate
+from shardgraph.api.compile import compile
+from shardgraph.api.verify import verify
+from shardgraph.api.visualize import visualize
 from shardgraph.calibration import calibrate
 from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
 from shardgraph.errors import (
@@ -43,18 +31,30 @@ from shardgraph.errors import (
     RankMismatchError,
     ShardGraphError,
 )
-from shardgraph.frontend import compile
-from shardgraph.grad_scaler import GradScaler
-from shardgraph.gradient_norm import clip_grad_norm_
-from shardgraph.launch import launch
-from shardgraph.mixed_precision import Precision
-from shardgraph.module import ShardedModule
-from shardgraph.offload_plan import Offload
-from shardgraph.pipeline_plan import Pipeline
-from shardgraph.plan import ParameterPlan, Plan
-from shardgraph.presets import preset
-from shardgraph.verify import verify
-from shardgraph.visualize import visualize
+from shardgraph.module.grad_scaler import GradScaler
+from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.sharded import ShardedModule
+from shardgraph.plans.annotations.constrain import constrain
+from shardgraph.plans.annotations.kinds import (
+    input,
+    keep_gathered,
+    offload,
+    output,
+    precision,
+    recompute,
+    replicate,
+    reshard,
+    save,
+    shard,
+    stage,
+)
+from shardgraph.plans.offload_plan import Offload
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.plan import ParameterPlan, Plan
+from shardgraph.plans.precision import Precision
+from shardgraph.plans.presets import preset
+from shardgraph.report.analysis import Analysis
+from shardgraph.runtime.launch import launch
 
 __version__ = "0.1.0"
 

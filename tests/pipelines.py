@@ -13,8 +13,8 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Cluster, Pipeline, preset
-from shardgraph.measure import PeakMemory
-from shardgraph.pipeline.analysis import analyze_pipeline
+from shardgraph.report.pipeline import analyze_pipeline
+from shardgraph.runtime.measure import PeakMemory
 from tests.ranks import deterministic, part, prepared, whole
 from tests.test_analysis import gpt2
 from tests.zoo import make, scalar

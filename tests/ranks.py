@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardgraph
 from shardgraph import Plan, preset
-from shardgraph.analysis import program_memory
-from shardgraph.host import is_on_host
-from shardgraph.measure import PeakMemory
+from shardgraph.report.analysis import program_memory
+from shardgraph.runtime.host import is_on_host
+from shardgraph.runtime.measure import PeakMemory
 from tests.zoo import Deep, make, scalar, shorter
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardgraph.agreement import Agreement
 from shardgraph.errors import CaptureError, RankMismatchError
-from shardgraph.launch import launch
+from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.launch import launch
 
 pytestmark = pytest.mark.timeout(150)
 

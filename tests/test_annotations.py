@@ -26,19 +26,19 @@ from shardgraph import (
     save,
     shard,
 )
-from shardgraph.annotations.annotate import annotated, remembered
-from shardgraph.annotations.constrain import CONSTRAIN
-from shardgraph.annotations.kinds import KINDS, Annotation, input, parse, precision, stage
-from shardgraph.annotations.match import matches
-from shardgraph.capture import capture
-from shardgraph.compiler import build_program, place_operators
+from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Parameter, collectives, copy_graph, placeholders
-from shardgraph.parameters import named_shapes
 from shardgraph.passes.base import Context, run_passes
-from shardgraph.passes.rewrite.shard_operators import ShardOperators
+from shardgraph.passes.lowering import build_program, place_operators
+from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.classes import classes_of
-from shardgraph.program import Program
-from shardgraph.source import Source
+from shardgraph.passes.sharding.shard_operators import ShardOperators
+from shardgraph.plans.annotations.constrain import CONSTRAIN
+from shardgraph.plans.annotations.kinds import KINDS, Annotation, input, parse, precision, stage
+from shardgraph.plans.annotations.match import matches
+from shardgraph.plans.annotations.remembered import annotated, remembered
+from shardgraph.plans.shards import named_shapes
+from shardgraph.report.source import Source
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.test_analysis import llama, text

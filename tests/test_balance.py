@@ -14,7 +14,7 @@ from shardgraph.cost_models.balance import balance, merge
 from shardgraph.cost_models.partitions import Chain
 from shardgraph.cost_models.schedules import StageCost, simulate_schedule
 from shardgraph.errors import PlanError
-from shardgraph.pipeline.orders import pipeline_order
+from shardgraph.plans.orders import pipeline_order
 
 
 def chain(seed: int, blocks: int) -> list[StageCost]:

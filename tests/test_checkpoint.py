@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardgraph.checkpoint import full_state_dict, load_full_state_dict, save_safetensors
 from shardgraph.errors import CheckpointError
-from shardgraph.launch import launch
+from shardgraph.module.checkpoint import full_state_dict, load_full_state_dict, save_safetensors
+from shardgraph.runtime.launch import launch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -228,7 +228,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError("no space left on device")
 
     save_safetensors(Odd(), tmp_path / "file")
-    monkeypatch.setattr("shardgraph.checkpoint.save_file", half_a_file)
+    monkeypatch.setattr("shardgraph.module.checkpoint.save_file", half_a_file)
     with pytest.raises(CheckpointError, match="no space left on device"):
         save_safetensors(Odd(seed=1), tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, Precision, preset
-from shardgraph.analysis import program_memory
-from shardgraph.capture import capture
-from shardgraph.compiler import build_program
+from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Saved, collectives, outputs
-from shardgraph.measure import PeakMemory
-from shardgraph.parameters import named_shapes
-from shardgraph.pipeline.placing import place_stages
-from shardgraph.pipeline.program import lower_pipeline
-from shardgraph.program import Program
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.passes.program import Program
+from shardgraph.plans.shards import named_shapes
+from shardgraph.report.analysis import program_memory
+from shardgraph.runtime.measure import PeakMemory
+from shardgraph.search.stages import place_stages
 from tests.machines import toy_cluster
 from tests.zoo import Loss, make
 

@@ -14,14 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardgraph
 from shardgraph import Plan, PlanError
-from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.ir import WAIT, collectives, send
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Operation, operands, results
 from shardgraph.passes.sharding.placements import local_shape
 from shardgraph.passes.sharding.rules import RULES
 from shardgraph.passes.sharding.writer import Writer
-from shardgraph.program import Program
+from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.test_analysis import llama, text

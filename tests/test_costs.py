@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardgraph import preset
-from shardgraph.analysis import program_halves
-from shardgraph.compiler import build_program
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import Device, Rate
 from shardgraph.errors import ClusterError
 from shardgraph.passes.analysis.costs import EXTRA_FLOPS, count_flops, node_costs
+from shardgraph.passes.lowering import build_program
+from shardgraph.report.analysis import program_halves
 from tests.machines import toy_device
 from tests.zoo import ZOO, make, scalar
 

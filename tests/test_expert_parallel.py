@@ -12,14 +12,15 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import shardgraph
 from shardgraph import CaptureError, Plan, PlanError
-from shardgraph.analysis import analyze_program
-from shardgraph.annotations.annotate import annotated
-from shardgraph.compiler import build_program, place_operators, resolve_plan
 from shardgraph.ir import ALL_TO_ALL, collectives
 from shardgraph.nn import MoE
 from shardgraph.passes.analysis.wire import node_wire_bytes
-from shardgraph.plan import ParameterPlan
-from shardgraph.program import Program
+from shardgraph.passes.lowering import build_program, place_operators
+from shardgraph.passes.program import Program
+from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.plan import ParameterPlan
+from shardgraph.plans.resolve import resolve_plan
+from shardgraph.report.analysis import analyze_program
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.zoo import make, mixtral

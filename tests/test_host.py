@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import fx
 
-from shardgraph.analysis import tasks_of
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import simulate
 from shardgraph.errors import ClusterError, DeadlockError, GraphInvariantError
-from shardgraph.host import TO_DEVICE, TO_HOST, WAIT_COPY, empty_on_host, is_on_host, known_on_host
 from shardgraph.ir import Input, Output
-from shardgraph.measure import PeakMemory
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.passes.analysis.collective_order import check_waits
 from shardgraph.passes.analysis.liveness import profile_memory
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.rows import Prices, rows_of
+from shardgraph.report.analysis import tasks_of
+from shardgraph.runtime.host import empty_on_host, is_on_host, known_on_host
+from shardgraph.runtime.measure import PeakMemory
 from tests.machines import toy_cluster
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardgraph.errors import LaunchError
-from shardgraph.launch import launch
+from shardgraph.runtime.launch import launch
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardgraph import ir
-from shardgraph._torch import boxed
-from shardgraph.compiler import build_program
 from shardgraph.ir import Buffer, Gradient, Input, Output, Parameter, Saved, Tangent
-from shardgraph.measure import PeakMemory
 from shardgraph.passes.analysis.liveness import profile_memory
-from shardgraph.presets import preset
+from shardgraph.passes.lowering import build_program
+from shardgraph.plans.presets import preset
+from shardgraph.runtime.measure import PeakMemory
+from shardgraph.torch_api import boxed
 
 aten = torch.ops.aten
 KB = 1024

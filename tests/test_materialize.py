@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardgraph.errors import InitializationError
-from shardgraph.materialize import is_meta, materialize
-from shardgraph.measure import PeakMemory
+from shardgraph.module.materialize import is_meta, materialize
+from shardgraph.runtime.measure import PeakMemory
 
 CPU = torch.device("cpu")
 

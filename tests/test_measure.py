@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardgraph.measure import PeakMemory
+from shardgraph.runtime.measure import PeakMemory
 
 KB = 1024
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardgraph
-from shardgraph.capture import capture
-from shardgraph.materialize import materialize
+from shardgraph.capture.capture import capture
+from shardgraph.module.materialize import materialize
 from shardgraph.nn import MoE, TopKGate
 from shardgraph.passes.analysis.costs import node_costs
 

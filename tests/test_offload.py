@@ -15,16 +15,18 @@ from torch import fx, nn
 
 import shardgraph
 from shardgraph import Offload, OffloadError, ParameterPlan, Plan, PlanError, keep_gathered, offload, preset
-from shardgraph.analysis import program_memory
-from shardgraph.annotations.annotate import annotated
-from shardgraph.asked import Asked
-from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.cost_models.cluster import Host, Link, Rate
-from shardgraph.host import TO_DEVICE, TO_HOST, is_in_file, is_on_host
 from shardgraph.ir import ALL_GATHER, Gradient, Parameter, is_wait, outputs, placeholders
-from shardgraph.measure import PeakMemory
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.places import on_host
-from shardgraph.program import Program
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.program import Program
+from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.resolve import resolve_plan
+from shardgraph.report.analysis import program_memory
+from shardgraph.runtime.host import is_in_file, is_on_host
+from shardgraph.runtime.measure import PeakMemory
+from shardgraph.search.asked import Asked
 from tests import ranks
 from tests.machines import toy_cluster, toy_device
 from tests.zoo import Deep, make
@@ -356,10 +358,10 @@ def no_space(*_: object) -> None:
 def test_a_disk_without_room_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
     model, asked = Wide(), Offload(parameters=True, disk=tmp_path)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("shardgraph.parameter_memory.os.posix_fallocate", no_space)
+    monkeypatch.setattr("shardgraph.module.parameter_memory.os.posix_fallocate", no_space)
     with pytest.raises(OffloadError, match=r"take 4\.0 MiB.*No space left on device.*nothing was left there"):
         shardgraph.compile(model, "single", offload=asked)
-    monkeypatch.setattr("shardgraph.parameter_memory.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("shardgraph.module.parameter_memory.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(OffloadError, match=r"has 1\.0 MiB left: nothing was written"):
         shardgraph.compile(model, "single", offload=asked)
     assert list(tmp_path.iterdir()) == []
@@ -374,7 +376,7 @@ def test_a_folder_that_is_none_is_an_error(tmp_path, folder):
 
 
 def test_a_host_without_room_is_an_error(monkeypatch):
-    monkeypatch.setattr("shardgraph.parameter_memory.host_memory", lambda: 1 << 20)
+    monkeypatch.setattr("shardgraph.module.parameter_memory.host_memory", lambda: 1 << 20)
     with pytest.raises(OffloadError, match=r"take 4\.0 MiB, and this machine has 1\.0 MiB of free.*disk="):
         shardgraph.compile(Wide(), "single", offload="parameters")
 

@@ -12,20 +12,21 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Offload, PlanError, annotate, ir, offload, preset, recompute
-from shardgraph._torch import boxed
-from shardgraph.analysis import analyze_program, program_memory
-from shardgraph.annotations.annotate import annotated
-from shardgraph.compiler import build_program
 from shardgraph.cost_models.cluster import Cluster, Host, Link, Rate
-from shardgraph.host import TO_DEVICE, TO_HOST, is_on_host
 from shardgraph.ir import Input, Saved
-from shardgraph.measure import PeakMemory
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.liveness import profile_memory, profile_step
 from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.lowering import build_program
 from shardgraph.passes.offload.window import awaited, started, staying
+from shardgraph.passes.program import Program
 from shardgraph.passes.rewrite import offload_activations
-from shardgraph.pipeline_plan import Pipeline
-from shardgraph.program import Program
+from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.report.analysis import analyze_program, program_memory
+from shardgraph.runtime.host import is_on_host
+from shardgraph.runtime.measure import PeakMemory
+from shardgraph.torch_api import boxed
 from tests import pipelines, ranks
 from tests.machines import toy_cluster
 from tests.zoo import Deep, make, scalar, shorter

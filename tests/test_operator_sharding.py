@@ -12,11 +12,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError
-from shardgraph.compiler import build_program, place_operators, resolve_plan
 from shardgraph.ir import collectives, take_part
-from shardgraph.parameter_plan import split_text
+from shardgraph.passes.lowering import build_program, place_operators
+from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, local_shape, through_view
-from shardgraph.program import Program
+from shardgraph.plans.parameter_plan import split_text
+from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import ZOO, Loss, make

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset
-from shardgraph.capture import capture
-from shardgraph.compiler import build_program
-from shardgraph.parameters import named_shapes
+from shardgraph.capture.capture import capture
+from shardgraph.checks.lockstep import run_lockstep
 from shardgraph.passes.base import Context, run_passes
-from shardgraph.passes.rewrite.reduce_gradients import ReduceGradients
-from shardgraph.passes.rewrite.shard_parameters import ShardParameters
-from shardgraph.simulate import run_lockstep
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
+from shardgraph.passes.parameters.shard_parameters import ShardParameters
+from shardgraph.plans.shards import named_shapes
 from tests import zoo
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardgraph import ParameterPlan, Plan, analyze, preset
-from shardgraph.compiler import build_program
+from shardgraph import ParameterPlan, Plan, preset
+from shardgraph.api import analyze
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
-from shardgraph.parameter_plan import REPLICATE, SHARD
+from shardgraph.passes.lowering import build_program
 from shardgraph.pictures.boxes import draw_boxes
 from shardgraph.pictures.flow import Edges, Site, trace_flow
 from shardgraph.pictures.gantt import draw_gantt, draw_schedule
@@ -24,7 +24,8 @@ from shardgraph.pictures.graph import plan_graph, render_svg
 from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import HeldParameter, Module, Tree, build_tree
-from shardgraph.pipeline.orders import pipeline_order
+from shardgraph.plans.orders import pipeline_order
+from shardgraph.plans.parameter_plan import REPLICATE, SHARD
 from tests.machines import toy_cluster
 from tests.zoo import make
 

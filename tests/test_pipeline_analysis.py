@@ -8,7 +8,7 @@ import pytest
 
 import shardgraph
 from shardgraph import Pipeline, PlanError, preset
-from shardgraph.pipeline.analysis import PipelineAnalysis
+from shardgraph.report.pipeline import PipelineAnalysis
 from tests import pipelines
 from tests.machines import toy_cluster
 from tests.test_analysis import gpt2, text

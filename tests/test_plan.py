@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardgraph import ParameterPlan, Plan, PlanError, preset
-from shardgraph.compiler import resolve_plan
+from shardgraph.plans.resolve import resolve_plan
 
 SHAPES = {
     "a.weight": torch.Size([7, 5]),

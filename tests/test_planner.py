@@ -7,9 +7,9 @@ import torch
 
 import shardgraph
 from shardgraph import Plan, PlanError
-from shardgraph.capture import capture
-from shardgraph.parameters import named_shapes
-from shardgraph.planner import choose_plan, plans_of, plans_on
+from shardgraph.capture.capture import capture
+from shardgraph.plans.shards import named_shapes
+from shardgraph.search.planner import choose_plan, plans_of, plans_on
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make

@@ -10,11 +10,12 @@ from torch import nn
 
 import shardgraph
 from shardgraph import CaptureError, Plan, PlanError, Precision, precision, preset
-from shardgraph.annotations.annotate import annotated
-from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, Gradient, Mutation, Parameter, Saved, outputs, placeholders
 from shardgraph.passes.analysis.wire import summarize_communication
-from shardgraph.program import Program
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.program import Program
+from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.zoo import Loss, make, shorter
@@ -366,6 +367,6 @@ def test_a_present_device_that_lacks_a_precision_is_told_with_what_it_has(monkey
     def no_half(dtype: torch.dtype, device: torch.device) -> bool:
         return dtype != torch.float16
 
-    monkeypatch.setattr("shardgraph.dtype_support._multiplies", no_half)
+    monkeypatch.setattr("shardgraph.plans.dtype_support._multiplies", no_half)
     with pytest.raises(PlanError, match=r"computes in float16, which this cpu cannot: it can in bfloat16.*'bf16'"):
         shardgraph.compile(Net(), "single", precision="fp16")

@@ -23,25 +23,25 @@ from shardgraph import (
     recompute,
     save,
 )
-from shardgraph.annotations.annotate import annotated
-from shardgraph.capture import capture
-from shardgraph.compiler import build_program
-from shardgraph.measure import PeakMemory
-from shardgraph.parameters import named_shapes
+from shardgraph.capture.capture import capture
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.partition.split import split
+from shardgraph.passes.program import Program
 from shardgraph.passes.recompute.checkmate import backward_steps
 from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
 from shardgraph.passes.recompute.names import Name, chosen_by, names_of, rules_for
 from shardgraph.passes.recompute.problem import problem_of
 from shardgraph.passes.recompute.values import draws, values_of
-from shardgraph.passes.rewrite.split import split
-from shardgraph.plan import Recomputation
-from shardgraph.planner import choose_plan, plans_of
-from shardgraph.program import Program
-from shardgraph.recomputation import Recomputations
+from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.plan import Recomputation
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.measure import PeakMemory
+from shardgraph.search.planner import choose_plan, plans_of
+from shardgraph.search.recomputation import Recomputations
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.zoo import Deep, make

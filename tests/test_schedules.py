@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardgraph._torch import pipeline_actions
 from shardgraph.cost_models.actions import Action
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, most_in_flight, simulate_schedule
 from shardgraph.errors import PlanError
-from shardgraph.pipeline.orders import SCHEDULES, check, pipeline_order, rank_of_stage, stages_per_rank
+from shardgraph.plans.orders import SCHEDULES, check, pipeline_order, rank_of_stage, stages_per_rank
+from shardgraph.torch_api import pipeline_actions
 
 PIPELINES = Path(__file__).parent.parent / "docs" / "pipeline.md"
 NAMES = pytest.mark.parametrize("schedule", SCHEDULES)

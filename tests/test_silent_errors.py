@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardgraph
-from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.ir import collectives
+from shardgraph.passes.lowering import build_program
+from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make

@@ -10,13 +10,13 @@ from torch import fx, nn
 
 import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, preset, stage
-from shardgraph.capture import capture
+from shardgraph.capture.capture import capture
 from shardgraph.ir import Accumulated, Gradient, Parameter, collectives, outputs, placeholders
-from shardgraph.parameters import named_shapes
 from shardgraph.passes.pipeline.cuts import cut_points
-from shardgraph.pipeline.microbatches import microbatches
-from shardgraph.pipeline.placing import place_stages
-from shardgraph.pipeline.program import PipelineProgram, crossing, lower_pipeline
+from shardgraph.passes.pipeline.program import PipelineProgram, crossing, lower_pipeline
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.pipeline.microbatches import microbatches
+from shardgraph.search.stages import place_stages
 from tests import test_analysis
 from tests.test_analysis import llama, text
 from tests.zoo import UNet, make

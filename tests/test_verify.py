@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 import shardgraph
-from shardgraph import compiler, ir
-from shardgraph.simulate import run_lockstep
+from shardgraph import ir
+from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.passes import lowering
 from tests.zoo import ZOO, make
 
 PLANS = ["ddp", "zero1", "zero2", "fsdp"]
@@ -71,14 +72,14 @@ def test_the_model_is_left_as_it_was():
 
 def _tampered(monkeypatch, change):
     """Make every program that is built from now on wrong, by ``change(forward, backward)``."""
-    build = compiler.lower
+    build = lowering.lower
 
     def wrong(*args, **kwargs):
         program = build(*args, **kwargs)
         change(program.forward, program.backward)
         return program
 
-    monkeypatch.setattr(importlib.import_module("shardgraph.verify"), "lower", wrong)
+    monkeypatch.setattr(importlib.import_module("shardgraph.api.verify"), "lower", wrong)
 
 
 def _verify():
@@ -123,7 +124,7 @@ def test_a_wrong_operation_of_the_model_is_named_with_its_line(monkeypatch):
 
 def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():
     model, (args, kwargs) = make("odd-mlp", 4)
-    program = compiler.build_program(model, shardgraph.preset("ddp", {"dp": 2}), args, kwargs)
+    program = lowering.build_program(model, shardgraph.preset("ddp", {"dp": 2}), args, kwargs)
     graph = program.backward
     inputs = [
         {role: torch.zeros(node.meta["val"].shape) for role, node in ir.placeholders(graph).items()} for _ in range(2)

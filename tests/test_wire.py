@@ -7,12 +7,13 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.compiler import build_program, resolve_plan
 from shardgraph.cost_models.collectives import wire_bytes as price
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import collectives, group_of
 from shardgraph.mesh import group_along, size_along
 from shardgraph.passes.analysis.wire import Traffic, summarize_communication, wire_bytes
+from shardgraph.passes.lowering import build_program
+from shardgraph.plans.resolve import resolve_plan
 from tests.test_analysis import llama, text
 
 MESH = (("replica", 2), ("shard", 4))

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.host import WAIT_COPY
 from shardgraph.ir import (
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -43,6 +42,7 @@ from shardgraph.ir import (
     placeholders,
     trim_shard,
 )
+from shardgraph.ir.copies import WAIT_COPY
 from shardgraph.passes.analysis.places import on_host
 
 KINDS = {

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import fx
 
-from shardgraph.host import TO_DEVICE, WAIT_COPY
 from shardgraph.ir import Parameter, Role, Saved, chunk_bounds, copy_graph, outputs, placeholders
+from shardgraph.ir.copies import TO_DEVICE, WAIT_COPY
 from shardgraph.mesh import coordinates
 from shardgraph.passes.base import Context
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError
-from shardgraph.host import TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 
 
 def on_host(gm: fx.GraphModule) -> set[fx.Node]:

@@ -6,10 +6,19 @@ no error. torch's own memory budget has given such gradients (https://github.com
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from shardgraph.errors import RandomStateError
-from shardgraph.passes.recompute.values import draws
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the node draws random numbers. Fused attention is said to, but does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def check_random_state(forward: fx.GraphModule, backward: fx.GraphModule | None) -> None:

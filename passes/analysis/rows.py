@@ -11,8 +11,8 @@ from torch import fx
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.collectives import collective_seconds
-from shardgraph.host import DIRECTIONS
 from shardgraph.ir import group_of, is_started, is_wait
+from shardgraph.ir.copies import DIRECTIONS
 from shardgraph.mesh import Mesh, size_along
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
 from shardgraph.passes.analysis.liveness import MemoryProfile

@@ -18,7 +18,7 @@ from torch import fx
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Output, outputs
 from shardgraph.passes.chunking.rows import SUMMED, WHOLE, Form, form_of
-from shardgraph.passes.rewrite.split import forward_nodes
+from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
 from shardgraph.sizes import format_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import WAIT, Buffer, Input, Mutation, Parameter, is_collective, outputs, placeholders
-from shardgraph.passes.rewrite.split import forward_nodes
+from shardgraph.passes.partition.split import forward_nodes
 
 aten = torch.ops.aten
 

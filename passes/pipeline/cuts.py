@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardgraph.annotations.kinds import stage
-from shardgraph.annotations.match import Annotated, matches, written
 from shardgraph.errors import PlanError, nearest
+from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.pipeline.assign import computed_anywhere
-from shardgraph.passes.rewrite.split import forward_nodes
+from shardgraph.plans.annotations.kinds import stage
+from shardgraph.plans.annotations.match import Annotated, matches, written
 
 
 @dataclass(frozen=True)

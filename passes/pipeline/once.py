@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardgraph.ir import Accumulated, Gathered, Gradient, Parameter, Role, outputs, placeholders
-from shardgraph.passes.rewrite.accumulate_gradients import local_gradient
+from shardgraph.passes.parameters.accumulate_gradients import local_gradient
 
 
 def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:

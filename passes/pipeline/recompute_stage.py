@@ -9,8 +9,8 @@ from torch import fx
 
 from shardgraph.ir import CHUNK
 from shardgraph.passes.base import Context
+from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.values import computed_once
-from shardgraph.passes.rewrite.split import forward_nodes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from scipy.sparse import coo_array
 from torch import fx
 
 from shardgraph.passes.analysis.liveness import Storage, storages_of
+from shardgraph.passes.partition.split import after_tangents, forward_nodes
 from shardgraph.passes.recompute.values import Values
-from shardgraph.passes.rewrite.split import after_tangents, forward_nodes
 
 
 @dataclass(frozen=True)

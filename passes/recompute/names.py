@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
 
-from shardgraph.annotations.match import matches
 from shardgraph.errors import PlanError, nearest
 from shardgraph.passes.analysis.modules import module_of
+from shardgraph.plans.annotations.match import matches
 
 Rule = tuple[str, tuple[str, ...]]
 Name = tuple[str, str, int]

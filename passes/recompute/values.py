@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Mutation, Parameter, local_part, outputs, placeholders
 from shardgraph.passes.analysis.liveness import Storage, storages_of
 from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.rewrite.split import forward_nodes
+from shardgraph.passes.analysis.random_state import draws
+from shardgraph.passes.partition.split import forward_nodes
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,6 @@ def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
         elif draws(node) or piece or not written.isdisjoint(node.all_input_nodes):
             once.add(node)
     return once
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether the node draws random numbers. Fused attention is said to, but does not without dropout."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")

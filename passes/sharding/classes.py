@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.annotations.constrain import CONSTRAIN
 from shardgraph.ir import Parameter
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.options import operands
+from shardgraph.plans.annotations.constrain import CONSTRAIN
 
 _LEAST = 3  # layers that are worth the trouble
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.annotations.constrain import CONSTRAIN, describe, placement_of
-from shardgraph.annotations.kinds import shard
 from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, is_cut
+from shardgraph.plans.annotations.constrain import CONSTRAIN, describe, placement_of
+from shardgraph.plans.annotations.kinds import shard
 
 
 @dataclass(frozen=True)

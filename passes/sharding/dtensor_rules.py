@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from shardgraph import _torch
+from shardgraph import torch_api
 from shardgraph.passes.sharding.options import Operation, Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 
@@ -26,12 +26,12 @@ _MOST_COMBINATIONS = 4096
 
 def has_strategy(target: Any) -> bool:
     """Whether DTensor knows the operator."""
-    return target in _torch.single_dim_strategies() or target in _torch.op_strategies()
+    return target in torch_api.single_dim_strategies() or target in torch_api.op_strategies()
 
 
 def strategies(operation: Operation) -> list[Option]:
     """DTensor's legal placements for an operation, every cut in one block."""
-    found = _tables(operation) if operation.target in _torch.single_dim_strategies() else _answers(operation)
+    found = _tables(operation) if operation.target in torch_api.single_dim_strategies() else _answers(operation)
     return list(dict.fromkeys(found))
 
 
@@ -40,7 +40,7 @@ def _tables(operation: Operation) -> Iterator[Option]:
     args, kwargs = pytree.tree_map_only(fx.Node, _meta, (node.args, node.kwargs))
     produced = results(node)
     given = len(operands(node))
-    for row in _torch.single_dim_strategies()[node.target].func(node.target, args, kwargs):
+    for row in torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs):
         row = [_plain(placement) for placement in row]
         count = len(row) - given
         if all(isinstance(p, Placement) or p is None for p in row) and count == len(produced):
@@ -53,7 +53,7 @@ def _tables(operation: Operation) -> Iterator[Option]:
 
 def _plain(placement: Any) -> Any:
     """The placement of a table's entry; False for kinds of partial values that no other operation takes."""
-    if _torch.is_shard_placeholder(placement):
+    if torch_api.is_shard_placeholder(placement):
         return Shard(placement.dim)
     if isinstance(placement, Partial):
         return PARTIAL if type(placement) is Partial and placement.reduce_op == "sum" else False
@@ -79,10 +79,10 @@ def _ask(operation: Operation, tensors: list[fx.Node], given: tuple[Placement, .
     node, mesh = operation.node, _mesh(operation.parts)
     placements = iter(given)
     args, kwargs = pytree.tree_map_only(
-        fx.Node, lambda n: _torch.strategy_of(mesh, next(placements), _meta(n)), (node.args, node.kwargs)
+        fx.Node, lambda n: torch_api.strategy_of(mesh, next(placements), _meta(n)), (node.args, node.kwargs)
     )
     try:
-        answer = _torch.ask_strategy(node.target, args, kwargs)
+        answer = torch_api.ask_strategy(node.target, args, kwargs)
     except Exception:  # what a strategy function cannot take is not legal
         return None
     for spec in answer:
@@ -102,9 +102,9 @@ def _known(placement: Placement) -> bool:
 
 
 def _meta(node: fx.Node) -> Any:
-    return _torch.tensor_meta(node.meta["val"]) if isinstance(node.meta.get("val"), torch.Tensor) else node
+    return torch_api.tensor_meta(node.meta["val"]) if isinstance(node.meta.get("val"), torch.Tensor) else node
 
 
 @functools.cache
 def _mesh(parts: int) -> Any:
-    return _torch.mesh_without_group(parts)
+    return torch_api.mesh_without_group(parts)

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.annotations.constrain import CONSTRAIN
 from shardgraph.passes.sharding.options import Operation, operands, results
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, through_view
+from shardgraph.plans.annotations.constrain import CONSTRAIN
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from shardgraph import _torch, ir
+from shardgraph import ir, torch_api
 from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, outputs, set_outputs
 from shardgraph.passes.analysis.modules import module_of
@@ -137,8 +137,8 @@ class _Lowering:
         cut = option.results[0]
         if cut is None or cut == REPLICATE:
             return tuple(args)
-        if node.target in _torch.size_arguments():
-            args[_torch.size_arguments()[node.target]] = list(
+        if node.target in torch_api.size_arguments():
+            args[torch_api.size_arguments()[node.target]] = list(
                 local_shape(cut, results(node)[0].shape, self.write.parts)
             )
         if is_cut(cut) and node.target in (aten.split.Tensor, aten.split_with_sizes.default):

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Constraints) -> dict[fx.Node, Option]:
     """The option of every node of a joint graph that together cost least and meet ``constraints``.
 
-    ``style`` is that of the axis; see :class:`shardgraph.plan.Plan`.
+    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`.
 
     Raises:
         PlanError: none do, or the sequences are to be cut (``"context"``) and cannot be.

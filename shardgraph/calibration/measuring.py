@@ -20,14 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
-from shardgraph.compiler import resolve_mesh
 from shardgraph.cost_models.cluster import FLOP_KINDS
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
-from shardgraph.host import TO_DEVICE, WAIT_COPY, empty_on_host
-from shardgraph.launch import launch
+from shardgraph.ir.copies import TO_DEVICE, WAIT_COPY
 from shardgraph.progress import Progress
+from shardgraph.runtime.host import empty_on_host
+from shardgraph.runtime.launch import launch
+from shardgraph.runtime.mesh import resolve_mesh
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from shardgraph import _torch
-from shardgraph.bind import bind
-from shardgraph.compiler import build_program
+from shardgraph import torch_api
 from shardgraph.ir import Buffer, Gradient, Input, Parameter, Role, Tangent, outputs, placeholders
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
-from shardgraph.presets import preset
+from shardgraph.passes.lowering import build_program
+from shardgraph.plans.presets import preset
+from shardgraph.runtime.bind import bind
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class Step:
             return self.args[role.index] if isinstance(role, Input) else given.pop(role)
 
         read: list[tuple[T, T]] = []
-        with torch.no_grad(), _torch.below_autograd():
+        with torch.no_grad(), torch_api.below_autograd():
             for half in self._halves:
                 given |= {Parameter(name): parameter.detach() for name, parameter in self.model.named_parameters()}
                 given |= {Buffer(name): buffer for name, buffer in self.model.named_buffers()}
@@ -159,7 +159,7 @@ class _Timed:
             if node.op == "call_function":
                 with self._module.graph.inserting_after(node):
                     self._module.graph.call_function(self._read)
-        self._call = _torch.boxed(self._module)
+        self._call = torch_api.boxed(self._module)
 
     def _read(self) -> None:
         self._readings.append(self._clock())

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from shardgraph.analysis import Analysis
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.pictures.svg import Drawing, rect, text
+from shardgraph.report.analysis import Analysis
 from shardgraph.sizes import format_bytes
 
 WIDTH, HEIGHT = 980, 380

@@ -13,7 +13,7 @@ from shardgraph.mesh import Mesh
 from shardgraph.passes.analysis.local import shard_shape
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
-from shardgraph.program import Program
+from shardgraph.passes.program import Program
 from shardgraph.sizes import format_bytes
 
 _COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6b8", "#cdb4f0", "#f7b37e")

@@ -1,0 +1,78 @@
+"""Expert parallelism: the experts are divided among the ranks of a mesh axis, and tokens travel to them.
+
+Each rank of the axis has a batch of its own, as in GShard (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668) and
+DeepSpeed-MoE (Rajbhandari et al., 2022, https://arxiv.org/abs/2201.05596): around the experts it is one of data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from shardgraph.passes.base import Context
+from shardgraph.passes.experts.find import find_experts
+from shardgraph.passes.experts.problem import choose_experts
+from shardgraph.passes.experts.writer import ExchangeWriter
+from shardgraph.passes.sharding.legal import value_of
+from shardgraph.passes.sharding.lower import lower
+from shardgraph.passes.sharding.options import Option, operands
+from shardgraph.passes.sharding.placements import REPLICATE
+from shardgraph.passes.sharding.shard_operators import record_placement
+from shardgraph.plans.plan import AUTO
+
+
+@dataclass(frozen=True)
+class DivideExperts:
+    """Takes a joint graph; gives one in which every rank of ``axis`` has its part of the experts.
+
+    Parameters that the plan splits along the axis are the experts; where it leaves them to be found,
+    :func:`~shardgraph.passes.experts.find.find_experts` does. What is computed with them sees the tokens of all ranks,
+    which all-to-all brings and takes back, and so their gradients are sums over the ranks of the axis.
+
+    Must not change: what the graph takes and gives, but for experts and their gradients.
+    """
+
+    axis: str
+
+    name: ClassVar[str] = "divide-experts"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"divided-experts"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"divided-experts", "sharded-parameters", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
+        undecided = {fqn for fqn, entry in context.parameters.items() if entry.placements[position] == AUTO}
+        experts = {fqn for fqn, entry in context.parameters.items() if position in entry.splits}
+        if undecided:
+            experts |= undecided & find_experts(gm, self.axis, parts)
+        for fqn in context.parameters:
+            record_placement(context, fqn, position, Shard(0) if fqn in experts else REPLICATE)
+        chosen = choose_experts(gm, parts, experts)
+        _note_gathered(chosen, context)
+        lower(gm, chosen, ExchangeWriter(fx.Graph(), context.fake_mode, self.axis, parts))
+
+
+def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
+    """Say for which operations the weights of all experts are gathered after all."""
+    users: dict[str, int] = {}
+    for node, option in chosen.items():
+        for operand, wanted in zip(operands(node), option.operands, strict=True):
+            source, index = value_of(operand)
+            if wanted == REPLICATE and isinstance(chosen[source].results[index], Shard):
+                name = str(_seen_by(node).target)
+                users[name] = users.get(name, 0) + 1
+    for name, count in users.items():
+        context.notes.append(
+            f"{name} x{count}: no rule says how it may be done on a part of the experts, so weights of all experts are "
+            "gathered for it"
+        )
+
+
+def _seen_by(node: fx.Node) -> fx.Node:
+    """The first operation behind a view."""
+    while getattr(node.target, "is_view", False) and node.users:
+        node = next(iter(node.users))
+    return node

@@ -1,0 +1,94 @@
+"""Which values are to lie in host memory if forward keeps them, and that each is kept as one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Forwarded
+from shardgraph.passes.base import Context
+from shardgraph.passes.partition.split import forward_nodes
+from shardgraph.plans.annotations.kinds import offload
+from shardgraph.plans.annotations.match import matches
+from shardgraph.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class MarkOffloaded:
+    """Takes a joint graph; marks with ``meta["offload"]``, a set of patterns, what ``offload()`` of modules names.
+
+    That is what the module computes, and where it is computed again in backward, what it is computed again from. Where
+    anything is offloaded, by annotations or by the plan, forward's views get ``meta["again"]``: the split then keeps
+    what they are views of, so that a storage is one value, however many views of it backward reads, and can be moved
+    as one. To make a view again takes no memory.
+
+    Must not change: the computation.
+    """
+
+    name: ClassVar[str] = "mark-offloaded"
+    requires: ClassVar[frozenset[str]] = frozenset({"recomputed"})
+    provides: ClassVar[frozenset[str]] = frozenset({"marked-offloaded"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if not offloads(context.plan):
+            return
+        patterns = [pattern for pattern, annotation in context.plan.annotations if isinstance(annotation, offload)]
+        inside = forward_nodes(gm)
+        views = _views(gm, inside)
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node in inside and node not in views:
+                for pattern in patterns:
+                    if any(matches(pattern, path) for path in _modules_around(node)):
+                        for each in _kept_for(node):
+                            each.meta["offload"] = {*each.meta.get("offload", ()), pattern}
+        for view, whole in views.items():
+            kept = whole.op == "call_function" or isinstance(whole.meta.get("role"), Forwarded)
+            if kept and not whole.meta.get("again"):
+                view.meta["again"] = True
+
+
+def offloads(plan: Plan) -> bool:
+    """Whether any activations may be offloaded."""
+    return plan.offload.activations or any(isinstance(annotation, offload) for _, annotation in plan.annotations)
+
+
+def _modules_around(node: fx.Node) -> Iterator[str]:
+    yield ""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        yield path
+
+
+def _kept_for(node: fx.Node) -> Iterator[fx.Node]:
+    """What has to be kept to have the value of a node in backward: the node, or what it is computed again from."""
+    stack, seen = [node], {node}
+    while stack:
+        each = stack.pop()
+        if each.meta.get("again"):
+            stack += [operand for operand in each.all_input_nodes if operand not in seen]
+            seen.update(each.all_input_nodes)
+        else:
+            yield each
+
+
+def _views(gm: fx.GraphModule, inside: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Forward's views, and what each is a view of, which is none."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node in inside and "kind" not in node.meta and _is_view(node, found):
+            viewed = node.args[0]
+            found[node] = found.get(viewed, viewed)
+    return found
+
+
+def _is_view(node: fx.Node, views: dict[fx.Node, fx.Node]) -> bool:
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem:  # a piece of what is cut in views
+        return node.args[0] in views
+    return node.target is torch.ops.aten._unsafe_view.default or getattr(node.target, "is_view", False)

@@ -1,0 +1,138 @@
+"""Values that forward keeps for backward lie in the host's memory in between."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from shardgraph.errors import PlanError
+from shardgraph.ir import Saved, outputs, set_outputs
+from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.base import Context
+from shardgraph.passes.emitter import Emitter
+from shardgraph.passes.offload.kept import Kept, kept_values, window_of
+from shardgraph.passes.offload.mark_offloaded import offloads
+from shardgraph.passes.offload.window import awaited, started, staying
+from shardgraph.plans.annotations.kinds import offload
+from shardgraph.plans.annotations.match import matches, written
+from shardgraph.plans.plan import Plan
+
+_SMALL = 1 / 100  # of the window: what takes longer to start than its bytes are worth
+
+
+def offload_activations(
+    forward: fx.GraphModule, backward: fx.GraphModule, context: Context, *, at_once: bool = True
+) -> list[Kept]:
+    """Copies to the host what forward keeps and the plan offloads, and back ahead of its first use in backward.
+
+    A copy starts as soon as its value is made, and is awaited as :mod:`shardgraph.passes.offload.window` says. What is
+    small stays, and so does what backward begins with, if it follows ``at_once``. Returns all that could be moved.
+
+    Must not change: what each node computes, and the order of the others.
+    """
+    if not offloads(context.plan):
+        return []
+    all_kept = kept_values(forward, backward)
+    asked = [each for each in all_kept if context.plan.offload.activations or each.marked]
+    window = window_of(asked)
+    kept = [each for each in asked if each.nbytes > _SMALL * window]
+    order = {node: i for i, node in enumerate(backward.graph.nodes)}
+    wanted = sorted(kept, key=lambda each: order[each.first])
+    stays = set(wanted[: staying([each.nbytes for each in wanted], window)]) if at_once else set()
+    if asked and len(stays) == len(kept):
+        context.notes.append("no activations are offloaded: backward begins with all that are kept for it")
+    _copy_away(forward, context, kept, stays, window)
+    _copy_back(backward, context, wanted, stays, window)
+    for half in (forward, backward):
+        half.graph.lint()
+        half.recompile()
+    return all_kept
+
+
+def check_offloaded(plan: Plan, shapes: Iterable[str], kept: Collection[Kept] | None) -> None:
+    """Check that there is something of all that the plan offloads.
+
+    ``kept`` is all that is kept for backward, None if there is no backward; ``shapes`` has the names of parameters,
+    which annotations may name as well as modules.
+
+    Raises:
+        PlanError: activations are offloaded and nothing is trained, though gradients are enabled, or an annotation
+            names modules of which nothing is kept.
+    """
+    if kept is None:
+        if plan.offload.activations and torch.is_grad_enabled():
+            raise PlanError(
+                f"plan {plan.name!r} offloads what is kept for backward, and nothing of the model "
+                "requires a gradient: train a parameter, call it under torch.no_grad(), or compile it without offload"
+            )
+        return
+    named: set[str] = set().union(*(each.marked for each in kept))
+    for pattern, annotation in plan.annotations:
+        of_parameters = any(matches(pattern, fqn) for fqn in shapes)
+        if isinstance(annotation, offload) and pattern not in named and not of_parameters:
+            made = list(dict.fromkeys(repr(module_of(each.value)) for each in kept))
+            raise PlanError(
+                f"{written((pattern, annotation))} names modules of which nothing is kept for backward that could "
+                f"leave the device; it keeps values of {', '.join(made[:4]) or 'none'}{', ...' if made[4:] else ''}"
+            )
+
+
+def _copy_away(
+    gm: fx.GraphModule, context: Context, kept: Sequence[Kept], stays: Collection[Kept], window: int
+) -> None:
+    """Start each copy where its value is made, await it behind a window of others, and keep what is copied.
+
+    ``kept`` are in the order in which forward is done with them.
+    """
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    latest: dict[fx.Node, fx.Node] = {}  # the wait that was last put after a node
+    copies: dict[fx.Node, fx.Node] = {}
+    until = awaited([each.nbytes for each in kept], [each not in stays for each in kept], window)
+    for each, at in zip(kept, until, strict=True):
+        if each not in stays:
+            value, after = each.value, kept[at].done
+            value.meta["kind"] = "saved"
+            wait = _emitter(gm, context, latest.get(after, after), value).to_host(value)
+            (given[-1] if value.op == "placeholder" else value).append(wait.args[0])
+            _is_copy_of(value, wait)
+            copies[value] = latest[after] = wait
+            each.given.meta.update(val=wait.meta["val"], host=True)
+    set_outputs(gm, [(role, copies.get(node, node) if isinstance(role, Saved) else node) for role, node in outputs(gm)])
+
+
+def _copy_back(
+    gm: fx.GraphModule, context: Context, wanted: Sequence[Kept], stays: Collection[Kept], window: int
+) -> None:
+    """Start the copy of each value a window ahead of its first use, and await it there.
+
+    ``wanted`` are in the order in which backward gets to them.
+    """
+    arrivals = {-1: next(node for node in gm.graph.nodes if node.op != "placeholder")}
+    times = started([each.nbytes for each in wanted], window)
+    for i, (each, at) in enumerate(zip(wanted, times, strict=True)):
+        arrivals[i] = each.first
+        if each not in stays:
+            users = list(each.given.users)
+            emit = _emitter(gm, context, each.first.prev, each.value)
+            wait = emit.to_device(each.given, each.value.meta["val"].device)
+            _is_copy_of(each.value, wait)
+            if arrivals[at] is not each.first:
+                arrivals[at].prepend(wait.args[0])
+            for user in users:
+                user.replace_input_with(each.given, wait)
+            arrivals[i] = wait
+
+
+def _emitter(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Node) -> Emitter:
+    subject = ".".join(part for part in (module_of(value), value.name) if part)
+    labels = {"kind": "saved", "made_by": "offload-activations"}
+    return Emitter(gm, context, after, subject, value.meta.get("source", ""), **labels)
+
+
+def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
+    """Say what the copied value must be equal to, for whoever looks for what is wrong."""
+    equals = value.meta.get("equals") if "made_by" in value.meta else value.name
+    if equals and not value.meta.get("placed"):
+        wait.meta["equals"] = equals

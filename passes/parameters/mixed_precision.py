@@ -1,0 +1,73 @@
+"""Mixed precision: what is stored in one dtype is computed, gathered and reduced in others.
+
+As in ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054, section 3.1) a rank keeps its shard of the
+parameters in full precision for the optimizer, and what goes over the wire is in the precision of the computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
+from shardgraph.passes.base import Context
+from shardgraph.passes.emitter import Emitter
+from shardgraph.plans.precision import dtype_of
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Takes a joint graph over parameters, or shards, of the dtype that they are computed with; gives one over stored
+    ones.
+
+    A placeholder gets the dtype of ``context.stored``, and before its first use stands a cast to the one that it had:
+    before the padding and the gather, so that those are of the lower precision. The cast is done again in backward
+    where the gather is (``reshard_after_forward``). Gradients are cast to ``plan.precision.reduce``; what follows
+    reduces them in it, and ``no_sync`` adds them up in it.
+
+    Must not change: what the computation sees.
+    """
+
+    name: ClassVar[str] = "mixed-precision"
+    requires: ClassVar[frozenset[str]] = frozenset({"sharded-parameters"})
+    provides: ClassVar[frozenset[str]] = frozenset({"mixed-precision"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"mixed-precision", "reduced-gradients", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        for role, node in placeholders(gm).items():
+            if isinstance(role, Parameter) and context.stored.get(role.fqn) not in (None, node.meta["val"].dtype):
+                _store(gm, context, role.fqn, node, order)
+        if context.plan.precision.reduce is not None:
+            _cast_gradients(gm, context, dtype_of(context.plan.precision.reduce))
+
+
+def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Make the placeholder the stored parameter, and cast it before its first use."""
+    computed, users = node.meta["val"], list(node.users)
+    with context.fake_mode:
+        node.meta["val"] = torch.empty(computed.shape, dtype=context.stored[fqn], device=computed.device)
+    if users:
+        first = min(users, key=order.__getitem__)
+        again = context.parameters[fqn].reshard_after_forward
+        emit = Emitter(gm, context, first.prev, fqn, first.meta.get("source", ""), kind="gathered", again=again)
+        cast = emit.cast(node, computed.dtype)
+        if context.parameters[fqn].shard_axis is None:
+            cast.meta.update(equals=node.name, placed=node.meta.get("placed", {}))
+        for user in users:
+            user.replace_input_with(node, cast)
+
+
+def _cast_gradients(gm: fx.GraphModule, context: Context, dtype: torch.dtype) -> None:
+    results: list[tuple[Role | None, object]] = []
+    for role, value in outputs(gm):
+        of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
+        if of_parameter and isinstance(value, fx.Node) and value.meta["val"].dtype != dtype:
+            name, source = value.name, value.meta.get("source", "")
+            value = Emitter(gm, context, value, f"gradient of {role.of.fqn}", source).cast(value, dtype)
+            value.meta["casts"] = name
+        results.append((role, value))
+    set_outputs(gm, results)

@@ -1,0 +1,94 @@
+"""Recomputation: what is not kept from forward but computed again in backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from shardgraph.errors import PlanError
+from shardgraph.ir import CHUNK, Tangent, placeholders
+from shardgraph.passes.base import Context
+from shardgraph.passes.partition.split import forward_nodes
+from shardgraph.passes.recompute.modes import operations_of
+from shardgraph.passes.recompute.names import chosen_by, names_of
+from shardgraph.passes.recompute.values import computed_once, draws, values_of
+from shardgraph.plans.annotations.kinds import recompute, save
+from shardgraph.plans.annotations.match import Annotated, matches
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Takes a joint graph; marks with ``meta["again"]`` what backward computes again.
+
+    That is what the plan's ``recompute`` names, and what modules annotated ``recompute()`` compute.
+    As in activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
+    computed again from its inputs, and what it gives to others is kept if they need it. Of annotations around an
+    operation the innermost counts, whatever the plan names; what is under ``save()`` is kept. Random numbers are kept,
+    never drawn twice, and so is what is computed from buffers that forward writes: by backward they have other values.
+    What is computed in chunks is marked already.
+
+    Must not change: the computation.
+    """
+
+    name: ClassVar[str] = "recompute"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"recomputed"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if context.plan.recompute == "budget":
+            raise PlanError(
+                "recompute='budget' is found before a program is made, by shardgraph.compile with example inputs, by "
+                "analyze or by verify: use one of them, or say what is computed again"
+            )
+        if context.plan.recompute != "none" and any(isinstance(role, Tangent) for role in placeholders(gm)):
+            _mark_planned(gm, context)
+        said = [each for each in context.plan.annotations if isinstance(each[1], (recompute, save))]
+        if said:
+            _mark_annotated(gm, said)
+
+
+def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
+    values, wanted = values_of(gm), context.plan.recompute
+    names = names_of(values.makes)
+    chosen = operations_of(wanted, gm, values) if isinstance(wanted, str) else chosen_by(wanted, names)
+    chosen = {node for node in chosen if CHUNK not in node.meta}
+    for node in sorted(chosen & values.once, key=lambda node: names[node]):
+        why = "draws random numbers" if draws(node) else "reads what forward writes"
+        context.notes.append(f"{names[node][1]} of {names[node][0]!r} {why}: it is kept, not computed again")
+    for node in values.together_with(chosen - values.once):
+        node.meta["again"] = True
+    for node in values.makes:
+        # A cast follows what it casts where nothing is said of it.
+        if node not in chosen and any(operand.meta.get("again") for operand in node.all_input_nodes):
+            node.meta.setdefault("again", False)
+
+
+def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
+    inside = forward_nodes(gm)
+    once = computed_once(gm)
+    regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and CHUNK not in node.meta and (region := regions.get(node)):
+            alone = all(regions.get(user, region) == region for user in node.users)
+            node.meta["again"] = region != _SAVED and node not in once and alone
+
+
+_SAVED = "save()"
+
+
+def _region(node: fx.Node, said: list[Annotated]) -> str:
+    """Which call of a module is computed again with ``node`` in it: the outermost inside of the last ``save()``.
+
+    ``_SAVED`` where that is the innermost; empty where nothing is said.
+    """
+    region = ""
+    stack = node.meta.get("nn_module_stack") or {}
+    for call, path in [("the model", ""), *((call, path) for call, (path, _) in stack.items())]:
+        for pattern, annotation in said:
+            if matches(pattern, path):
+                outer = region if region != _SAVED else ""
+                region = _SAVED if isinstance(annotation, save) else outer or call
+    return region

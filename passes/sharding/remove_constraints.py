@@ -1,0 +1,46 @@
+"""Taking out the marks of annotated activations, once what finds placements has honoured them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from shardgraph.ir import outputs
+from shardgraph.passes.base import Context
+from shardgraph.plans.annotations.constrain import CONSTRAIN, describe, placement_of
+
+
+@dataclass(frozen=True)
+class RemoveConstraints:
+    """Takes a joint graph, divided or not; gives the same without ``shardgraph::constrain``.
+
+    A mark that is a result of the graph, or that lies otherwise in memory than what it marks, becomes a copy, which is
+    what the graph was traced with. One whose axis is none of operators is noted. Must not change: any value.
+    """
+
+    name: ClassVar[str] = "remove-constraints"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"unconstrained"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        results = {value for _, value in outputs(gm) if isinstance(value, fx.Node)}
+        for node in [node for node in gm.graph.nodes if node.target is CONSTRAIN]:
+            _note_unmet(node, context)
+            marked = node.args[0]
+            if node in results or node.meta["val"].stride() != marked.meta["val"].stride():
+                node.target, node.args = torch.ops.aten.clone.default, (marked,)
+            else:
+                node.replace_all_uses_with(marked)
+                gm.graph.erase_node(node)
+
+
+def _note_unmet(node: fx.Node, context: Context) -> None:
+    axis = placement_of(node).mesh_dim
+    if context.plan.mesh and axis is not None and axis not in dict(context.plan.operators):
+        note = f"{describe(node)} has no effect: {axis!r} is no axis of operators in plan {context.plan.name!r}"
+        if note not in context.notes:
+            context.notes.append(note)

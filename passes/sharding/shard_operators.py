@@ -1,0 +1,183 @@
+"""Operator sharding: the computation itself is divided among the ranks of a mesh axis, as Megatron-LM does by hand.
+
+Placements are found for the whole joint graph (:mod:`shardgraph.passes.sharding`), not by the names of layers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from shardgraph.errors import PlanError
+from shardgraph.ir import Parameter
+from shardgraph.passes.base import Context
+from shardgraph.passes.sharding.constraints import Constraints, marks_of
+from shardgraph.passes.sharding.legal import has_rule
+from shardgraph.passes.sharding.lower import lower
+from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
+from shardgraph.passes.sharding.problem import choose_options
+from shardgraph.passes.sharding.writer import Writer
+from shardgraph.plans.annotations.kinds import Placement as PlacementAnnotation
+from shardgraph.plans.annotations.match import matches, written
+from shardgraph.plans.parameter_plan import AUTO, split_text
+from shardgraph.plans.parameter_plan import REPLICATE as REPLICATE_TEXT
+from shardgraph.sizes import format_bytes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ShardOperators:
+    """Takes a joint graph; gives one in which every rank of ``axis`` computes its part.
+
+    Every rank of the axis has the same inputs and gets the same results. In the style ``"whole"`` every rank has what
+    lies between divided products whole, with ``"sequence"`` it is cut along the sequence (Korthikanti et al., 2022,
+    https://arxiv.org/abs/2205.05198), and with ``"context"`` the sequence is all that is cut
+    (:mod:`shardgraph.passes.sharding.ring_attention`).
+
+    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients. A gradient
+    of which every rank has a summand stays so, as ``context.sums`` says.
+    """
+
+    axis: str
+    style: str = "whole"
+
+    name: ClassVar[str] = "shard-operators"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"sharded-operators"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
+        _bias_apart(gm, context)
+        _constants_apart(gm, context)
+        _note_unknown(gm, context)
+        constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
+        try:
+            chosen = choose_options(gm, parts, self.style, constraints)
+        except PlanError as error:
+            raise self._impossible(gm, context, constraints.parameters) or error from None
+        for node, option in chosen.items():
+            if isinstance(role := node.meta.get("role"), Parameter):
+                record_placement(context, role.fqn, position, option.results[0])
+        for fqn, entry in context.parameters.items():  # and those that the graph does not use
+            if entry.placements[position] == AUTO:
+                record_placement(context, fqn, position, REPLICATE)
+        for fqn in lower(gm, chosen, Writer(fx.Graph(), context.fake_mode, self.axis, parts)):
+            context.sums.setdefault(fqn, []).append(self.axis)
+
+    def _impossible(self, gm: fx.GraphModule, context: Context, fixed: Mapping[str, Placement]) -> PlanError | None:
+        """The first annotation of parameters that cannot be met even alone."""
+        parts = context.sizes[self.axis]
+
+        def possible(wanted: Mapping[str, Placement]) -> bool:
+            try:
+                choose_options(gm, parts, self.style, Constraints(wanted, {}))
+            except PlanError:
+                return False
+            return True
+
+        for pattern, annotation in context.plan.annotations:
+            wanted = {fqn: placement for fqn, placement in fixed.items() if matches(pattern, fqn)}
+            here = isinstance(annotation, PlacementAnnotation) and annotation.mesh_dim in (None, self.axis)
+            if here and wanted and not possible(wanted):
+                first = next(iter(wanted))
+                fqn = next((fqn for fqn, placement in wanted.items() if not possible({fqn: placement})), first)
+                shape = context.shapes[fqn]
+                cuts = [cut for cut in (blocks(dim, 1) for dim in range(len(shape))) if divides(cut, shape, parts)]
+                works = [f"shard({cut_of(cut)[0]}, {self.axis!r})" for cut in cuts if possible({fqn: cut})]
+                return PlanError(
+                    f"{written((pattern, annotation))} cannot be for {fqn!r} of shape {list(shape)}: no operation that "
+                    f"uses it can be divided so; {', '.join([*works, f'replicate({self.axis!r})'])} would work"
+                )
+        return None
+
+
+def _decided(context: Context, position: int) -> dict[str, Placement]:
+    """What the plan says of parameters along the axis."""
+    found: dict[str, Placement] = {}
+    for fqn, entry in context.parameters.items():
+        if position in entry.splits:
+            found[fqn] = blocks(*entry.splits[position])
+        elif entry.placements[position] == REPLICATE_TEXT:
+            found[fqn] = REPLICATE
+    return found
+
+
+def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
+    """Write into the context where a parameter lies along the axis, and the shape of what is left of it."""
+    text = REPLICATE_TEXT
+    if is_cut(placement):
+        assert placement is not None
+        dim, count = cut_of(placement)
+        text = split_text(dim, count)
+        shape = context.shapes[fqn]
+        size = context.plan.mesh[position][1]
+        context.shapes[fqn] = torch.Size((*shape[:dim], shape[dim] // size, *shape[dim + 1 :]))
+    entry = context.parameters[fqn]
+    placements = (*entry.placements[:position], text, *entry.placements[position + 1 :])
+    context.parameters[fqn] = context.plan.storable(fqn, replace(entry, placements=placements))
+
+
+def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
+    """Say which operations every rank will do whole because nobody has said how they may be divided."""
+    unknown: dict[str, list[int]] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        unruled = node.op == "call_function" and node.target is not operator.getitem and not has_rule(node)
+        if unruled and isinstance(value, torch.Tensor) and value.numel() > 1:
+            unknown.setdefault(str(node.target), []).append(value.nbytes)
+    for name, sizes in unknown.items():
+        context.notes.append(
+            f"{name} x{len(sizes)} ({format_bytes(sum(sizes))} of results): no rule says how it may be divided, so "
+            "every rank does all of it"
+        )
+
+
+def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
+    """Products and convolutions with a bias as two operations: the parts of a product are summed before it is added."""
+    for node in list(gm.graph.nodes):
+        if node.target is aten.addmm.default and not node.kwargs:
+            bias, left, right = node.args
+            _add_after(gm, context, node, aten.mm.default, (left, right), bias)
+        elif node.target is aten.convolution.default and node.args[2] is not None:
+            images, weight, bias, *rest = node.args
+            with gm.graph.inserting_before(node), context.fake_mode:
+                shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
+                column = gm.graph.call_function(aten.view.default, (bias, shape))
+                column.meta = node.meta | {"val": bias.meta["val"].view(shape)}
+            _add_after(gm, context, node, aten.convolution.default, (images, weight, None, *rest), column)
+
+
+def _add_after(
+    gm: fx.GraphModule, context: Context, node: fx.Node, target: Any, args: tuple[Any, ...], bias: fx.Node
+) -> None:
+    with gm.graph.inserting_before(node), context.fake_mode:
+        product = gm.graph.call_function(target, args)
+        product.meta = dict(node.meta)
+        total = gm.graph.call_function(aten.add.Tensor, (product, bias))
+        total.meta = dict(node.meta)
+    node.replace_all_uses_with(total)
+    gm.graph.erase_node(node)
+
+
+_CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
+
+
+def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
+    """``new_zeros`` as ``full``: the tensor that it takes dtype and device from may lie in any way."""
+    for node in list(gm.graph.nodes):
+        if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
+            value = node.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            with gm.graph.inserting_before(node):
+                constant = gm.graph.call_function(aten.full.default, (node.args[1], _CONSTANTS[node.target]), options)
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+            gm.graph.erase_node(node)

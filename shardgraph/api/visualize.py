@@ -1,0 +1,220 @@
+"""``shardgraph.visualize``: a picture of a partition plan and of the memory that it takes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import graphviz
+import torch
+from torch import nn
+
+from shardgraph.api.analyze import analyze
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import CaptureError, PlanError, ShardGraphError
+from shardgraph.module.sharded import ShardedModule
+from shardgraph.passes.lowering import build_program, lower
+from shardgraph.passes.pipeline.program import PipelineProgram
+from shardgraph.passes.program import Program
+from shardgraph.pictures.boxes import draw_boxes
+from shardgraph.pictures.flow import Edges, trace_flow
+from shardgraph.pictures.gantt import draw_gantt
+from shardgraph.pictures.graph import plan_graph, render_svg
+from shardgraph.pictures.memory import draw_memory
+from shardgraph.pictures.page import html_page
+from shardgraph.pictures.svg import Drawing, document
+from shardgraph.pictures.tree import Tree, build_tree
+from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.shards import named_shapes
+from shardgraph.report.analysis import Analysis, analyze_program
+from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_alike
+from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.search.machine import machine_for
+
+_INSTALL = "apt-get install graphviz, or brew install graphviz"
+
+
+def visualize(
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis,
+    path: str | Path,
+    *,
+    model: nn.Module | None = None,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    cluster: Cluster | str | Path | None = None,
+) -> Path:
+    """Write a picture of a partition plan and of one rank's memory over a step; returns its path.
+
+    The plan: modules as nested clusters with their collectives and the bytes that a rank sends in one step, parameters
+    with the colour of their placement, their whole and local shape (of rank 0, the largest) and their bytes on a rank,
+    and the flow of data between modules. Numbered neighbours that are alike in every respect are drawn once.
+    The memory: bytes live at each operation by kind, with the peak and, where it is near, what the device has. Of a
+    pipeline instead: what each rank runs when, where it waits, and what it holds meanwhile.
+
+    Nothing is run, and no process group or weights are needed.
+
+    Args:
+        what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; or an analysis,
+            of which the memory is drawn, and with its ``model`` and inputs the plan too.
+        path: the file. ``.svg`` is both pictures, ``.html`` a page with both and the plan as text;
+            ``.png``, ``.pdf``, and ``.dot`` or ``.gv`` (Graphviz's language) are the plan alone.
+        model: the model of a plan or an analysis, not compiled; only shapes and dtypes of its tensors matter.
+        example_inputs: positional inputs of one rank's call, real or on ``meta``.
+        example_kwargs: keyword inputs likewise.
+        cluster: what the memory is compared with, as for :func:`shardgraph.analyze`; an analysis has its own.
+
+    Without Graphviz's program ``dot``, ``.svg`` and ``.html`` show the plan as nested boxes, with a warning, and
+    ``.png`` and ``.pdf`` cannot be written.
+
+    Raises:
+        PlanError: a plan without its model, or that does not fit it.
+        ShardGraphError: nothing has been compiled yet; the ending of ``path`` is none of these, or needs the plan of an
+            analysis without its model, or a program that is not installed.
+        CaptureError: the model cannot be traced into one graph.
+        ClusterError: the cluster is unknown, malformed or smaller than the mesh.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in (".svg", ".html", ".png", ".pdf", ".dot", ".gv"):
+        raise ShardGraphError(
+            f"cannot draw {path.name!r}: the ending says the form, which may be .svg, .html, .png, .pdf, .dot or .gv"
+        )
+    call = (example_inputs, dict(example_kwargs or {}))
+    drawn = _plan_of(what, model, call)
+    if ending in (".svg", ".html"):
+        analysis = _analysis_of(what, model, call, cluster)
+        over_time = draw_memory(analysis) if isinstance(analysis, Analysis) else _draw_schedule(analysis)
+        drawings = [*([_draw_plan(*drawn)] if drawn else []), over_time]
+        title = f"Plan {analysis.plan.name}"
+        if ending == ".svg":
+            path.write_text(document(title, drawings), encoding="utf-8")
+        else:
+            path.write_text(html_page(title, drawings, _texts(analysis)), encoding="utf-8")
+    elif drawn is None:
+        raise ShardGraphError(
+            f"{path.name!r} would show the plan, and an Analysis has only its memory: give visualize the model and "
+            "example_inputs too, or a path that ends in .svg or .html"
+        )
+    elif ending in (".dot", ".gv"):
+        path.write_text(plan_graph(*drawn).source, encoding="utf-8")
+    else:
+        path.write_bytes(_render(*drawn, ending.removeprefix(".")))
+    return path
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# -- what is drawn ---------------------------------------------------------------------------------
+
+
+def _plan_of(
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis, model: nn.Module | None, call: _Call
+) -> tuple[Tree, Edges] | None:
+    """The modules and their data flow; None for an analysis alone."""
+    if isinstance(what, ShardedModule):
+        program = what.program
+        if isinstance(program, PipelineProgram):
+            program = lower(program.joint, program.plan.of_stage, program.shapes)
+        return _outline(program)
+    if isinstance(what, (Analysis, PipelineAnalysis)):
+        return None if model is None else _lowered(what.plan, model, call)
+    if not isinstance(what, Plan):
+        raise ShardGraphError(
+            f"visualize draws a Plan, a compiled module or an Analysis, and this is a {type(what).__name__}: a plan is "
+            "made by shardgraph.preset('fsdp', {'dp': 8}) or Plan.load"
+        )
+    if model is None:
+        raise PlanError(
+            f"plan {what.name!r} says what happens to parameters, not which there are: give visualize the model and "
+            "example_inputs of one call too, or a compiled module instead of the plan"
+        )
+    return _lowered(annotated(what, model), model, call)
+
+
+def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
+    """As for the program of ``model``; of a stack of equal layers, only a few are captured.
+
+    With a pipeline it is that of all stages together.
+    """
+    plan = plan.of_stage
+    plan.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
+    stack = find_stack(model)
+    if stack is not None and treats_alike(plan, model, stack):
+        try:
+            with shortened(model, stack, SHALLOW[-1]), torch.enable_grad():
+                tree, flow = _outline(build_program(model, plan, *call))
+            tree.lengthen(stack.path, SHALLOW[-1], stack.layers)
+            return tree, flow
+        except CaptureError:
+            pass  # layers that are counted, or indexed by number, cannot be left out
+    with torch.enable_grad():
+        return _outline(build_program(model, plan, *call))
+
+
+def _outline(program: Program) -> tuple[Tree, Edges]:
+    tree = build_tree(program)
+    return tree, trace_flow(program.forward, tree.root)
+
+
+def _analysis_of(
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis,
+    model: nn.Module | None,
+    call: _Call,
+    cluster: Cluster | str | Path | None,
+) -> Analysis | PipelineAnalysis:
+    if isinstance(what, (Analysis, PipelineAnalysis)):
+        return what
+    plan = what if isinstance(what, Plan) else what.plan
+    machine = machine_for(cluster, plan.world_size)
+    if isinstance(what, ShardedModule):
+        program = what.program
+        return (
+            analyze_pipeline(program, machine)
+            if isinstance(program, PipelineProgram)
+            else analyze_program(program, machine)
+        )
+    assert model is not None
+    return analyze(model, call[0], what, example_kwargs=call[1], cluster=machine)
+
+
+def _draw_schedule(analysis: PipelineAnalysis) -> Drawing:
+    pipeline, on = analysis.plan.pipeline, analysis.cluster.name
+    assert pipeline is not None
+    return draw_gantt(
+        analysis.schedule, f"Schedule {pipeline.schedule} of {pipeline.parts} microbatches, predicted on {on}"
+    )
+
+
+def _texts(analysis: Analysis | PipelineAnalysis) -> list[str]:
+    chosen = [analysis.plan.explain()] if analysis.plan.considered else []
+    return [str(analysis.plan), *chosen, str(analysis)]
+
+
+# -- Graphviz's program ----------------------------------------------------------------------------
+
+
+def _draw_plan(tree: Tree, flow: Edges) -> Drawing:
+    try:
+        return render_svg(plan_graph(tree, flow))
+    except graphviz.ExecutableNotFound:
+        warnings.warn(
+            f"the plan is drawn as boxes, without the flow of data: Graphviz would lay it out ({_INSTALL})",
+            stacklevel=3,
+        )
+        return draw_boxes(tree)
+
+
+def _render(tree: Tree, flow: Edges, form: str) -> bytes:
+    dot = plan_graph(tree, flow)
+    dot.attr("graph", dpi="144")
+    try:
+        return dot.pipe(format=form)
+    except graphviz.ExecutableNotFound as error:
+        raise ShardGraphError(
+            f"a .{form} file is written by Graphviz's program 'dot', which is not on the PATH ({_INSTALL}); "
+            ".svg, .html, .dot and .gv need no program"
+        ) from error

@@ -1,0 +1,416 @@
+"""Capture: an unmodified module and example inputs become a :class:`~shardgraph.ir.JointGraph`.
+
+Nothing is computed and no memory is taken for the model: parameters, buffers and inputs are stood in
+for by fake tensors while the module is traced, then put back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardgraph import torch_api
+from shardgraph.capture import constraints
+from shardgraph.capture.casting import casting, check_products, computed_dtypes
+from shardgraph.capture.constraints import check_met, constrained
+from shardgraph.capture.pytrees import register_types
+from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.ir import (
+    Buffer,
+    Gradient,
+    Input,
+    IntermediateBase,
+    JointGraph,
+    Mutation,
+    Output,
+    OutputAlias,
+    Parameter,
+    Role,
+    Tangent,
+    outputs,
+    placeholders,
+    set_outputs,
+)
+from shardgraph.plans.annotations import constrain
+from shardgraph.plans.annotations.match import Annotated
+from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.torch_api import FakeTensorMode, OutputType, pytree
+
+_LOSS_PREFIX = "model."
+_OURS = (constrain.__file__, constraints.__file__)
+
+
+class WithLoss(nn.Module):
+    """``loss_fn(model(*args, **kwargs), target)`` as one module, so that the loss is part of the graph.
+
+    Without a ``target`` among the inputs ``loss_fn`` is given the output alone.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "target" not in kwargs:
+            return self.loss_fn(self.model(*args, **kwargs))
+        target = kwargs.pop("target")
+        return self.loss_fn(self.model(*args, **kwargs), target)
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model returns as ``output.loss`` or ``output["loss"]``; ``output``, where it returns none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else output
+
+
+def _check_loss(joint: JointGraph) -> None:
+    """Raise ShardGraphError unless the graph gives a loss and nothing else."""
+    values = [value for role, value in outputs(joint.module) if isinstance(role, Output)]
+    if len(values) != 1 or not isinstance(values[0], fx.Node) or values[0].meta["val"].dim():
+        raise ShardGraphError(
+            "train_step needs a loss, which is one number: give shardgraph.compile a loss_fn(output, target) and "
+            "train_step a target, or call a model that returns its loss as output.loss with what that takes, such as "
+            "labels"
+        )
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    annotations: Sequence[Annotated] = (),
+    precision: Precision = AS_STORED,
+) -> JointGraph:
+    """Trace ``model(*args, **kwargs)``, in its current mode, into a joint graph on ``device``.
+
+    With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken from
+    ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing
+    requires a gradient, the graph is the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``):
+    only names, shapes and dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in it.
+    Parameters have the dtype that ``precision`` has them computed with.
+
+    Raises:
+        PlanError: an annotation marks nothing, or a tied parameter is to have two dtypes.
+        CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
+    """
+    fake_mode = FakeTensorMode()
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
+    )
+    dtypes = computed_dtypes(model, precision, annotations)
+    with (
+        casting(model, precision, annotations),
+        _fake_state(model, fake_mode, device, dtypes) as canonical,
+        constrained(model, annotations),
+        _without_fused_layers(),
+        fake_mode,
+    ):
+        traced = model if loss_fn is None else WithLoss(model, loss_fn)
+        traced.training = model.training
+        exported = _export(traced, fake_args, fake_kwargs, model)
+    check_met(exported.graph_module, annotations)
+    _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
+    rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
+    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+    joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    check_products(joint.module)
+    if loss_fn is own_loss:
+        _check_loss(joint)
+    return joint
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """In eval mode ``nn.TransformerEncoderLayer`` is one operation, of which no plan can divide or cut anything."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
+    """Have every node say which modules of the user's model it is from, by their names there.
+
+    The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
+    """
+    for node in gm.graph.nodes:
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if stack := node.meta.get(key):
+                names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
+                node.meta[key] = {
+                    call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
+                    for call, (_, kind) in stack.items()
+                }
+
+
+# -- standing in for the model's tensors -----------------------------------------------------------
+
+
+def _fake(
+    mode: FakeTensorMode,
+    tensor: torch.Tensor,
+    device: torch.device,
+    keep_strides: bool,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    # A plain copy of the metadata: from_tensor would keep the real tensor's storage alive.
+    with mode, torch.no_grad():
+        if keep_strides:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+        else:
+            made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _fake_state(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[dict[str, str]]:
+    """Put fake tensors of ``dtypes`` in the place of the model's; yields, for every name of a tensor, its first name.
+
+    Parameters become contiguous, as they are once they have been sharded and gathered. Plain tensor
+    attributes are presented as buffers, so that they are inputs of the graph rather than constants.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    undo: list[Callable[[], None]] = []
+
+    def stand_in(holder: dict[str, Any], key: str, parameter: bool) -> None:
+        real = holder[key]
+        if id(real) not in fakes:
+            fake = _fake(mode, real, device, not parameter, dtypes.get(names[id(real)]))
+            fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameter else fake
+        holder[key] = fakes[id(real)]
+        undo.append(lambda: holder.__setitem__(key, real))
+
+    try:
+        for module in model.modules():
+            for key, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor):
+                    _present_as_buffer(module, key, undo)
+        canonical = _first_names(model)
+        names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        for module in model.modules():
+            for holder in (module._parameters, module._buffers):
+                for key in [key for key, value in holder.items() if value is not None]:
+                    stand_in(holder, key, parameter=holder is module._parameters)
+        yield canonical
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _present_as_buffer(module: nn.Module, key: str, undo: list[Callable[[], None]]) -> None:
+    value = vars(module).pop(key)
+    module._buffers[key] = value
+    module._non_persistent_buffers_set.add(key)
+
+    def restore() -> None:
+        module._buffers.pop(key)
+        module._non_persistent_buffers_set.discard(key)
+        vars(module)[key] = value
+
+    undo.append(restore)
+
+
+# -- tracing ---------------------------------------------------------------------------------------
+
+
+def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
+    name = type(model).__name__
+    try:
+        captured = _trace(traced, args, kwargs, model)
+        try:
+            return torch_api.export_joint(captured, args, kwargs)
+        except RuntimeError as error:
+            if "not a known type" not in str(error):
+                raise
+            with torch.no_grad():
+                register_types(traced(*args, **kwargs))
+            return torch_api.export_joint(captured, args, kwargs)
+    except torch_api.DynamoError as error:
+        raise CaptureError(_explain(name, str(error))) from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CaptureError(
+            f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
+        ) from error
+
+
+def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
+    try:
+        return torch_api.dynamo_capture(traced, args, kwargs)
+    except torch_api.DynamoError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+    # transformers hooks its modules for router logits and the like in the first call that wants them, under a lock.
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            maybe_install_capturing_hooks(module)
+    return torch_api.dynamo_capture(traced, args, kwargs)
+
+
+def _explain(name: str, message: str) -> str:
+    """Dynamo's long message, turned round: the user's line first, then the reason and the remedies."""
+    line = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
+    where = f"\n  at {line[-1][0]}:{line[-1][1]}, in {line[-1][2]}:  {line[-1][3].strip()}" if line else ""
+    reason = message.partition("\n")[0].strip()
+    hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
+    if "expert" in where:
+        hints += (
+            "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
+            "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
+        )
+    return (
+        f"{name} cannot be captured as one graph: {reason}{where}\n"
+        "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
+        f"{hints}"
+    )
+
+
+# -- naming what the traced graph takes and gives --------------------------------------------------
+
+
+def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str]) -> JointGraph:
+    gm = exported.graph_module
+    gm.graph.set_codegen(torch_api.CodeGen())
+    bases: list[Any] = []
+
+    def role(desc: Any) -> Role | None:
+        kind = type(desc).__name__
+        if kind == "ParamAOTInput":
+            return Parameter(canonical(desc.target))
+        if kind == "BufferAOTInput":
+            return Buffer(canonical(desc.target))
+        if kind == "PlainAOTInput":
+            return Input(desc.idx)
+        if kind == "PlainAOTOutput":
+            return Output(desc.idx)
+        if kind == "IntermediateBaseAOTOutput":
+            if desc not in bases:
+                bases.append(desc)
+            return IntermediateBase(bases.index(desc))
+        if kind == "TangentAOTInput":
+            of = role(desc.output)
+            if isinstance(of, (Output, IntermediateBase)):
+                return Tangent(of.index if isinstance(of, Output) else -1 - of.index)
+        if kind == "InputMutationAOTOutput":
+            of = role(desc.mutated_input)
+            if isinstance(of, (Buffer, Input)):
+                return Mutation(of)
+        if kind == "GradAOTOutput":
+            return Gradient(role(desc.grad_of))
+        if desc is None:
+            return None
+        raise CaptureError(
+            f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
+        )
+
+    output = gm.graph.output_node()
+    results = list(
+        zip([role(d) for d in output.meta["desc"]], pytree.tree_leaves(output.args, is_leaf=_is_none), strict=True)
+    )
+    seen: dict[Role, fx.Node] = {}
+    for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
+        node.meta["role"] = role(node.meta["desc"])
+        # Tied parameters arrive under each of their names: one input serves them all.
+        if (first := seen.setdefault(node.meta["role"], node)) is not node:
+            node.replace_all_uses_with(first)
+            gm.graph.erase_node(node)
+    set_outputs(gm, _sum_tied_gradients(gm, results))
+    for node in gm.graph.nodes:
+        node.meta["source"] = _source_line(node)
+    gm.graph.lint()
+    gm.recompile()
+    # The tracer works in a mode of its own, and values of two modes do not mix.
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
+    mode = next((mode for mode in modes if mode is not None), fake_mode)
+    return JointGraph(gm, exported.out_spec, mode, _aliases(gm, exported._aot_state, role))
+
+
+_UNSUPPORTED = {
+    "InputMutationAOTOutput": "its forward writes a parameter in place",
+    "TangentAOTInput": "its forward writes in place to an input that requires a gradient",
+    "SyntheticBaseAOTInput": "two of its inputs share memory and one is written in place",
+    "ViewBaseAOTInput": "an input is a view whose base is written in place",
+}
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _source_line(node: fx.Node) -> str:
+    """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if frame[0] not in _OURS]
+    if frames:
+        return f"{frames[-1][0]}:{frames[-1][1]}"
+    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
+    return ""
+
+
+def _sum_tied_gradients(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> list[tuple[Role | None, Any]]:
+    """One gradient per parameter: the sum over the names that it is tied under."""
+    merged: dict[Any, tuple[Role | None, Any]] = {}
+    for position, (role, value) in enumerate(results):
+        key = role if isinstance(role, Gradient) else position
+        earlier = merged.get(key, (role, None))[1] if isinstance(role, Gradient) else None
+        if isinstance(earlier, fx.Node) and isinstance(value, fx.Node):
+            with gm.graph.inserting_before(gm.graph.output_node()):
+                total = gm.graph.call_function(torch.ops.aten.add.Tensor, (earlier, value))
+            total.meta["val"] = value.meta["val"]
+            value = total
+        merged[key] = (role, earlier if value is None else value)
+    return list(merged.values())
+
+
+def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], Role | None]) -> dict[int, OutputAlias]:
+    """Which outputs are views of an input, of another output or of a hidden base."""
+    values = {r.index: v for r, v in outputs(gm) if isinstance(r, Output)}
+    bases = {r.index: v for r, v in outputs(gm) if isinstance(r, IntermediateBase)}
+    aliases: dict[int, OutputAlias] = {}
+    for index, info in enumerate(state.fw_metadata.output_info):
+        value = values.get(index)
+        if not isinstance(value, fx.Node) or info.base_idx is None:
+            continue
+        kind = info.output_type
+        if kind in (OutputType.alias_of_input, OutputType.is_input):
+            base = role(state.flat_args_descs[info.base_idx])
+            if isinstance(base, Parameter):
+                raise CaptureError(
+                    f"the forward returns the parameter {base.fqn!r} itself, or a view of it, and a sharded program "
+                    "does not hold it whole: return a copy, such as parameter.clone()"
+                )
+            base_value = placeholders(gm)[base].meta["val"]
+        elif kind in (OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output):
+            base, base_value = IntermediateBase(info.base_idx), bases[info.base_idx].meta["val"]
+        elif kind == OutputType.alias_of_intermediate_base_is_user_output:
+            base, base_value = Output(info.base_idx), values[info.base_idx].meta["val"]
+        else:
+            continue
+        if kind == OutputType.is_input:
+            aliases[index] = OutputAlias(base)
+        else:
+            view = value.meta["val"]
+            offset = view.storage_offset() - base_value.storage_offset()
+            aliases[index] = OutputAlias(base, tuple(view.shape), tuple(view.stride()), offset)
+    return aliases

@@ -1,0 +1,157 @@
+"""What mixed precision means for the tensors of a model: the dtype of each, and casts around modules.
+
+A model is captured as if its parameters had the dtype that they are computed with, so it is torch that decides what an
+operation does with it: whether the statistics of a softmax stay in float32, what two dtypes come to, what a region of
+``torch.autocast`` does. A graph rewritten after it was captured would need all of that a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from shardgraph.errors import CaptureError, PlanError
+from shardgraph.plans.annotations.kinds import precision as precision_annotation
+from shardgraph.plans.annotations.match import Annotated, matches
+from shardgraph.plans.precision import Precision, dtype_of
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A module that computes in a dtype that is said; ``outputs`` None: what it returns is cast to what is around."""
+
+    dtype: torch.dtype
+    outputs: torch.dtype | None
+
+
+def computed_dtypes(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> dict[str, torch.dtype]:
+    """The dtype in which the computation sees each parameter and buffer, by its first name.
+
+    Raises:
+        PlanError: a parameter that is tied to another name is to have one dtype here and another there.
+    """
+    regions = _regions(model, precision, annotations)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    found: dict[str, torch.dtype] = {}
+    for path, module in model.named_modules():
+        where = _innermost(regions, path)
+        computed = regions[where].dtype if where is not None else None
+        kept = dtype_of(precision.buffers) if precision.buffers and not where else None
+        for own, dtype in ((module._parameters, computed), (module._buffers, kept)):
+            for key, tensor in own.items():
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                name = names[id(tensor)]
+                alone = _said_of(name, annotations)
+                said = alone.dtype if alone is not None else dtype or tensor.dtype
+                if found.setdefault(name, said) != said:
+                    raise PlanError(
+                        f"{name!r} is computed with in {found[name]}, and {path}.{key}, which is tied to it, in "
+                        f"{said}: annotate both modules with one precision, or the parameter itself"
+                    )
+    return found
+
+
+def check_products(gm: fx.GraphModule) -> None:
+    """Raise CaptureError if a captured graph multiplies tensors of two dtypes, which no kernel does."""
+    for node in gm.graph.nodes:
+        values = [each.meta["val"] for each in node.all_input_nodes] if node.target in _PRODUCTS else []
+        dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values if value.is_floating_point()})
+        if len(dtypes) > 1:
+            raise CaptureError(
+                f"{' and '.join(dtypes)} are multiplied at {node.meta['source']}: cast one of them there, cast inputs "
+                "and buffers too (shardgraph.Precision), or annotate the module precision(...), which casts its inputs"
+            )
+
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
+)
+
+
+def cast_buffers(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> None:
+    """Keep the model's buffers in the dtype that the computation sees them in, from now on."""
+    dtypes = computed_dtypes(model, precision, annotations)
+    cast = {id(buffer): buffer.to(dtypes.get(name, buffer.dtype)) for name, buffer in model.named_buffers()}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:  # shared ones stay shared
+                module._buffers[key] = cast[id(buffer)]
+
+
+@contextmanager
+def casting(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> Iterator[None]:
+    """Within, what the model and its annotated modules take and return is cast as their precision says."""
+    regions = _regions(model, precision, annotations)
+    hooks = []
+    try:
+        for path, region in regions.items():
+            module = model.get_submodule(path)
+            if path or precision.inputs:
+                hooks.append(module.register_forward_pre_hook(_inputs_to(region.dtype), with_kwargs=True))
+            outputs = region.outputs or (_around(model, regions, path) if path else None)
+            if outputs is not None:
+                hooks.append(module.register_forward_hook(_outputs_to(outputs)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _regions(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> dict[str, _Region]:
+    """The modules of which it is said, or which keep running statistics, by name; the model itself is ``""``.
+
+    A running average moves by less than a lower precision can tell, so what keeps one stays as it is stored.
+    """
+    outputs = None if precision.outputs is None else dtype_of(precision.outputs)
+    found = {"": _Region(dtype_of(precision.parameters), outputs)} if precision.parameters else {}
+    for path, module in model.named_modules():
+        statistics = getattr(module, "running_mean", None)
+        if (said := _said_of(path, annotations)) is not None:
+            found[path] = said
+        elif isinstance(statistics, torch.Tensor) and _innermost(found, path) is not None:
+            found[path] = _Region(statistics.dtype, None)
+    return found
+
+
+def _said_of(name: str, annotations: Sequence[Annotated]) -> _Region | None:
+    for pattern, annotation in annotations:
+        if isinstance(annotation, precision_annotation) and matches(pattern, name):
+            outputs = None if annotation.outputs is None else dtype_of(str(annotation.outputs))
+            return _Region(dtype_of(str(annotation.dtype)), outputs)
+    return None
+
+
+def _innermost(regions: dict[str, _Region], path: str) -> str | None:
+    """The name of the region that the module ``path`` is, or is in."""
+    while path not in regions and path:
+        path = path.rpartition(".")[0]
+    return path if path in regions else None
+
+
+def _around(model: nn.Module, regions: dict[str, _Region], path: str) -> torch.dtype:
+    """The dtype around a region: of the one that it is in, or else of the model's first parameter."""
+    where = _innermost(regions, path.rpartition(".")[0])
+    if where is not None:
+        return regions[where].dtype
+    stored = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next(stored, torch.get_default_dtype())
+
+
+def _inputs_to(dtype: torch.dtype) -> Any:
+    return lambda _, args, kwargs: _cast((args, kwargs), dtype)
+
+
+def _outputs_to(dtype: torch.dtype) -> Any:
+    return lambda _, given, made: _cast(made, dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

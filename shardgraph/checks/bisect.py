@@ -1,0 +1,181 @@
+"""Finding the first node of an emitted program whose value is not what the captured graph says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.mesh import Mesh, coordinates, position_of
+from shardgraph.passes.program import Program
+from shardgraph.passes.sharding.placements import cut_of, is_cut
+from shardgraph.plans.shards import part_of
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A node whose value differs, the pass that made it, the user's line that it serves, and by how much."""
+
+    node: str
+    made_by: str
+    source: str
+    error: float
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.node}, made by {self.made_by}{where}, relative error {self.error:.1e}"
+
+
+class _Found(Exception):
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(str(divergence))
+        self.divergence = divergence
+
+
+def first_divergence(
+    program: Program,
+    whole: list[Mapping[Any, Any]],
+    local: list[Mapping[Any, Any]],
+    evaluate: Callable[[Mapping[Any, Any], int], tuple[Any, Any, dict[Any, Any]]],
+    generators: Callable[[], list[torch.Tensor]],
+    tolerance: float,
+) -> Divergence | None:
+    """Run the captured graph on ``whole`` inputs and the emitted graphs on ``local`` ones; compare node by node.
+
+    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass
+    said what it equals: ``meta["equals"]`` names the captured value, ``meta["averages"]`` the value whose mean
+    over ranks it is. ``evaluate`` gives ``(output, loss, tangents)`` of a rank's results. Returns None when everything
+    that can be compared agrees.
+    """
+    alone = (("rank", len(whole)),)
+    expected: dict[str, list[Any]] = {}
+
+    def keep(node: fx.Node, values: list[Any]) -> None:
+        expected[node.name] = values
+
+    whole = [_as_captured(given, program.joint.module) for given in whole]
+    none = {role: None for role in ir.placeholders(program.joint.module) if isinstance(role, ir.Tangent)}
+    zero = with_zeros(none, program.joint.module)
+    results = run_lockstep(program.joint.module, alone, [w | zero for w in whole], rng=generators())
+    tangents = [evaluate(_first(result), rank)[2] for rank, result in enumerate(results)]
+    joint_inputs = [w | with_zeros(t, program.joint.module) for w, t in zip(whole, tangents, strict=True)]
+    run_lockstep(program.joint.module, alone, joint_inputs, rng=generators(), on_value=keep)
+
+    def compare(node: fx.Node, values: list[Any]) -> None:
+        reference = _reference(node, expected, program)
+        if reference is None or node.op == "placeholder":
+            return
+        for rank, (mine, whole) in enumerate(zip(values, reference, strict=True)):
+            theirs = _placed(whole, node, rank, mesh)
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                # A part may hold nothing but rounding, as the gradient of an attention's key bias does.
+                largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
+                error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
+                if not error <= tolerance:
+                    raise _Found(
+                        Divergence(node.name, node.meta.get("made_by", "capture"), node.meta.get("source", ""), error)
+                    )
+
+    mesh = program.plan.mesh
+    try:
+        forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
+        if program.backward is not None:
+            backward = program.backward_variant("reduce", absent_of(tangents))
+            saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
+            run_lockstep(
+                backward,
+                mesh,
+                [s | with_zeros(t, backward) for s, t in zip(saved, tangents, strict=True)],
+                on_value=compare,
+            )
+    except _Found as found:
+        return found.divergence
+    return None
+
+
+def absent_of(tangents: list[Mapping[Any, torch.Tensor | None]]) -> frozenset[ir.Tangent]:
+    """The tangents that no rank's loss brings."""
+    return frozenset(role for role in tangents[0] if all(given[role] is None for given in tangents))
+
+
+def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) -> dict[Any, torch.Tensor]:
+    """The tangents that ``gm`` takes, in the memory layout that it was traced with; zeros for None."""
+    given = {}
+    for role, node in ir.placeholders(gm).items():
+        if role in tangents:
+            like, value = node.meta["val"], tangents[role]
+            given[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            if value is not None:
+                given[role].copy_(value)
+    return given
+
+
+def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any]:
+    """Inputs with parameters in the dtype that the graph was captured with."""
+    dtypes = {
+        role: node.meta["val"].dtype for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Parameter)
+    }
+    return {role: value.to(dtypes[role]) if role in dtypes else value for role, value in inputs.items()}
+
+
+def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    return {role: value for role, value in results if role is not None}
+
+
+def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:
+    """Per rank, what the node's value should be; None when nothing says so."""
+    if "averages" in node.meta:
+        values = expected.get(node.meta["averages"])
+        if not values or not isinstance(values[0], torch.Tensor):
+            return None
+        mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
+        return _parts(mean, node, program)
+    if "equals" in node.meta:
+        return expected.get(node.meta["equals"])
+    if "made_by" in node.meta or not all(map(is_cut, node.meta.get("placed", {}).values())):
+        return None
+    return expected.get(node.name)
+
+
+def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
+    """The part of a value that the node gives on a rank, where axes of operators cut it."""
+    here = coordinates(mesh, rank)
+    for axis, placement in node.meta.get("placed", {}).items():
+        if isinstance(value, torch.Tensor) and is_cut(placement):
+            position = position_of(mesh, axis)
+            value = ir.take_part(value, *cut_of(placement), mesh[position][1], here[position])
+    return value
+
+
+def _parts(mean: torch.Tensor, node: fx.Node, program: Program) -> list[torch.Tensor]:
+    """The mean, or each rank's part of it for the gradient of a parameter."""
+    plan = program.plan
+    entry = program.parameters.get(node.meta.get("reduces", ""))
+    if entry is None:
+        return [mean] * plan.world_size
+    return [part_of(mean, entry, plan.mesh, coordinates(plan.mesh, rank)) for rank in range(plan.world_size)]
+
+
+def relative_error(mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest absolute difference over the reference's largest magnitude, or over ``floor`` where that is more.
+
+    Infinite for another shape or dtype, for unequal integers and for NaN.
+    """
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    if not theirs.is_floating_point() and not theirs.is_complex():
+        return 0.0 if torch.equal(mine, theirs) else float("inf")
+    # Masks hold infinities, whose difference from themselves is no number.
+    difference = torch.where(mine == theirs, torch.zeros_like(mine), mine - theirs).abs().max().item()
+    finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
+    scale = max(finite.abs().max().item(), floor)
+    # NaN compares as unequal to everything, so it must not pass for a small error.
+    return 0.0 if difference == 0 else difference / scale if scale and difference == difference else float("inf")

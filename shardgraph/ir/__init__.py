@@ -1,0 +1,112 @@
+"""The intermediate representation: an FX graph whose inputs and outputs know what they are.
+
+Every placeholder carries ``meta["role"]`` and the output node carries ``meta["roles"]``, one entry per
+returned value. A role says what a value *means* (a parameter by name, a gradient of it, a tangent),
+so no code depends on positions. A captured parameter also has ``meta["stored"]``, the dtype in which it is kept between
+steps; its value has the one that it is computed with. The same representation serves the joint graph and, after the
+split, the forward and the backward graph. A placeholder whose value is in host memory has ``meta["host"]``; what else
+is there follows (:mod:`shardgraph.passes.analysis.places`).
+
+Until :mod:`shardgraph.runtime.bind` runs, a graph is the same text on every rank: groups are named by mesh axis and
+what depends on the rank is written with the symbolic operations below. That is what makes
+"all ranks issue the same collectives" a comparison of two strings.
+"""
+
+from shardgraph.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    WAIT,
+    collectives,
+    describe_collective,
+    group_of,
+    is_collective,
+    is_copy,
+    is_started,
+    is_wait,
+    send,
+)
+from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.graph import CHUNK, JointGraph, OutputAlias, copy_graph, outputs, placeholders, set_outputs
+from shardgraph.ir.rank_operations import (
+    chunk_bounds,
+    first_only,
+    first_row,
+    from_later,
+    local_chunk,
+    local_part,
+    pad_shard,
+    take_part,
+    trim_shard,
+)
+from shardgraph.ir.roles import (
+    Accumulated,
+    Buffer,
+    Forwarded,
+    Gathered,
+    Gradient,
+    Input,
+    IntermediateBase,
+    Mutation,
+    Output,
+    Parameter,
+    Returned,
+    Role,
+    Saved,
+    Tangent,
+    of_backward,
+)
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "CHUNK",
+    "COLLECTIVES",
+    "DIRECTIONS",
+    "REDUCE_SCATTER",
+    "TO_DEVICE",
+    "TO_HOST",
+    "WAIT",
+    "WAIT_COPY",
+    "Accumulated",
+    "Buffer",
+    "Forwarded",
+    "Gathered",
+    "Gradient",
+    "Input",
+    "IntermediateBase",
+    "JointGraph",
+    "Mutation",
+    "Output",
+    "OutputAlias",
+    "Parameter",
+    "Returned",
+    "Role",
+    "Saved",
+    "Tangent",
+    "chunk_bounds",
+    "collectives",
+    "copy_graph",
+    "describe_collective",
+    "first_only",
+    "first_row",
+    "from_later",
+    "group_of",
+    "is_collective",
+    "is_copy",
+    "is_started",
+    "is_wait",
+    "local_chunk",
+    "local_part",
+    "of_backward",
+    "outputs",
+    "pad_shard",
+    "placeholders",
+    "send",
+    "set_outputs",
+    "take_part",
+    "trim_shard",
+]

@@ -1,0 +1,85 @@
+"""Graphs with roles, and the captured joint graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.ir.roles import Role, Tangent
+
+
+def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:
+    """The graph's inputs by role, in calling order."""
+    return {node.meta["role"]: node for node in gm.graph.nodes if node.op == "placeholder"}
+
+
+def outputs(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
+    """The graph's results as ``(role, node or constant)``, in order; ``None`` has no meaning outside."""
+    node = gm.graph.output_node()
+    return list(zip(node.meta["roles"], node.args[0], strict=True))
+
+
+def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> None:
+    """Make ``results`` what the graph returns."""
+    node = gm.graph.output_node()
+    node.args = (tuple(value for _, value in results),)
+    node.meta["roles"] = [role for role, _ in results]
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module of its own with the same nodes, names and roles; attributes are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+CHUNK = "chunk"
+"""``meta[CHUNK]`` is the number of the chunk of rows that an operation is done for, where rows are done in chunks."""
+
+
+@dataclass(frozen=True)
+class OutputAlias:
+    """How an output aliases another tensor, so that it can be re-made outside of autograd.
+
+    ``base`` is ``Input(i)``, ``Output(i)`` or ``IntermediateBase(i)``; the output is
+    ``base.as_strided(size, stride, offset)``, or the base itself when ``size`` is None.
+    """
+
+    base: Role
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class JointGraph:
+    """A captured program.
+
+    ``module``
+        The forward and backward computation as one FX graph with roles. When nothing requires a
+        gradient it is the forward alone.
+    ``out_spec``
+        The pytree of what the model returns.
+    ``aliases``
+        Outputs that are views of something else, by output index.
+    ``fake_mode``
+        The mode that the graph's ``meta["val"]`` tensors belong to.
+    ``stored``
+        The dtype in which each parameter is kept between steps, by name; in the graph it has the one that it is
+        computed with.
+    """
+
+    module: fx.GraphModule
+    out_spec: Any
+    fake_mode: Any
+    aliases: dict[int, OutputAlias] = field(default_factory=dict)
+    stored: dict[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the graph has a backward half."""
+        return any(isinstance(role, Tangent) for role in placeholders(self.module))

@@ -1,0 +1,70 @@
+"""Operations to which a rank gives their meaning: symbolic until :mod:`shardgraph.runtime.bind` replaces them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def pad_shard(shard: torch.Tensor, rows: int) -> torch.Tensor:
+    """Zero-pad dim 0 of a rank's shard to ``rows``: every rank's is then equally long."""
+    missing = rows - shard.shape[0]
+    return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
+
+
+def trim_shard(padded: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
+    """The part of a padded shard of a ``rows``-long tensor that this rank of mesh ``axis`` owns.
+
+    Symbolic: :mod:`shardgraph.runtime.bind` replaces it by a slice of known length.
+    """
+    raise RuntimeError(f"trim_shard({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def local_chunk(full: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
+    """This rank's rows of a tensor of ``rows`` rows, by DTensor's chunking. Symbolic, as above."""
+    raise RuntimeError(f"local_chunk({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def local_part(full: torch.Tensor, dim: int, blocks: int, axis: str, back: int = 0) -> torch.Tensor:
+    """This rank's part of a tensor that every rank of mesh ``axis`` has; see :func:`take_part`. Symbolic, as above.
+
+    With ``back``, the part of the rank that is so many places before this one, round the ring.
+    """
+    raise RuntimeError(f"local_part({dim}, {blocks}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def take_part(full: torch.Tensor, dim: int, blocks: int, parts: int, index: int) -> torch.Tensor:
+    """A copy of part ``index`` of ``parts`` of every one of ``blocks`` equal blocks of ``dim``.
+
+    No view: one that is kept would keep all of ``full``, and some kernels want their operands contiguous.
+    """
+    size = full.shape[dim] // (blocks * parts)
+    apart = full.unflatten(dim, (blocks, parts, size)).select(dim + 1, index)
+    return apart.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+
+
+def first_only(full: torch.Tensor, axis: str) -> torch.Tensor:
+    """``full`` on the first rank of mesh ``axis``, zeros on the others: what the ranks hold sums to it. Symbolic."""
+    raise RuntimeError(f"first_only({axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def first_row(rows: int, axis: str) -> int:
+    """The number of this rank's first row where every rank of mesh ``axis`` has ``rows``. Symbolic, as above."""
+    raise RuntimeError(f"first_row({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def from_later(steps: int, axis: str) -> int:
+    """1 if what has gone ``steps`` places round the ring of mesh ``axis`` to this rank comes from a later rank, else 0.
+
+    Symbolic, as above.
+    """
+    raise RuntimeError(f"from_later({steps}, {axis!r}) has no meaning before the graph is bound to a rank")
+
+
+def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """First and past-last row of chunk ``index`` when ``rows`` are cut in ``parts`` as DTensor does.
+
+    Every chunk has ``ceil(rows / parts)`` rows, but for the last non-empty one and empty ones after it.
+    """
+    size = -(-rows // parts)
+    start = min(index * size, rows)
+    return start, min(start + size, rows)

@@ -1,0 +1,194 @@
+"""Whole checkpoints of sharded models: to the original model, to a file, and back.
+
+Sharded checkpoints need nothing from here: ``torch.distributed.checkpoint`` saves and loads ``module.state_dict()``, on
+any number of ranks, because parameters are DTensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardgraph.errors import CheckpointError, nearest
+from shardgraph.torch_api import local_tensor
+
+Whole = Callable[[str, Tensor, bool], Tensor]
+
+
+class LoadedKeys(NamedTuple):
+    """What ``strict=False`` passed over; the fields are named as those of ``nn.Module.load_state_dict``."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, Tensor]:
+    """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks.
+
+    ``whole(name, tensor, keep)`` gives the whole of a tensor in CPU memory where it is to be kept; by default it is
+    gathered over the mesh that it lies on. All ranks must call it. Parameters are gathered one at a time, so that only
+    rank 0 ever holds them all. The tensors are copies; names that are tied in ``module`` share one. What is no tensor
+    (``get_extra_state``) is left out.
+    """
+    keep = _rank() == 0
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    for name, tensor in _state(module).items():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = gathered(tensor, keep) if whole is None else whole(name, tensor, keep)
+        if keep:
+            state[name] = copies[id(tensor)]
+    return state
+
+
+def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = None) -> None:
+    """Write a file that the original, unsharded model loads with ``safetensors.torch.load_model(original, path)``.
+
+    All ranks must call it; rank 0 writes and the others wait. Of tied names the file holds the first in
+    alphabetical order, and its metadata maps the others to it, as with ``safetensors.torch.save_model``. An
+    existing file is replaced only once the new one is complete.
+
+    Raises:
+        CheckpointError: rank 0 could not write the file; on every rank.
+    """
+    state = full_state_dict(module, whole)
+    failure: list[str | None] = [None]
+    if _rank() == 0:
+        try:
+            _write(state, Path(path))
+        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+            failure = [f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(
+            f"rank 0 could not write the checkpoint {str(path)!r} ({failure[0]}): give a path in a folder that exists, "
+            "that rank 0 may write to, and that has room for the whole model"
+        )
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> LoadedKeys:
+    """Load whole tensors into a sharded module: each rank cuts its own part, without communication.
+
+    Values go into the existing parameters and buffers in place, so that optimizers keep working. A value that is a
+    DTensor is brought to the parameter's placement, which communicates unless it is there already. Of tied names one
+    is enough.
+
+    Args:
+        state: by name, tensors of the unsharded shapes on any device, or DTensors. The same on every rank.
+        strict: refuse names that are missing or unexpected; otherwise they are passed over and returned.
+
+    Raises:
+        CheckpointError: names or shapes are those of another model; nothing has been loaded.
+    """
+    own = _state(module)
+    given = {id(own[name]) for name in state if name in own}
+    missing = [name for name, tensor in own.items() if id(tensor) not in given]
+    unexpected = [name for name in state if name not in own]
+    misshapen = [name for name in state if name in own and state[name].shape != own[name].shape]
+    if misshapen or (strict and (missing or unexpected)):
+        shapes = [f"{name!r} is {list(state[name].shape)}, here {list(own[name].shape)}" for name in misshapen]
+        raise CheckpointError(
+            "the checkpoint is of another model"
+            + _some("missing in it", [f"{name!r}{nearest(name, unexpected)}" for name in missing])
+            + _some("unknown to this model", [f"{name!r}{nearest(name, missing or own)}" for name in unexpected])
+            + _some("of another shape", shapes)
+            + "\nnothing was loaded: load it into the model that it was saved from"
+            + (", or give strict=False to load only what both have" if strict and not misshapen else "")
+        )
+    with torch.no_grad():
+        for name, value in state.items():
+            if name in own and not own[name].is_meta:  # which is on the ranks of another pipeline stage
+                local_tensor(own[name]).copy_(_own_part(value.detach(), own[name]))
+    return LoadedKeys(missing, unexpected)
+
+
+def describable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with every DTensor as ``torch.distributed.checkpoint`` can describe it, as one box of the whole.
+
+    One that is split in several blocks of a dimension is gathered along that axis: all ranks must call this.
+    """
+    return {name: _in_one_box(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def _in_one_box(tensor: DTensor) -> DTensor:
+    placements = [
+        Replicate() if _in_blocks(placement, tensor.placements[at + 1 :]) else placement
+        for at, placement in enumerate(tensor.placements)
+    ]
+    return tensor if tuple(placements) == tuple(tensor.placements) else tensor.redistribute(placements=placements)
+
+
+def _in_blocks(placement: Placement, inner: Sequence[Placement]) -> bool:
+    """Whether a split leaves a rank several runs of a dimension; one that inner axes cut further is strided as well."""
+    return isinstance(placement, _StridedShard) and not any(
+        isinstance(each, (Shard, _StridedShard)) and each.dim == placement.dim for each in inner
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    # keep_vars: the parameters themselves, so that tied names are recognised. Also those of other pipeline stages.
+    state = nn.Module.state_dict(module, keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor, keep: bool) -> Tensor:
+    """A copy of the whole of ``tensor`` on the CPU; an empty tensor where it is not to be kept."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    if not keep:
+        return whole.new_empty(0, device="cpu")
+    shared = whole.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr()
+    return whole.to("cpu", copy=shared).contiguous()
+
+
+def _own_part(value: Tensor, target: Tensor) -> Tensor:
+    """The part of a whole ``value`` that belongs into this rank's part of ``target``."""
+    if not isinstance(target, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    mesh, placements = target.device_mesh, target.placements
+    if isinstance(value, DTensor):
+        strided = any(isinstance(placement, _StridedShard) for placement in placements)
+        if value.device_mesh == mesh and (not strided or value.placements == placements):
+            return local_tensor(value.redistribute(placements=placements))
+        value = value.full_tensor()
+    return local_tensor(distribute_tensor(value, mesh, placements, src_data_rank=None))
+
+
+def _write(state: dict[str, Tensor], path: Path) -> None:
+    kept: dict[int, str] = {}
+    metadata = {"format": "pt"}
+    for name in sorted(state):
+        first = kept.setdefault(id(state[name]), name)
+        if first != name:
+            metadata[name] = first
+    draft = path.with_name(path.name + ".draft")
+    try:
+        save_file({name: state[name] for name in kept.values()}, draft, metadata=metadata)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _some(what: str, entries: Iterable[str], limit: int = 4) -> str:
+    """One line of an error: how many names, and the first few of them."""
+    entries = list(entries)
+    if not entries:
+        return ""
+    more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
+    return f"\n  {len(entries)} {what}: {', '.join(entries[:limit])}{more}"

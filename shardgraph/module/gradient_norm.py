@@ -1,0 +1,107 @@
+"""The norm of gradients that lie in parts on many ranks, of any order, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardgraph.torch_api import local_tensor
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for parameters of any placement, of one mesh or several, and of any order.
+
+    Torch's own gives the same on most plans; it fails for parameters of different meshes, and for orders for which
+    DTensor has no reduction or a rank's empty shard no norm. All ranks of the meshes must call this.
+
+    Returns:
+        the norm that the gradients had, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    norm = total_norm(gradients, float(norm_type))
+    clip_by(gradients, norm, max_norm, error_if_nonfinite)
+    return norm
+
+
+def clip_by(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> None:
+    """Scale gradients of total ``norm`` down to ``max_norm``, in place.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+    """
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the total norm of the gradients is {norm.item()}, so they cannot be clipped; to scale them by it all the "
+            "same leave error_if_nonfinite=False"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        local = local_tensor(gradient)
+        local.mul_(factor.to(local.device, local.dtype))
+
+
+def total_norm(gradients: list[torch.Tensor], order: float, device: torch.device | None = None) -> torch.Tensor:
+    """The norm of the norms of ``gradients``, of which ranks may have parts; a number on ``device``, on every rank.
+
+    As in torch, order 0 counts the gradients that are not zero, and infinity with its negative are the largest and
+    the smallest absolute value of any element. NaN in any part gives NaN.
+    """
+    full = [gradient for gradient in gradients if gradient.numel()]
+    if not full:
+        return torch.tensor(0.0, device=device)
+    norms = torch.stack([_norm_of_part(gradient, order).to(full[0].device) for gradient in full])
+    for (mesh, dim), among in _axes(full).items():
+        norms[among] = combined(norms[among], order, mesh.get_group(dim))
+    dtype = torch.promote_types(full[0].dtype, torch.float32)
+    return torch.linalg.vector_norm(norms, order).to(device or norms.device, dtype)
+
+
+def combined(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norms of what the ranks of ``group`` have together, from those of the parts of each."""
+    if math.isinf(order):
+        # Backends do not agree on the maximum of a number and NaN, so that one is told apart.
+        missing, sign = norms.isnan(), math.copysign(1.0, order)
+        both = torch.cat([torch.where(missing, -math.inf, sign * norms), missing.to(norms.dtype)])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        values, anywhere = both.chunk(2)
+        return torch.where(anywhere > 0, math.nan, sign * values)
+    powers = norms if order == 0 else norms.pow(order)
+    dist.all_reduce(powers, group=group)
+    return powers if order == 0 else powers.pow(1 / order)
+
+
+def nothing(order: float, device: torch.device) -> torch.Tensor:
+    """The norm of no elements, which changes nothing when it is combined with others."""
+    return torch.tensor(0.0 if order >= 0 else math.inf, dtype=torch.float64, device=device)
+
+
+def _norm_of_part(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    local = local_tensor(gradient)
+    if not local.numel():
+        return nothing(order, local.device)
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    return torch.linalg.vector_norm(local, order, dtype=dtype).double()
+
+
+def _axes(gradients: list[torch.Tensor]) -> dict[tuple[DeviceMesh, int], list[int]]:
+    """The axes over which gradients are cut, each with the positions of those that are."""
+    found: dict[tuple[DeviceMesh, int], list[int]] = {}
+    for position, gradient in enumerate(gradients):
+        for dim, placement in enumerate(gradient.placements if isinstance(gradient, DTensor) else ()):
+            if not placement.is_replicate():
+                found.setdefault((gradient.device_mesh, dim), []).append(position)  # type: ignore[attr-defined]
+    return found

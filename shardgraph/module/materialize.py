@@ -1,0 +1,362 @@
+"""Initialises a model that was built on ``meta``, one parameter at a time, with the values of its own initialisation.
+
+The initialisation protocol:
+
+1. If the model has a method ``init_weights``, it is called once, without arguments, and initialises everything.
+   (torchtitan's models do this; so do the models of ``transformers``.)
+2. Otherwise, in the order of ``model.modules()``, every module that itself holds a parameter or buffer on ``meta``
+   has its ``reset_parameters()`` called, or its ``_reset_parameters()``. All modules of ``torch.nn`` have one.
+
+What a constructor does beyond that (``self.apply(self._init)``) is not run again: put it into ``init_weights``.
+
+The values are those of the same protocol under the same seed on a copy of the model with real, empty memory (in which
+tied parameters are still tied; ``to_empty`` unties them), because the same operations run on real memory of the same
+shape, in the same order. Only the memory comes and goes: a real tensor takes the place of a meta parameter in the
+arguments of each operation, and the least recently used ones are handed on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardgraph.errors import InitializationError
+from shardgraph.runtime.host import empty_on_host
+from shardgraph.torch_api import pytree
+
+Store = Callable[[str, Tensor], None]
+Fetch = Callable[[str], Tensor]
+
+_LIVE = 4  # whole parameters in memory at once: what modules such as attention write in turns
+
+_REMEDY = (
+    "give the model an init_weights(), or the module that holds them a reset_parameters(), that writes them; "
+    "or call compile(..., initialize=False) and load a checkpoint"
+)
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer of ``model`` is on ``meta``."""
+    return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
+
+
+def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: Fetch, on_host: bool = False) -> None:
+    """Run the model's own initialisation for its parameters and buffers on ``meta``; see the module's text.
+
+    Parameters go to ``store`` and stay on ``meta`` in the model. Buffers become real in the model, on ``device``.
+    What is real already keeps its values, though the initialisation draws random numbers for it where it would.
+
+    Args:
+        device: where whole parameters live while they are initialised.
+        store: ``store(fqn, full)`` is given each parameter's whole value, of its shape and dtype, on ``device``. Tied
+            parameters come once, under their first name. It must copy what it keeps. It is called again, with the
+            new value, for a parameter that is written after it was stored.
+        fetch: ``fetch(fqn)`` gives back the whole value that was stored last. Called for few parameters or none,
+            and, as ``store``, in the same order on every rank.
+        on_host: initialise in host memory, which a parameter fits that ``device`` has no room for.
+
+    Raises:
+        InitializationError: nothing writes some parameters or buffers, ``init_weights`` needs arguments, or
+            a value is computed from a tensor on ``meta`` that has none.
+    """
+    device = torch.device("cpu") if on_host else device
+    memory = _Memory(model, device, store, fetch, on_host)
+    steps = _protocol(model)
+    _forget_claims(model)
+    with torch.no_grad():
+        with ExitStack() as stack:
+            if torch.get_default_device().type == "meta":
+                stack.enter_context(torch.device(device))
+            stack.enter_context(_SeemReal(memory))
+            stack.enter_context(_OnRealMemory(memory))
+            for step in steps:
+                step()
+        memory.finish()
+
+
+def _protocol(model: nn.Module) -> list[Callable[[], Any]]:
+    init_weights = getattr(model, "init_weights", None)
+    if callable(init_weights):
+        _check_no_arguments(init_weights, type(model).__name__)
+        return [init_weights]
+    steps = []
+    for module in model.modules():
+        if any(tensor.is_meta for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False))):
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                steps.append(reset)
+    return steps
+
+
+def _check_no_arguments(init_weights: Callable[..., Any], model: str) -> None:
+    try:
+        inspect.signature(init_weights).bind()
+    except TypeError as error:
+        raise InitializationError(
+            f"{model}.init_weights cannot be called without arguments ({error}), and a model on 'meta' is initialised "
+            "by init_weights(): give its parameters defaults, or rename the method if it is a helper for one module"
+        ) from error
+
+
+def _forget_claims(model: nn.Module) -> None:
+    # transformers marks what it has initialised and skips it. Nothing that is on meta has been.
+    modules = [module for module in model.modules() if is_meta(module)]
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_meta]
+    for part in (*modules, *tensors):
+        vars(part).pop("_is_hf_initialized", None)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One meta storage, the parameters or buffers that live in it, and its real memory while it has one."""
+
+    storage: torch.UntypedStorage
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    memory: Tensor | None = None
+    written: bool = False  # holds an initialised value, here or stored
+    unsaved: bool = False  # the memory holds what has not been stored
+    stored: bool = False
+
+
+class _Memory:
+    """Real memory for the meta tensors of a model, a few parameters at a time.
+
+    Tensors are recognised by their storage, so that a view of a parameter (``weight[0]``, ``weight.data``) is a meta
+    tensor that still means the right bytes after the parameter has been stored and fetched again.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, store: Store, fetch: Fetch, on_host: bool) -> None:
+        self.model, self.device, self.store, self.fetch, self.on_host = model, device, store, fetch, on_host
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.slots: dict[int, _Slot] = {}
+        self.real: dict[int, torch.UntypedStorage] = {}  # kept alive, so that an id stays unique
+        self.live: dict[_Slot, None] = {}  # slots of parameters that have memory, least recently used first
+        for fqn, parameter in self.parameters.items():
+            if (slot := self._adopt(parameter)) is not None:
+                slot.parameters[fqn] = parameter
+        for fqn, buffer in model.named_buffers():
+            if (slot := self._adopt(buffer)) is not None:
+                slot.buffers[fqn] = buffer
+
+    def _adopt(self, tensor: Tensor) -> _Slot | None:
+        storage = tensor.untyped_storage()
+        if tensor.is_meta:
+            return self.slots.setdefault(id(storage), _Slot(storage))
+        self.real[id(storage)] = storage
+        return None
+
+    def slot_of(self, tensor: Tensor) -> _Slot | None:
+        return self.slots.get(id(tensor.untyped_storage()))
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Whether this is (a view of) a parameter or buffer that was real before, and stays as it was."""
+        return id(tensor.untyped_storage()) in self.real
+
+    def touch(self, slots: list[_Slot]) -> None:
+        """Give these slots memory, all at once; others make room."""
+        for slot in slots:
+            if not slot.buffers:
+                self.live.pop(slot, None)
+                self.live[slot] = None  # now the most recently used
+        for slot in [slot for slot in self.live if slot not in slots][: max(0, len(self.live) - _LIVE)]:
+            self._release(slot)
+        for slot in slots:
+            if slot.memory is None:
+                slot.memory = self._empty(slot)
+                if slot.stored:
+                    for fqn, tensor in slot.parameters.items():
+                        self.view(tensor).copy_(self.fetch(fqn))
+
+    def _empty(self, slot: _Slot) -> Tensor:
+        if self.on_host and not slot.buffers:
+            return empty_on_host((slot.storage.nbytes(),), torch.uint8, self.device)
+        return torch.empty(slot.storage.nbytes(), dtype=torch.uint8, device=self.device)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The real tensor that a meta tensor stands for; its slot has memory."""
+        slot = self.slot_of(tensor)
+        assert slot is not None and slot.memory is not None
+        whole = slot.memory[: slot.memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _release(self, slot: _Slot) -> None:
+        self._save(slot)
+        slot.memory = None
+        del self.live[slot]
+
+    def _save(self, slot: _Slot) -> None:
+        if slot.unsaved:
+            for fqn, tensor in slot.parameters.items():
+                self.store(fqn, self.view(tensor))
+            slot.unsaved, slot.stored = False, True
+
+    def finish(self) -> None:
+        """Store what is left and make buffers real.
+
+        Raises:
+            InitializationError: nothing wrote a parameter or buffer.
+        """
+        self._check_complete()
+        for slot in list(self.live):
+            self._release(slot)
+        for slot in self.slots.values():
+            if not slot.stored and not slot.storage.nbytes():  # nn.init leaves out what has no elements
+                slot.unsaved = True
+                self.touch([slot])
+            self._save(slot)
+        self._store_replaced()
+        self._place_buffers()
+
+    def _check_complete(self) -> None:
+        missing = []
+        for fqn, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
+            slot = self.slot_of(tensor)
+            if tensor.is_meta and tensor.numel() and (slot is None or not slot.written):
+                missing.append(fqn)
+        if missing:
+            shown = ", ".join(map(repr, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise InitializationError(
+                f"the model is on 'meta' and its own initialisation writes nothing to {shown}: {_REMEDY}"
+            )
+
+    def _store_replaced(self) -> None:
+        # The initialisation may have put another parameter in a place (tied it, or made a new one).
+        for fqn, parameter in self.model.named_parameters():
+            if self.parameters.get(fqn) is parameter:
+                continue
+            if (slot := self.slot_of(parameter)) is not None:
+                self.touch([slot])
+                self.store(fqn, self.view(parameter))
+            else:
+                self.store(fqn, parameter.detach())
+        for slot in list(self.live):
+            self._release(slot)
+
+    def _place_buffers(self) -> None:
+        placed: dict[int, Tensor] = {}
+        for fqn, buffer in list(self.model.named_buffers(remove_duplicate=False)):
+            if (slot := self.slot_of(buffer)) is not None:
+                self.touch([slot])
+                owner, _, name = fqn.rpartition(".")
+                setattr(self.model.get_submodule(owner), name, placed.setdefault(id(buffer), self.view(buffer)))
+
+
+# -- operations on it ------------------------------------------------------------------------------
+
+
+class _OnRealMemory(TorchDispatchMode):
+    """Runs every operation on a model's meta tensors on their real memory instead."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass runs first, and its operations on plain tensors come back here
+        if func.is_view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)  # of a meta tensor, a meta tensor that shares its storage
+
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = {id(tensor): kind for tensor, kind in _written(func, args, kwargs)}
+        self._check_values(func, tensors, written)
+        slots = list(dict.fromkeys(slot for tensor in tensors if (slot := self.memory.slot_of(tensor)) is not None))
+        self.memory.touch(slots)
+
+        originals: dict[int, Tensor] = {}  # what an operation returns of its arguments is the caller's own tensor
+        stand_ins: list[Tensor] = []  # alive until results have been looked up by id
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return self.memory.device if leaf.type == "meta" else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if self.memory.slot_of(leaf) is not None:
+                value = self.memory.view(leaf)
+            elif id(leaf) in written and self.memory.is_kept(leaf):
+                value = leaf.clone()
+            else:
+                return leaf
+            stand_ins.append(value)
+            originals[id(value)] = leaf
+            return value
+
+        args, kwargs = pytree.tree_map(real, (args, kwargs))
+        result = func(*args, **kwargs)
+        for tensor in tensors:
+            slot = self.memory.slot_of(tensor)
+            if slot is not None and id(tensor) in written:
+                slot.written |= written[id(tensor)]
+                slot.unsaved |= slot.written
+        return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
+
+    def _check_values(self, func: Any, tensors: list[Tensor], written: dict[int, bool]) -> None:
+        def has_values(tensor: Tensor) -> bool:
+            return not tensor.is_meta or self.memory.slot_of(tensor) is not None
+
+        if any(map(has_values, tensors)) and any(not has_values(t) and id(t) not in written for t in tensors):
+            slots = [slot for tensor in tensors if (slot := self.memory.slot_of(tensor)) is not None]
+            names = ", ".join(repr(fqn) for slot in slots for fqn in (*slot.parameters, *slot.buffers))
+            raise InitializationError(
+                f"initialising {names or 'the model'} ({func}) reads a tensor on 'meta' that is neither a parameter "
+                "nor a buffer of the model, so it has no values: compute it in init_weights() or reset_parameters(), "
+                "or register it as a buffer that these write"
+            )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operation writes, each with whether this can be their first value.
+
+    ``mul_`` and its like make a new value of the old one: what was uninitialised stays so. Results
+    (``out=``) and ``fill_``, ``copy_``, ``normal_`` do not read what was there.
+    """
+    schema = func._schema
+    updates = torch.Tag.pointwise in func.tags or schema.name.startswith("aten::_foreach_")
+    updates &= schema.name not in ("aten::_foreach_copy_", "aten::_foreach_zero_")
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield leaf, argument.name != "self" or not updates
+
+
+_tensor: Any = Tensor
+_GET_DEVICE, _GET_IS_META, _SET_DATA = _tensor.device.__get__, _tensor.is_meta.__get__, _tensor.data.__set__
+
+
+class _SeemReal(TorchFunctionMode):
+    """Answers for a model's meta tensors as the real ones would.
+
+    Initialisations ask: ``nn.init.orthogonal_`` does nothing on ``meta``, and models compute on a parameter's device.
+    ``parameter.data = value`` copies, as torch refuses to put a real tensor in a meta tensor's place.
+    """
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_GET_DEVICE, _GET_IS_META, _SET_DATA) and self.memory.slot_of(args[0]) is not None:
+            if func == _GET_DEVICE:
+                return self.memory.device
+            if func == _GET_IS_META:
+                return False
+            if (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):
+                args[0].copy_(args[1])
+                return None
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,106 @@
+"""Where the parameters of a rank are: in the device's memory, the host's, or files that are mapped into memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from shardgraph.cost_models.detection import host_memory
+from shardgraph.errors import OffloadError
+from shardgraph.plans.parameter_plan import ParameterPlan
+from shardgraph.runtime.host import empty_on_host, known_on_host
+from shardgraph.sizes import format_bytes
+
+
+class ParameterMemory:
+    """Memory for what a rank has of each parameter. Room for what is offloaded is made sure of before anything is
+    written."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        entries: Mapping[str, ParameterPlan],
+        device: torch.device,
+        folder: str | None,
+        ranks: int,
+    ) -> None:
+        """``parts`` are this rank's, as tensors on ``meta``. Offloaded ones are in files in ``folder``, if it is given,
+        else in host memory, which as many ``ranks`` share.
+
+        Raises:
+            OffloadError: there is no room, or no folder that can be written to; nothing is left of the attempt.
+        """
+        self._entries, self._device = entries, device
+        offloaded = {fqn: part for fqn, part in parts.items() if entries[fqn].offload}
+        self._files = {} if folder is None else _mapped_files(folder, offloaded)
+        if folder is None:
+            _check_room(sum(part.nbytes for part in offloaded.values()), ranks)
+
+    def filled(self, fqn: str, part: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of this rank's ``part`` of a parameter; of one on ``meta`` uninitialised memory."""
+        if not self._entries[fqn].offload:
+            own = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+        elif fqn in self._files:
+            own = self._files[fqn]
+        else:
+            own = empty_on_host(part.shape, part.dtype, self._device)
+        return own if part.is_meta else own.copy_(part)
+
+
+def _check_room(nbytes: int, ranks: int) -> None:
+    room = host_memory() // ranks
+    if nbytes > room:
+        raise OffloadError(
+            f"the offloaded parameters of this rank take {format_bytes(nbytes)}, and this machine has "
+            f"{format_bytes(room)} of free memory for each of {ranks}: offload fewer, use more machines, or put them "
+            "on disk with Offload(parameters=True, disk=folder)"
+        )
+
+
+def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tensor in a file of its own for each of ``parts``, whose space is reserved.
+
+    A file is unlinked as soon as it is mapped: it has no name that could stay behind, and its space is free again when
+    the tensor goes, or this process.
+    """
+    total = sum(part.nbytes for part in parts.values())
+    with ExitStack() as files:
+        try:
+            if (room := shutil.disk_usage(folder).free) < total:
+                raise OffloadError(
+                    f"the offloaded parameters of this rank take {format_bytes(total)}, and {folder!r} has "
+                    f"{format_bytes(room)} left: nothing was written. Make room there, or give another folder"
+                )
+            reserved = [(fqn, files.enter_context(_reserved(folder, part.nbytes))) for fqn, part in parts.items()]
+            return {fqn: known_on_host(_mapped(file.name, parts[fqn]), in_file=True) for fqn, file in reserved}
+        except OSError as error:
+            raise OffloadError(
+                f"the offloaded parameters of this rank take {format_bytes(total)}, which cannot be had in {folder!r} "
+                f"({error.strerror}): nothing was left there. Give a folder that exists, that this process may write "
+                "to, and that has as much room"
+            ) from error
+
+
+def _reserved(folder: str, nbytes: int) -> Any:
+    """A new file of that size, with its space."""
+    file = tempfile.NamedTemporaryFile(dir=folder, prefix="shardgraph-")  # noqa: SIM115, the caller closes it
+    try:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        file.truncate(nbytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _mapped(path: str, part: torch.Tensor) -> torch.Tensor:
+    if not part.numel():
+        return torch.empty(part.shape, dtype=part.dtype)
+    return torch.from_file(path, shared=True, size=part.numel(), dtype=part.dtype).view(part.shape)

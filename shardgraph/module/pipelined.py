@@ -1,0 +1,204 @@
+"""The emitted module of a plan with a pipeline: it has this rank's stages, and trains by :meth:`train_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgraph.capture.capture import capture
+from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.module import checkpoint
+from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
+from shardgraph.module.sharded import ShardedModule
+from shardgraph.passes.pipeline.program import PipelineProgram, lower_pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.executor import rebuild
+from shardgraph.runtime.pipeline.failure import told
+from shardgraph.runtime.pipeline.microbatches import batch_size, merged, microbatches, shares
+from shardgraph.runtime.pipeline.running import BoundPipeline, RunningPipeline, Work
+from shardgraph.torch_api import pytree
+
+
+class PipelinedModule(ShardedModule):
+    """A model compiled under a plan with a pipeline.
+
+    Of the parameters it has those that its stages use; the others are left on ``meta`` in the modules, and neither
+    ``parameters()`` nor ``state_dict()`` has them. All ranks of the pipeline are called with the same batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: DeviceMesh | None,
+        *,
+        stage_mesh: DeviceMesh | None,
+        owners: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        agreement: Agreement,
+        progress: bool | None,
+    ) -> None:
+        super().__init__(
+            model, plan, stage_mesh, device=device, loss_fn=loss_fn, agreement=agreement, progress=progress
+        )
+        assert plan.pipeline is not None
+        self.pipeline, self._owners = plan.pipeline, owners
+        self._running = RunningPipeline(plan, self._state, mesh)
+        self._running.prepare(owners)
+        self._written: dict[str, int] = {}  # buffers by the stage that writes them
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's forward returns, on every rank of the pipeline; without gradients.
+
+        Raises:
+            ShardGraphError: the module is in training mode and gradients are on: that is what ``train_step`` is for.
+        """
+        if torch.is_grad_enabled() and self.training:
+            raise ShardGraphError(
+                f"plan {self.plan.name!r} has a pipeline, whose microbatches go forward and backward by turns: train "
+                "with sharded.train_step(*inputs, target=...), and call sharded(*inputs) for outputs in eval() mode or "
+                "under torch.no_grad()"
+            )
+        with torch.no_grad():
+            work = self._work(args, kwargs, None)
+            with told(self._agreement, self._running.group, self._running.neighbours):
+                results = self._running.infer(work)
+            outputs = [
+                rebuild(item.bound.program, result, item.leaves, self._state)
+                for item, result in zip(work, results, strict=True)
+            ]
+            return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
+
+    def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
+        """Forward, the loss and backward of all microbatches; see :meth:`ShardedModule.train_step`.
+
+        Returns:
+            the mean of the microbatches' losses, each by its share of the rows, on every rank of the pipeline.
+        """
+        with torch.enable_grad():
+            work = self._work(args, kwargs, self._loss_of(kwargs))
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
+        with told(self._agreement, self._running.group, self._running.neighbours):
+            return self._running.train(work, reduce=self._sync, scale=scale)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """See :meth:`ShardedModule.clip_grad_norm_`."""
+        gradients = {fqn: p.grad for fqn, p in self.named_parameters() if p.grad is not None}
+        first = {fqn: self.pipeline.places_of(self._owners[fqn])[0] for fqn in gradients}
+        counted = [grad for fqn, grad in gradients.items() if first[fqn] == self._running.rank]
+        order, device = float(norm_type), self._state.device
+        norm = total_norm(counted, order, device).double() if counted else nothing(order, device)
+        if self._running.group is not None:
+            norm = combined(norm.reshape(1), order, self._running.group).reshape(())
+        clip_by(gradients.values(), norm, max_norm, error_if_nonfinite)
+        return norm
+
+    def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
+        """The microbatches of a call. Forward alone may do with fewer than asked for."""
+        call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._state.device), (args, kwargs))
+        try:
+            parts = microbatches(call, self.pipeline.parts)
+        except PlanError:
+            if loss_fn is not None:
+                raise
+            parts = [call]
+        flat = [pytree.tree_flatten(part) for part in parts]
+        spec = flat[0][1]
+        for leaves, _ in flat:
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+                raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
+        bound = self._executables([leaves for leaves, _ in flat], spec, loss_fn)
+        return [
+            Work(each, self._numbers.lift(leaves, spec), share)
+            for each, (leaves, _), share in zip(bound, flat, shares(parts), strict=True)
+        ]
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    def compile_for(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the training step for these inputs now, without running; of eval mode, forward."""
+        if self.training and torch.is_grad_enabled():
+            self._work(args, kwargs, self._loss_of(kwargs))
+        else:
+            with torch.no_grad():
+                self._work(args, kwargs, None)
+
+    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
+        show("capture")
+        device, said, precision = self._state.device, self.plan.annotations, self.plan.precision
+        joint = capture(
+            model, args, dict(kwargs), device=device, loss_fn=loss_fn, annotations=said, precision=precision
+        )
+        program = lower_pipeline(joint, self.plan, named_shapes(model), show)
+        for fqn in program.owners:
+            used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self._owners))
+            if missing := set(used) - set(had):
+                raise PlanError(
+                    f"with these inputs {fqn!r} is used on the pipeline's ranks {sorted(missing)}, which lack it: "
+                    "forward takes another way through the model than with those that it was compiled for"
+                )
+        return program
+
+    def _bound(self, program: PipelineProgram) -> BoundPipeline:
+        self._written |= {fqn: stage.number for stage in program.stages for fqn in stage.written}
+        return BoundPipeline(program, self._state, self._running.numbers)
+
+    @property
+    def program(self) -> Any:
+        """The latest program: the graphs of all stages as all ranks have them."""
+        return self._compiled().program
+
+    @property
+    def forward_graph(self) -> Any:
+        """Not one: see ``program.stages``."""
+        raise ShardGraphError("a pipeline has a forward graph for every stage: sharded.program.stages[i].kept.forward")
+
+    @property
+    def backward_graph(self) -> Any:
+        """Not one: see ``program.stages``."""
+        raise ShardGraphError(
+            "a pipeline has a backward graph for every stage: sharded.program.stages[i].kept.backward"
+        )
+
+    # -- what this rank has ------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``, of this rank's stages."""
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in found if not parameter.is_meta)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``, of this rank's stages, under the original names.
+
+        ``torch.distributed.checkpoint`` puts together what the ranks have; a checkpoint loads under any other plan. A
+        buffer that a stage writes is in that stage's.
+        """
+        state = super().state_dict(*args, **kwargs)
+        here = set(self._running.numbers)
+        return {
+            name: value
+            for name, value in state.items()
+            if not (isinstance(value, torch.Tensor) and value.is_meta) and self._written.get(name, min(here)) in here
+        }
+
+    def _whole(self) -> checkpoint.Whole:
+        first = {id(p): name for name, p in nn.Module.named_parameters(self)}
+
+        def whole(name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+            stages = self._owners.get(first.get(id(tensor), name), (self._written.get(name, 0),))
+            return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)
+
+        return whole

@@ -1,0 +1,317 @@
+"""The emitted module: an ``nn.Module`` that holds shards and trains like the original."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgraph import torch_api
+from shardgraph.capture.capture import own_loss
+from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.module import checkpoint
+from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.passes.lowering import STAGES, build_program
+from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
+from shardgraph.progress import Progress
+from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.executor import Executable, State
+from shardgraph.torch_api import pytree
+
+_MAX_PROGRAMS = 64  # programs kept; the least recently used goes first
+
+
+class ShardedModule(nn.Module):
+    """A model compiled under a plan; make one with :func:`shardgraph.compile`.
+
+    It shares the original's submodules, so names, ``train()``/``eval()`` and ``requires_grad_`` are the original's;
+    its parameters are DTensors (plain tensors without a process group). It compiles at the first call with
+    new shapes, dtypes, mode or numbers, under the same plan and the same parameters, and keeps the programs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: DeviceMesh | None,
+        *,
+        device: torch.device,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        agreement: Agreement,
+        progress: bool | None,
+    ) -> None:
+        super().__init__()
+        # The very dictionaries of the original: one set of names, no prefix, nothing to keep in step.
+        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = getattr(model, shared)
+        self.__dict__["original"] = model
+        self.training = model.training
+        self.plan = plan
+        self.mesh = mesh
+        self.loss_fn = loss_fn
+        self._agreement = agreement
+        self._progress = progress
+        self._state = State(model, mesh, {}, device)
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
+        self._latest: tuple[list[Any], list[Any]] | None = None
+        self._numbers = _Numbers()
+        self._sync = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)  # config, and whatever else the model carries
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Set training mode, as ``nn.Module.train``."""
+        self.__dict__["original"].train(mode)
+        self.training = mode
+        return self
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's forward returns, for this rank's part of the batch."""
+        return self._run(args, kwargs, None)
+
+    def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
+        """Forward, the loss and backward; returns this rank's loss, detached.
+
+        Gradients are added to ``parameter.grad``; the optimizer step is the caller's. The loss is ``loss_fn(output,
+        target)`` of what :func:`shardgraph.compile` was given, with ``target`` among the keyword arguments here; of a
+        model that returns its own as ``output.loss``, that. With a ``scaler`` gradients are those of the scaled loss,
+        for its ``step`` or ``unscale_``; what is returned is not scaled.
+
+        Raises:
+            ShardGraphError: there is neither, or a ``target`` for no ``loss_fn``.
+        """
+        loss = self._run(args, kwargs, self._loss_of(kwargs))
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+        """What makes the loss of a training step with these keyword arguments."""
+        if "target" not in kwargs:
+            if self.loss_fn is None:
+                return own_loss
+            raise ShardGraphError("train_step needs the target of loss_fn(output, target): give it target=...")
+        if self.loss_fn is None:
+            raise ShardGraphError(
+                "train_step has a target and no loss to make of it: give shardgraph.compile a loss_fn(output, target)"
+            )
+        return self.loss_fn
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients down to a total norm of at most ``max_norm``; returns the norm that they had.
+
+        As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
+        """
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up gradients on each rank, without communication.
+
+        The first backward outside reduces the sum. ``parameter.grad`` appears with that one.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        executable = self._executable(leaves, spec, loss_fn)
+        sync = self._sync
+        return executable(self._numbers.lift(leaves, spec), lambda: sync)
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    def compile_for(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for these inputs now, without running; only shapes, dtypes and numbers of them matter."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        self._executable(leaves, spec, self.loss_fn if "target" in kwargs else None)
+
+    def _executable(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
+        (executable,) = self._executables([leaves], spec, loss_fn)
+        return executable
+
+    def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
+        """What runs calls with these flattened inputs, all of one structure; compiled where it is not yet."""
+        for leaves in calls:
+            self._numbers.see(leaves, spec)
+        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn) for leaves in calls]
+        if self._latest is not None and self._latest[0] == keys:
+            return self._latest[1]
+        # Ranks change programs together or not at all: one that went on alone would block the others.
+        self._agreement.agree(
+            "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
+        )
+        for key, leaves in zip(keys, calls, strict=True):
+            if key not in self._programs:
+                self._programs[key] = self._compile(leaves, spec, loss_fn)
+                if len(self._programs) > _MAX_PROGRAMS:
+                    self._programs.popitem(last=False)
+            self._programs.move_to_end(key)
+        self._latest = keys, [self._programs[key] for key in keys]
+        return self._latest[1]
+
+    def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
+        model, text = self.__dict__["original"], ""
+        error: Exception | None = None
+        try:
+            with Progress(self.plan.name, STAGES, self._progress) as show:
+                program = self._build(model, leaves, spec, loss_fn, show)
+            text = program.text
+        except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+            error = failure
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
+        return self._bound(program)
+
+    def _bound(self, program: Any) -> Any:
+        """What this rank runs of a program."""
+        return Executable(program, self._state)
+
+    def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
+        def build(values: list[Any]) -> Any:
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            return self._program(model, args, kwargs, loss_fn, show)
+
+        lifted = self._numbers.lift(leaves, spec)
+        try:
+            return build(lifted)
+        except CaptureError:
+            if not self._numbers.give_up(spec):
+                raise
+            return build(leaves)  # the number decides shapes or control flow: a constant after all
+
+    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
+        return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
+
+    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any) -> tuple[Any, ...]:
+        model = self.__dict__["original"]
+        kinds = tuple(
+            (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        )
+        modes = tuple(module.training for module in model.modules())
+        frozen = tuple(parameter.requires_grad for parameter in model.parameters())
+        autocast = torch_api.autocast_state(self._state.device.type)
+        return spec, kinds, modes, frozen, torch.is_grad_enabled(), autocast, loss_fn is not None
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The forward graph of the latest program, as this rank runs it."""
+        return self._compiled().forward.module
+
+    @property
+    def backward_graph(self) -> fx.GraphModule | None:
+        """The backward graph of the latest program, or None for one without gradients."""
+        executable = self._compiled()
+        return None if executable.program.backward is None else executable.backward("reduce").module
+
+    @property
+    def program(self) -> Program:
+        """The latest program: its graphs as all ranks have them, and its plan."""
+        return self._compiled().program
+
+    def _compiled(self) -> Any:
+        if self._latest is None:
+            raise ShardGraphError(
+                "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"
+            )
+        return self._latest[1][0]
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``.
+
+        A parameter that is split in several blocks of a dimension, as a fused projection is, comes gathered along that
+        axis, since ``torch.distributed.checkpoint`` has no words for it: all ranks must call this then.
+        """
+        state = super().state_dict(*args, **kwargs)
+        return state if kwargs.get("keep_vars") else checkpoint.describable(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load sharded (DTensor) or whole tensors into the shards, in place.
+
+        Raises:
+            CheckpointError: names or shapes are those of another model; nothing has been loaded.
+        """
+        if assign:
+            raise ShardGraphError("load_state_dict(assign=True) would replace the shards; load in place (the default)")
+        return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
+        return checkpoint.full_state_dict(self, self._whole())
+
+    def _whole(self) -> checkpoint.Whole | None:
+        """How the whole of a tensor is had on rank 0; None: from the mesh that it lies on."""
+        return None
+
+    def save_safetensors(self, path: str | Path) -> None:
+        """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
+        checkpoint.save_safetensors(self, path, self._whole())
+
+
+def _describe(key: tuple[Any, ...]) -> str:
+    """A program's key for people: what must be equal between ranks."""
+    spec, kinds, modes, frozen, grad, autocast, with_loss = key
+    lines = [f"structure {spec}"]
+    for i, kind in enumerate(kinds):
+        is_tensor = isinstance(kind, tuple) and len(kind) == 4
+        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {kind!r}")
+    lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
+    lines.append(f"{sum(frozen)} of {len(frozen)} parameters require a gradient")
+    lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
+    return "\n".join(lines)
+
+
+class _Numbers:
+    """Python numbers among the inputs: constants of a program, until one is seen to change.
+
+    A number that changes becomes a 0-dimensional tensor input, so that a new value is not a new program.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Any, int], Any] = {}
+        self._changing: set[tuple[Any, int]] = set()
+        self._constant: set[Any] = set()
+
+    def see(self, leaves: list[Any], spec: Any) -> None:
+        for i, leaf in enumerate(leaves):
+            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            if number and self._seen.setdefault((spec, i), leaf) != leaf:
+                self._changing.add((spec, i))
+
+    def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
+        if spec in self._constant or not self._changing:
+            return leaves
+        return [torch.tensor(leaf) if (spec, i) in self._changing else leaf for i, leaf in enumerate(leaves)]
+
+    def give_up(self, spec: Any) -> bool:
+        """Treat this structure's numbers as constants from now on; whether that changes anything."""
+        if spec in self._constant or not any(where == spec for where, _ in self._changing):
+            return False
+        self._constant.add(spec)
+        return True

@@ -1,0 +1,376 @@
+"""The kinds of annotations. Each is a small frozen dataclass, registered with ``@kind``, that prints as it is written.
+
+A kind of parameters says what becomes of the parameter's plan (:meth:`ParameterAnnotation.changed`). What applies a
+kind of modules reads it from the plan: placements of activations are put into the graph at capture
+(:mod:`shardgraph.plans.annotations.constrain`), and so are casts (:mod:`shardgraph.capture.casting`); ``recompute``
+and ``save`` are applied by :mod:`shardgraph.passes.recompute.recompute`, ``stage`` by
+:mod:`shardgraph.passes.pipeline.cuts`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from shardgraph.errors import PlanError, nearest
+from shardgraph.mesh import Mesh
+from shardgraph.plans.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
+from shardgraph.plans.precision import dtype_name
+
+
+class Axes(Protocol):
+    """What an annotation reads of a plan: its name and its mesh, whose axes are of data, operators or experts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def operators(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def experts(self) -> str: ...
+
+
+class Annotation:
+    """A constraint on the plan of what a pattern names."""
+
+    def contradicts(self, other: Annotation) -> bool:
+        """Whether nothing can be as both say."""
+        return False
+
+    def __repr__(self) -> str:
+        given = []
+        for position, field in enumerate(fields(self)):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            text = json.dumps(value) if isinstance(value, str) else repr(value)
+            if field.default is MISSING or value != field.default:
+                given.append(text if field.default is MISSING or not position else f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+class ParameterAnnotation(Annotation):
+    """An annotation of parameters."""
+
+    def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
+        """The plan of a parameter of global ``shape`` for which ``plan`` has ``entry``, as it is annotated.
+
+        Raises:
+            PlanError: it cannot be; the message says why and what would work.
+        """
+        raise TypeError(f"{self} does not say what it changes")
+
+
+class ModuleAnnotation(Annotation):
+    """An annotation of modules."""
+
+
+KINDS: dict[str, type[Annotation]] = {}
+
+_Kind = TypeVar("_Kind", bound=type[Annotation])
+
+
+def kind(cls: _Kind) -> _Kind:
+    """Register a kind of annotation under its name."""
+    KINDS[cls.__name__] = cls
+    return cls
+
+
+# -- placements --------------------------------------------------------------------------------------------
+
+
+class Placement(ParameterAnnotation):
+    """How a tensor lies along a mesh axis; ``mesh_dim`` None is every axis."""
+
+    mesh_dim: str | None
+
+    def contradicts(self, other: Annotation) -> bool:
+        if not isinstance(other, Placement) or self == other:
+            return False
+        differ = type(self) is not type(other) or isinstance(self, shard)
+        return differ and (None in (self.mesh_dim, other.mesh_dim) or self.mesh_dim == other.mesh_dim)
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class shard(Placement):
+    """Every rank along ``mesh_dim`` has another part of dimension ``dim``, or of each of ``blocks`` equal blocks of it.
+
+    Along an axis of operators the part is what the rank computes with. Along an axis of data a parameter is stored so,
+    with ``dim`` 0, and gathered before use.
+    """
+
+    dim: int
+    mesh_dim: str
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        _expect(isinstance(self.dim, int), self, "dim", "a dimension of the tensor, such as 0 or -1")
+        _expect(isinstance(self.mesh_dim, str), self, "mesh_dim", "the name of a mesh axis, such as 'tp'")
+        _expect(isinstance(self.blocks, int) and self.blocks > 0, self, "blocks", "a whole number from 1")
+
+    def part(self, shape: Sequence[int], ranks: int) -> int:
+        """The dimension of a tensor of ``shape`` that is cut, counted from the first.
+
+        Raises:
+            PlanError: there is no such dimension, or it cannot be cut among so many ranks.
+        """
+        if not -len(shape) <= self.dim < len(shape):
+            raise PlanError(f"it has {len(shape)} dimensions: dim may be {-len(shape)} to {len(shape) - 1}")
+        dim, least = self.dim % len(shape), self.blocks * ranks
+        if not shape[dim] or shape[dim] % least:
+            raise PlanError(
+                f"{self.mesh_dim!r} has {ranks} ranks and dimension {dim} is {shape[dim]}: a multiple of {least} "
+                f"works, such as {max(1, math.ceil(shape[dim] / least)) * least}"
+            )
+        return dim
+
+    def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
+        """``split(dim)`` along an axis of operators or experts, ``shard(0)`` along one of data."""
+        position = plan.axes.index(self.mesh_dim)
+        if dict(plan.operators).get(self.mesh_dim) == "context":
+            raise PlanError(
+                f"{self.mesh_dim!r} cuts sequences, along which parameters are whole: "
+                f"replicate({self.mesh_dim!r}) works"
+            )
+        if self.mesh_dim in (*dict(plan.operators), plan.experts):
+            dim = self.part(shape, plan.mesh[position][1])
+            if self.mesh_dim == plan.experts and (dim or self.blocks > 1):
+                raise PlanError(
+                    f"{self.mesh_dim!r} divides experts, which lie along dimension 0: shard(0, {self.mesh_dim!r}) works"
+                )
+            return _placed(entry, position, split_text(dim, self.blocks))
+        if not shape or not math.prod(shape):
+            raise PlanError("it has no rows to store in parts; replicate() works")
+        if self.dim % len(shape) or self.blocks > 1:
+            raise PlanError(
+                f"{self.mesh_dim!r} is an axis of data, along which parameters are stored in parts of dimension 0: "
+                f"shard(0, {self.mesh_dim!r}) works, and so does an axis of operators, as plan 'tp' has one"
+            )
+        if entry.shard_axis is None:
+            entry = replace(entry, gradient="reduce_scatter", reshard_after_forward=True)
+        whole = tuple(REPLICATE if p == SHARD else p for p in entry.placements)
+        return replace(entry, placements=(*whole[:position], SHARD, *whole[position + 1 :]))
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class replicate(Placement):
+    """Every rank along ``mesh_dim`` has all of it; without one, along every axis."""
+
+    mesh_dim: str | None = None
+
+    def __post_init__(self) -> None:
+        _expect(self.mesh_dim is None or isinstance(self.mesh_dim, str), self, "mesh_dim", "the name of a mesh axis")
+
+    def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
+        """Whole on every rank of the axis, also between steps."""
+        for position, axis in enumerate(plan.axes):
+            if self.mesh_dim in (None, axis):
+                if axis in (*dict(plan.operators), plan.experts):
+                    entry = _placed(entry, position, REPLICATE)
+                elif entry.shard_axis == position:
+                    entry = unsharded(entry)
+        return entry
+
+
+def _placed(entry: ParameterPlan, position: int, text: str) -> ParameterPlan:
+    now = entry.placements[position]
+    if now not in (AUTO, text):
+        raise PlanError(f"the plan's own entry places it as {now!r}: make that {AUTO!r}, or take back one of the two")
+    return replace(entry, placements=(*entry.placements[:position], text, *entry.placements[position + 1 :]))
+
+
+# -- when parameters are gathered --------------------------------------------------------------------------
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class keep_gathered(ParameterAnnotation):
+    """A parameter that is stored in shards stays gathered from forward to backward: less to send, more memory."""
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, reshard)
+
+    def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
+        """Not resharded after forward; what is whole anyway stays as it is."""
+        return replace(entry, reshard_after_forward=False)
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class reshard(ParameterAnnotation):
+    """A parameter that is stored in shards is freed after forward and gathered again in backward."""
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, keep_gathered)
+
+    def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
+        """Resharded after forward."""
+        if entry.shard_axis is None:
+            raise PlanError(
+                f"plan {plan.name!r} does not store it in shards: annotate it shard(0, ...) along an axis of data too"
+            )
+        return replace(entry, reshard_after_forward=True)
+
+
+# -- modules -----------------------------------------------------------------------------------------------
+
+
+class _OfValue(ModuleAnnotation):
+    placement: Placement
+    at: int | str
+
+    def contradicts(self, other: Annotation) -> bool:
+        return type(self) is type(other) and self.at == other.at and self.placement.contradicts(other.placement)
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class output(_OfValue):
+    """How what a module returns lies along an axis of operators, and its gradient equally.
+
+    ``at`` says which of the tensors that it returns, in order.
+    """
+
+    placement: Placement
+    at: int = 0
+
+    def __post_init__(self) -> None:
+        _expect(isinstance(self.placement, Placement), self, "placement", "shard(...) or replicate(...)")
+        _expect(isinstance(self.at, int) and self.at >= 0, self, "at", "a number from 0")
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class input(_OfValue):
+    """How what a module is called with lies along an axis of operators, and its gradient equally.
+
+    ``at`` says which of the tensors that it is given, in order, or the name of an argument of its forward. The inputs
+    of the model are those of the module ``""``.
+    """
+
+    placement: Placement
+    at: int | str = 0
+
+    def __post_init__(self) -> None:
+        _expect(isinstance(self.placement, Placement), self, "placement", "shard(...) or replicate(...)")
+        number = isinstance(self.at, int) and self.at >= 0
+        _expect(number or isinstance(self.at, str), self, "at", "a number from 0, or the name of an argument")
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class recompute(ModuleAnnotation):
+    """What a module computes is not kept for backward but computed again there, from its inputs.
+
+    Of several modules around an operation that say ``recompute()`` or ``save()`` the innermost counts.
+    """
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, save)
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class save(ModuleAnnotation):
+    """What backward needs of a module's values is kept, inside of ``recompute()`` and where it is gathered again."""
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, recompute)
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class stage(ModuleAnnotation):
+    """The module is in stage ``index`` of the pipeline, and so is what runs after it until the next stage begins.
+
+    The first stage, 0, begins with forward. Passes by without effect where the plan has no pipeline.
+    """
+
+    index: int
+
+    def __post_init__(self) -> None:
+        _expect(isinstance(self.index, int) and self.index >= 0, self, "index", "a whole number from 0")
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, stage) and other != self
+
+
+# -- offloading --------------------------------------------------------------------------------------------
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class offload(Annotation):
+    """A parameter is in host memory while it is not used, with its gradient and the optimizer's state.
+
+    Of a module, what is kept for backward of what it computes is in host memory meanwhile; where it is computed again,
+    what it is computed again from.
+    """
+
+
+# -- precision ---------------------------------------------------------------------------------------------
+
+
+@kind
+@dataclass(frozen=True, repr=False)
+class precision(Annotation):
+    """A module computes in ``dtype`` whatever the plan's precision is, or a parameter is computed with in it.
+
+    What a module is called with is cast to ``dtype``, and what it returns to ``outputs``, or else to the dtype of the
+    module that it is in. Of several modules around a parameter the innermost that says it counts.
+    """
+
+    dtype: str | torch.dtype
+    outputs: str | torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, "dtype of precision()"))
+        if self.outputs is not None:
+            object.__setattr__(self, "outputs", dtype_name(self.outputs, "outputs of precision()"))
+
+    def contradicts(self, other: Annotation) -> bool:
+        return isinstance(other, precision) and self != other
+
+
+# -- text --------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Annotation:
+    """The annotation that prints as ``text``.
+
+    Raises:
+        PlanError: it is none; the message says what there is.
+    """
+    try:
+        found = _built(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise PlanError(
+            f'{text!r} is no annotation ({error}): write one as in Python, such as shard(0, "tp")'
+        ) from None
+    if not isinstance(found, Annotation):
+        raise PlanError(f"{text!r} is no annotation; there are {', '.join(KINDS)}, each written as a call")
+    return found
+
+
+def _built(node: ast.expr) -> Any:
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    name = ast.unparse(node.func)
+    if name not in KINDS:
+        raise PlanError(f"there is no annotation {name!r}{nearest(name, KINDS)}; there are {', '.join(KINDS)}")
+    arguments = [_built(argument) for argument in node.args]
+    return KINDS[name](*arguments, **{str(each.arg): _built(each.value) for each in node.keywords})
+
+
+def _expect(right: bool, annotation: Annotation, field: str, allowed: str) -> None:
+    if not right:
+        raise PlanError(f"{field} of {annotation} is {getattr(annotation, field)!r}; it may be {allowed}")

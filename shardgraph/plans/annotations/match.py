@@ -1,0 +1,77 @@
+"""What the patterns of annotations mean: shell wildcards, name by name, or regular expressions.
+
+``*`` stands for any part of one name between dots, ``**`` for any number of names, and ``re:`` begins a regular
+expression that must match all of a full name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+
+from shardgraph.errors import PlanError, nearest
+from shardgraph.plans.annotations.kinds import Annotation
+
+Annotated = tuple[str, Annotation]
+"""A pattern and what it says of what it matches."""
+
+
+@functools.cache
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` names ``name``.
+
+    Raises:
+        PlanError: it is no regular expression.
+    """
+    if not pattern.startswith("re:"):
+        return _match(pattern.split(".") if pattern else [], name.split(".") if name else [])
+    try:
+        return re.fullmatch(pattern.removeprefix("re:"), name) is not None
+    except re.error as error:
+        raise PlanError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+
+
+def _match(pattern: list[str], names: list[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_match(pattern[1:], names[at:]) for at in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
+
+
+def said_of(
+    annotations: Sequence[Annotated], of: type[Annotation], names: Iterable[str], what: str
+) -> dict[str, list[Annotated]]:
+    """What annotations that are ``of`` a kind say of each of ``names``, which are ``what`` the model has.
+
+    Raises:
+        PlanError: a pattern matches none of them, or two annotations of the same one contradict each other.
+    """
+    names = list(names)
+    said: dict[str, list[Annotated]] = {}
+    for pattern, annotation in annotations:
+        if not isinstance(annotation, of):
+            continue
+        matched = [name for name in names if matches(pattern, name)]
+        if not matched:
+            known = nearest(pattern, names) or (f"; it has {', '.join(map(repr, names[:4]))}, ..." if names else "")
+            raise PlanError(f"{written((pattern, annotation))} matches none of the {what} of this model{known}")
+        for name in matched:
+            said.setdefault(name, []).append((pattern, annotation))
+    for name, given in said.items():
+        for one, other in itertools.combinations(given, 2):
+            if one[1].contradicts(other[1]):
+                raise PlanError(
+                    f"{written(one)} and {written(other)} contradict each other, and both are of {name!r}: take one "
+                    "back, or narrow its pattern"
+                )
+    return said
+
+
+def written(annotated: Annotated) -> str:
+    """``'layers.*': recompute()``."""
+    pattern, annotation = annotated
+    return f"{pattern!r}: {annotation}"

@@ -1,0 +1,51 @@
+"""Whether a device can compute in the dtypes that a plan asks for: one of this machine, or one that is described."""
+
+from __future__ import annotations
+
+import torch
+
+from shardgraph.cost_models.cluster import Device
+from shardgraph.errors import PlanError
+from shardgraph.plans.annotations.kinds import precision
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.precision import DTYPES, dtype_of
+
+
+def check_described(plan: Plan, device: Device) -> None:
+    """Raise PlanError if a described device has no matrix products in a dtype that ``plan`` asks for."""
+    able = [name for name in DTYPES if device.rate("matmul", name) is not None]
+    _check(plan, able, f"device {device.name!r}, as it is described,")
+
+
+def check_present(plan: Plan, device: torch.device) -> None:
+    """Raise PlanError if ``device``, of this machine, cannot compute matrix products in a dtype ``plan`` asks for."""
+    if _asked(plan):
+        able = [name for name in DTYPES if _multiplies(dtype_of(name), device)]
+        _check(plan, able, torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type}")
+
+
+def _asked(plan: Plan) -> list[str]:
+    said = [annotation.dtype for _, annotation in plan.annotations if isinstance(annotation, precision)]
+    return [str(name) for name in (plan.precision.parameters, *said) if name is not None]
+
+
+def _check(plan: Plan, able: list[str], device: str) -> None:
+    for name in _asked(plan):
+        if name not in able:
+            raise PlanError(
+                f"plan {plan.name!r} computes in {name}, which {device} cannot: it can in {', '.join(able) or 'none'}. "
+                f"Use a precision of these{', such as ' + repr(_SHORT[able[0]]) if able and able[0] in _SHORT else ''}"
+            )
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type == "cuda" and dtype == torch.bfloat16:  # before compute capability 8.0 emulated, and slow
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        return torch.equal(one @ one, one)
+    except (RuntimeError, TypeError):
+        return False

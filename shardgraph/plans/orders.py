@@ -1,0 +1,135 @@
+"""The pipeline schedules by name: where their stages are, which numbers they take, and what each rank does when.
+
+The orders are those that ``torch.distributed.pipelining`` executes, as plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+from shardgraph.cost_models.actions import Action, Kind, Order
+from shardgraph.errors import PlanError, nearest
+from shardgraph.torch_api import PipelineAction, pipeline_actions
+
+_ANY = "any number of microbatches"
+_STAGES = "no fewer microbatches than stages"
+_ROUNDS = "microbatches in equal rounds, of as many as there are ranks or a few more"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule asks for.
+
+    A rank has ``least`` to ``most`` stages. They lie in a loop over the ranks, or in a ``v``, which turns back at the
+    last rank: the first rank has the first stage and the last. ``rule`` says which numbers of microbatches there may
+    be. With ``prefetch`` a rank asks for messages before it comes to the action that needs them.
+    """
+
+    torch_name: str
+    least: int
+    most: float
+    v: bool
+    rule: str
+    prefetch: bool
+
+    def takes(self, microbatches: int, ranks: int, stages: int) -> bool:
+        """Whether ``rule`` holds."""
+        return {
+            _ANY: True,
+            _STAGES: microbatches >= stages,
+            _ROUNDS: microbatches % max(1, microbatches // ranks) == 0,
+        }[self.rule]
+
+
+SCHEDULES = {
+    "gpipe": Schedule("GPipe", 1, 1, False, _ANY, False),
+    "1f1b": Schedule("1F1B", 1, 1, False, _STAGES, False),
+    "interleaved-1f1b": Schedule("Interleaved1F1B", 2, math.inf, False, _ROUNDS, True),
+    "looped-bfs": Schedule("LoopedBFS", 2, math.inf, False, _ANY, True),
+    "interleaved-zero-bubble": Schedule("InterleavedZeroBubble", 1, math.inf, False, _ROUNDS, True),
+    "zbv": Schedule("ZBVZeroBubble", 2, 2, True, _ANY, True),
+    "dualpipev": Schedule("DualPipeV", 2, 2, True, _STAGES, True),
+}
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if name not in SCHEDULES:
+        hint = nearest(name, SCHEDULES) or f"; there are {', '.join(SCHEDULES)}"
+        raise PlanError(f"there is no pipeline schedule {name!r}{hint}")
+    return SCHEDULES[name]
+
+
+def stages_per_rank(schedule: str) -> int:
+    """The stages that a rank has where no one asks for more: one, or what the schedule needs."""
+    return find_schedule(schedule).least
+
+
+def rank_of_stage(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """The rank that runs each stage."""
+    turns = find_schedule(schedule).v
+    rounds = (divmod(stage, ranks) for stage in range(stages))
+    return tuple(ranks - 1 - rank if turns and turn % 2 else rank for turn, rank in rounds)
+
+
+def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
+    """That ``schedule`` runs so many microbatches through so many stages on so many ranks.
+
+    Raises:
+        PlanError: it does not; the message says what it would run.
+    """
+    kind = find_schedule(schedule)
+    if min(ranks, stages, microbatches) < 1:
+        raise PlanError(
+            f"a pipeline of {ranks} ranks, {stages} stages and {microbatches} microbatches cannot be: each is 1 or more"
+        )
+    if stages % ranks or not kind.least <= stages // ranks <= kind.most:
+        raise PlanError(_wrong_stages(schedule, kind, ranks, stages))
+    if not kind.takes(microbatches, ranks, stages):
+        lower = _first(range(microbatches - 1, 0, -1), kind, ranks, stages)
+        higher = _first(range(microbatches + 1, microbatches + stages + 1), kind, ranks, stages)
+        raise PlanError(
+            f"schedule {schedule!r} on {ranks} ranks with {stages} stages cannot run {microbatches} microbatches: it "
+            f"takes {kind.rule}, so {' or '.join(lower + higher)} would do, or schedule 'gpipe' with one stage per rank"
+        )
+
+
+@lru_cache(maxsize=64)
+def pipeline_order(schedule: str, ranks: int, stages: int, microbatches: int) -> Order:
+    """What each rank does in one step, in its order: that of torch's executor.
+
+    Raises:
+        PlanError: as :func:`check`.
+    """
+    check(schedule, ranks, stages, microbatches)
+    places = pipeline_actions(find_schedule(schedule).torch_name, ranks, stages, microbatches)
+    return tuple(tuple(action for place in each for action in _overlapping(place)) for each in places)
+
+
+def _overlapping(place: list[PipelineAction]) -> Iterator[Action]:
+    for at, (stage, kind, microbatch) in enumerate(place, start=1):
+        yield Action(stage, cast(Kind, kind), microbatch, with_next=at < len(place))
+
+
+def _wrong_stages(schedule: str, kind: Schedule, ranks: int, stages: int) -> str:
+    allowed = f"{kind.least}" if kind.most == kind.least else f"{kind.least} or more"
+    good = [f"{ranks * count}" for count in range(kind.least, int(min(kind.most, kind.least + 2)) + 1)]
+    each, rest = divmod(stages, ranks)
+    fits = [name for name, other in SCHEDULES.items() if not rest and other.least <= each <= other.most]
+    others = f"; {stages} stages are run by {', '.join(fits)}" if fits else ""
+    return (
+        f"schedule {schedule!r} cannot run {stages} stages on {ranks} ranks: each rank has {allowed} of its stages, so "
+        f"{' or '.join(good)} would do{others}"
+    )
+
+
+def _first(numbers: Iterable[int], kind: Schedule, ranks: int, stages: int) -> list[str]:
+    return [str(number) for number in numbers if kind.takes(number, ranks, stages)][:1]

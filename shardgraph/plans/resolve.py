@@ -1,0 +1,60 @@
+"""From what a caller names, a preset, a file or a plan, to the plan on a mesh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from shardgraph.errors import PlanError
+from shardgraph.mesh import Mesh
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.precision import Precision
+from shardgraph.plans.presets import preset, refuse_pipeline
+
+
+def resolve_plan(
+    plan: str | Path | Plan,
+    mesh: Mesh,
+    pipeline: Pipeline | None = None,
+    precision: str | Precision | None = None,
+) -> Plan:
+    """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs, with ``precision`` if it is given.
+
+    ``pipeline`` says what a preset's pipeline is to be.
+
+    Raises:
+        PlanError: no such preset, file or precision, or a plan made for another mesh.
+    """
+    found = _named_plan(plan, mesh, pipeline)
+    return found if precision is None else replace(found, precision=Precision.of(precision))
+
+
+def _named_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None) -> Plan:
+    if plan == "auto":
+        return _automatic(mesh)
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
+        plan = Plan.load(plan)
+    if isinstance(plan, str):
+        return preset(plan, mesh, pipeline)
+    if pipeline is not None:
+        raise PlanError("pipeline is for a plan that is asked for by name: this one says itself what its pipeline is")
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a plan is a name, a Plan or the path of a plan file, and this is a {type(plan).__name__}")
+    if tuple(size for _, size in plan.whole_mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
+        raise PlanError(
+            f"plan {plan.name!r} is for the mesh {dict(plan.whole_mesh)} ({plan.world_size} ranks), and this run has "
+            f"{dict(mesh)} ("
+            f"{math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan's mesh"
+        )
+    return plan
+
+
+def _automatic(mesh: Mesh) -> Plan:
+    refuse_pipeline(mesh)
+    world = math.prod(size for _, size in mesh)
+    if world == 1:
+        return replace(preset("single", mesh), note="chosen by 'auto': one rank, so there is nothing to shard")
+    name = "hsdp" if len(mesh) == 2 else "fsdp"
+    return replace(preset(name, mesh), note=f"chosen by 'auto': least memory per rank on {world} ranks")

@@ -1,0 +1,432 @@
+"""What a program costs, before it runs: every node, the memory of a step and the time it takes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.timeline import COMPUTE, COPIES, StepTime, Task, Timeline, simulate
+from shardgraph.errors import ShardGraphError
+from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
+from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
+from shardgraph.passes.analysis.local import on_rank, shard_bytes
+from shardgraph.passes.analysis.rows import Prices, Row, rows_of
+from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
+from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
+
+
+class OtherSizes(Protocol):
+    """What an analysis asks of the model that it is of."""
+
+    def symbolic(self) -> Any:
+        """The costs as expressions in batch, sequence and mesh sizes."""
+
+    def largest(self, size: str, budget: int) -> int:
+        """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget`` bytes."""
+
+
+class StepCosts:
+    """What follows from the predicted costs of a step on one rank, however they were found."""
+
+    plan: Plan
+    cluster: Cluster
+    samples: int
+    tokens: int
+
+    if TYPE_CHECKING:  # what each kind of analysis has in its own way
+
+        @property
+        def peak_memory(self) -> int: ...
+        @property
+        def time(self) -> StepTime: ...
+        @property
+        def flops(self) -> int: ...
+        @property
+        def rows(self) -> tuple[Row, ...]: ...
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak_memory <= self.cluster.device.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all ranks; 0 for inputs that are not sequences."""
+        return self.tokens / self.time.total if self.time.total else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the device's peak FLOP/s that the step attains, in the dtype of most of its FLOPs.
+
+        Definition: A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. None where the device states no peak.
+        """
+        peak = self.cluster.device.peak.get(self._dtype)
+        return self.flops / self.time.total / peak if peak and self.time.total else None
+
+    @property
+    def _dtype(self) -> str:
+        flops: Counter[str] = Counter()
+        for row in self.rows:
+            flops[row.dtype] += row.flops
+        return flops.most_common(1)[0][0] if flops else ""
+
+    def _totals(self) -> dict[str, Any]:
+        time = self.time
+        return {
+            "fits": self.fits,
+            "step": time.total,
+            "compute": time.compute,
+            "optimizer": time.optimizer,
+            "communication": time.communication,
+            "exposed": time.exposed,
+            "hidden": time.hidden,
+            "bubble": time.bubble,
+            "flops": self.flops,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "samples": self.samples,
+        }
+
+
+@dataclass(frozen=True)
+class Analysis(StepCosts):
+    """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
+
+    ``rows`` are its operations in the order in which they run, the optimizer's update last. ``samples`` and ``tokens``
+    are those of one step over all ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    optimizer: str
+    rows: tuple[Row, ...]
+    samples: int
+    tokens: int
+    other_sizes: OtherSizes | None = field(default=None, repr=False, compare=False)
+
+    # -- totals ------------------------------------------------------------------------------------
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one step on one rank."""
+        return sum(row.flops for row in self.rows)
+
+    @cached_property
+    def peak(self) -> Row:
+        """The first operation during which the most is live."""
+        return max(self.rows, key=lambda row: row.live)
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes live at once on one rank."""
+        return self.peak.live
+
+    @cached_property
+    def host_peak(self) -> Row:
+        """The first operation during which the most is live in host memory."""
+        return max(self.rows, key=lambda row: sum(row.host.values()))
+
+    @property
+    def host_memory(self) -> int:
+        """The most bytes live at once in host memory for one rank; 0 where nothing is offloaded."""
+        return sum(self.host_peak.host.values())
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The operations on their streams."""
+        return simulate(list(tasks_of(self.rows)), self.cluster.overlap)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The step's seconds by what they are spent on."""
+        optimizer = sum(row.seconds for row in self.rows if row.kind == "optimizer")
+        communication = sum(row.seconds for row in self.rows if row.stream)
+        compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer
+        return StepTime(compute, optimizer, communication, max(0.0, self.timeline.exposed))
+
+    @property
+    def unpriced(self) -> dict[str, int]:
+        """Operations that no formula was found for, priced by their bytes, and how often they occur."""
+        return dict(Counter(row.operation for row in self.rows if not row.known))
+
+    # -- other sizes -------------------------------------------------------------------------------
+
+    def symbolic(self) -> Any:
+        """The costs as sympy expressions in batch size, sequence length and mesh sizes; see
+        :class:`shardgraph.report.symbolic.Symbolic`.
+
+        Raises:
+            NotSizedError: the model does other things at other sizes.
+            ShardGraphError: this analysis is of a program; only one that starts from a model can change its sizes.
+        """
+        return self._other_sizes.symbolic()
+
+    def max_batch(self, memory: int | str | None = None) -> int:
+        """The most rows that a rank's call may have for the peak to be within ``memory``, such as ``"80GiB"``.
+
+        The default is what the device has. Raises as :meth:`symbolic`, and when not even one row fits.
+        """
+        return self._largest("batch", memory)
+
+    def max_sequence(self, memory: int | str | None = None) -> int:
+        """The longest sequence likewise, the batch being as it is."""
+        return self._largest("sequence", memory)
+
+    def _largest(self, size: str, memory: int | str | None) -> int:
+        budget = self.cluster.device.memory if memory is None else parse_bytes(memory)
+        return self._other_sizes.largest(size, budget)
+
+    @property
+    def _other_sizes(self) -> OtherSizes:
+        if self.other_sizes is None:
+            raise ShardGraphError(
+                "this is the analysis of a compiled program, whose sizes are fixed: shardgraph.analyze(model, ...) "
+                "gives one that can be asked for other sizes"
+            )
+        return self.other_sizes
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        """FLOPs, bytes moved, seconds of computation and bytes sent of every module with all below it, by name.
+
+        The model itself is ``""``. A node counts for its module and for each that contains it.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            for path in _ancestors(row.module):
+                entry = found.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "sent": 0})
+                entry["flops"] += row.flops
+                entry["sent"] += row.sent
+                entry["moved"] += 0 if row.stream else row.read + row.written
+                entry["seconds"] += 0 if row.stream else row.seconds
+        return dict(sorted(found.items()))
+
+    def table(self, limit: int = 20) -> str:
+        """The ``limit`` nodes that take longest, as text."""
+        lines = [f"{'node':<34}{'module':<34}{'GFLOP':>9}{'moved':>12}{'time':>10}{'live':>12}"]
+        for row in sorted(self.rows, key=lambda row: -row.seconds)[:limit]:
+            moved, live = format_bytes(row.read + row.written), format_bytes(row.live)
+            cells = f"{row.flops / 1e9:>9.3f}{moved:>12}{format_seconds(row.seconds):>10}{live:>12}"
+            lines.append(f"{row.half[0]}:{row.node[:31]:<32}{row.module[-33:]:<34}{cells}")
+        return "\n".join(lines)
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Every node as a dictionary."""
+        return [asdict(row) | {"live": row.live} for row in self.rows]
+
+    def to_json(self) -> str:
+        """Totals and every node, as JSON."""
+        return json.dumps({"summary": self.summary(), "nodes": self.to_records()}, indent=1)
+
+    def to_dataframe(self) -> Any:
+        """Every node as a row of a ``pandas.DataFrame``.
+
+        Raises:
+            ShardGraphError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ShardGraphError("to_dataframe needs pandas: pip install pandas, or use to_records()") from error
+        return pandas.DataFrame(self.to_records())
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write the timeline as a file that ui.perfetto.dev and chrome://tracing open; returns its path."""
+        Path(path).write_text(json.dumps(self.timeline.to_chrome_trace()), encoding="utf-8")
+        return Path(path)
+
+    def summary(self) -> dict[str, Any]:
+        """The totals by name: bytes, seconds and FLOPs of one rank."""
+        return {
+            "plan": self.plan.name,
+            "mesh": dict(self.plan.mesh),
+            "cluster": self.cluster.name,
+            "peak_memory": self.peak_memory,
+            "peak_at": f"{self.peak.half} {self.peak.node}",
+            "composition": dict(self.peak.memory),
+            "host_memory": self.host_memory,
+            "host_composition": dict(self.host_peak.host),
+            "copies": {stream: self.timeline.busy(stream) for stream in COPIES},
+            **self._totals(),
+            "unpriced": self.unpriced,
+        }
+
+    def __str__(self) -> str:
+        time = self.time
+        parts = sorted(self.peak.memory.items(), key=lambda item: -item[1])
+        lines = [
+            f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
+            f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half})"
+            f"{'' if self.fits else ', MORE THAN THE DEVICE HAS: ' + format_bytes(self.cluster.device.memory)}",
+            "    " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in parts),
+            f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
+            f"{format_seconds(time.optimizer)}, communication {format_seconds(time.communication)} of which "
+            f"{format_seconds(time.exposed)} exposed",
+            f"  {self.flops / 1e9:,.1f} GFLOP" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")
+            + (f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens else ""),
+        ]  # fmt: skip
+        if self.host_memory:
+            held = sorted(self.host_peak.host.items(), key=lambda item: -item[1])
+            copies = ", ".join(f"{format_seconds(self.timeline.busy(each))} {each}" for each in COPIES)
+            lines.append(
+                f"  host memory {format_bytes(self.host_memory)}: "
+                f"{', '.join(f'{kind} {format_bytes(nbytes)}' for kind, nbytes in held)}; copies {copies}"
+            )
+        if self.unpriced:
+            named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
+            lines.append(f"  priced by bytes for want of a formula: {named}")
+        return "\n".join(lines)
+
+
+def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
+    """Computation as one stream and every mesh axis as one.
+
+    A collective starts when the computation issued before it has ended; a wait holds the computation until its
+    collective has.
+    """
+    latest = -1  # the last task of the computation
+    for i, row in enumerate(rows):
+        if row.stream:
+            after: tuple[int, ...] = (latest,) if latest >= 0 else ()
+        else:
+            after, latest = (i - row.waits,) if row.waits else (), i
+        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node)
+
+
+def analyze_program(
+    program: Program,
+    cluster: Cluster,
+    *,
+    optimizer: str = "adamw",
+    fused: bool = False,
+    other_sizes: OtherSizes | None = None,
+) -> Analysis:
+    """Analyse a training step of an emitted program, or one without gradients: then forward alone.
+
+    :func:`shardgraph.analyze` starts from a model.
+
+    Args:
+        program: what :func:`shardgraph.passes.lowering.build_program` gives.
+        cluster: what it runs on.
+        optimizer: name of the optimizer, see :mod:`shardgraph.cost_models.optimizers`.
+        fused: take chains of pointwise operations as fused.
+        other_sizes: answers for other sizes of the model that the program was made from, if there are any.
+
+    Raises:
+        ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
+    """
+    plan = program.plan
+    cluster.check_mesh(plan.mesh)
+    memory = program_memory(program, optimizer, granule=cluster.device.allocation)
+    rows = list(rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused))
+    for host in (False, True):
+        if shards := _trained_shards(program, 0, host):
+            cost = optimizer_cost(optimizer)
+            rate = cluster.device.linked_host.optimizer if host else cluster.device.rate("optimizer")
+            assert rate is not None
+            seconds = sum(rate.seconds(cost.moved * nbytes) for nbytes in shards)
+            rows.append(update_row(shards, optimizer, seconds, memory, host))
+    samples, tokens = _batch(program)
+    ranks = plan.data_size
+    return Analysis(plan, cluster, optimizer, tuple(rows), samples * ranks, tokens * ranks, other_sizes)
+
+
+def update_row(shards: list[int], optimizer: str, seconds: float, memory: MemoryProfile, host: bool = False) -> Row:
+    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``; on the host or not."""
+    cost = optimizer_cost(optimizer)
+    return Row(
+        half="optimizer",
+        node="update",
+        operation=optimizer,
+        module="",
+        source="",
+        label=f"{optimizer} update" + (" on the host" if host else ""),
+        kind="optimizer",
+        dtype="",
+        stream="",
+        flops=0,
+        read=(cost.moved - cost.states - 1) * sum(shards),
+        written=(cost.states + 1) * sum(shards),
+        sent=0,
+        seconds=seconds,
+        memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
+        waits=0,
+        known=True,
+        host={kind: line[-1] for kind, line in memory.host.items() if line[-1]},
+    )
+
+
+def program_halves(program: Program) -> dict[str, fx.GraphModule]:
+    """The graphs that a step runs, by name, in order.
+
+    A model that returns a scalar is taken to be trained on it alone, as models that return their loss are;
+    otherwise the loss is taken to depend on every floating-point output.
+    """
+    if program.backward is None:
+        return {"forward": program.forward}
+    values = {
+        role.index: value.meta["val"]
+        for role, value in outputs(program.forward)
+        if isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+    }
+    scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
+    tangents = [role for role in placeholders(program.backward) if isinstance(role, Tangent)]
+    absent = frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))
+    return {"forward": program.forward, "backward": program.backward_variant("reduce", absent)}
+
+
+def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
+    """The memory of a training step on ``rank``, the optimizer's state and update included."""
+    halves = program_halves(program)
+    forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
+    on_device, on_host = (_trained_shards(program, rank, host) for host in (False, True))
+    return profile_step(forward, backward, granule, *(update_memory(each, optimizer) for each in (on_device, on_host)))
+
+
+def update_memory(shards: list[int], optimizer: str) -> UpdateMemory:
+    """What the optimizer takes beside ``shards`` (bytes of each) and their gradients."""
+    cost = optimizer_cost(optimizer)
+    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
+    return UpdateMemory(state, cost.temporaries * max(shards, default=0))
+
+
+def _trained_shards(program: Program, rank: int, host: bool) -> list[int]:
+    """Bytes of this rank's part of every parameter that gets a gradient and lies on the host, or of every other."""
+    if program.backward is None:
+        return []
+    trained = {r.of for r, v in outputs(program.backward) if isinstance(r, Gradient) and v is not None}
+    return [
+        shard_bytes(program.context, role.fqn, rank)
+        for role in trained
+        if isinstance(role, Parameter) and program.parameters[role.fqn].offload is host
+    ]
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    yield ""
+    parts = path.split(".") if path else []
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
+
+
+def _batch(program: Program) -> tuple[int, int]:
+    """``(samples, tokens)`` of one call: rows of the first tensor among the inputs, and elements of integer ones."""
+    roles = placeholders(program.forward).items()
+    tensors = [node.meta["val"] for role, node in roles if isinstance(role, Input) and node.meta["val"].dim()]
+    if not tensors:
+        return 0, 0
+    first = tensors[0]
+    sequence = first.dim() == 2 and not first.is_floating_point()
+    return first.shape[0], first.numel() if sequence else 0

@@ -1,0 +1,161 @@
+"""Ranks make sure that they agree before they go on, so that what would be a hang is an error on all of them.
+
+It goes through the key-value store of the process group and not through a collective: any backend will do,
+waiting has a limit, and a rank that fails can say so while others still work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardgraph.errors import RankMismatchError
+from shardgraph.torch_api import default_store
+
+_AGREED = "agreed"
+_SHOWN = 12  # lines of a difference, and ranks of a list, that a message shows
+
+_made: Counter[str] = Counter()  # agreements made so far, by name of their group
+
+
+class Agreement:
+    """A series of points that all ranks of a group pass together or not at all.
+
+    All ranks make their agreements in the same order, and call :meth:`agree` equally often. Each call is a round:
+    a rank posts a digest of its value, and the last to arrive compares the digests and posts the verdict for which
+    the others wait. So a round costs a few store operations per rank. The first verdict stands: a rank
+    that fails, or that has waited too long, posts its own, and every rank raises.
+
+    Args:
+        group: the ranks; None, a group of one and a fake group have nobody to ask, and agree with themselves.
+        timeout: seconds that a rank waits for the others in each round.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._timeout = timeout
+        self._round = 0
+        self._store: dist.Store | None = None
+        if group is None or dist.get_world_size(group) <= 1 or dist.get_backend(group) == "fake":
+            return
+        self._ranks = dist.get_process_group_ranks(group)
+        self._rank = dist.get_rank()
+        prefix = f"shardgraph/agreement/{group.group_name}/{_made[group.group_name]}"
+        _made[group.group_name] += 1
+        # A connection of our own: a long wait on the shared one would keep the process group's own threads from it.
+        self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # the stubs lack it
+
+    def agree(self, topic: str, value: str | None = None, error: BaseException | None = None) -> None:
+        """Return when all ranks have come here with the same ``topic`` and ``value`` and without error.
+
+        Args:
+            topic: what is agreed on, as a noun for messages: "the compiled program".
+            value: what must be equal, as lines for people to read; a message shows those that differ.
+            error: why this rank cannot go on; the others are told at once.
+
+        Raises:
+            RankMismatchError: on every rank: values or topics differ, a rank has an error, or a rank did not
+                come in time.
+            BaseException: ``error``, on the rank that has it.
+        """
+        verdict = _AGREED
+        if self._store is not None:
+            self._round += 1
+            try:
+                verdict = self._verdict(self._store, topic, value or "", error)
+            except RuntimeError as lost:
+                verdict = (
+                    f"rank {self._rank} lost the store of the process group at {topic}: {lost}. "
+                    "The process that serves it has ended, usually rank 0: look for the error of that rank"
+                )
+        if error is not None:
+            raise error
+        if verdict != _AGREED:
+            raise RankMismatchError(verdict)
+
+    def first_failure(self, text: str) -> str:
+        """What the first rank that failed said of it: ``text``, if that is this one. Without a round."""
+        if self._store is None:
+            return text
+        try:
+            return self._store.compare_set("failure", "", text).decode()
+        except RuntimeError:  # the store is gone with the rank that served it
+            return text
+
+    def _verdict(self, store: dist.Store, topic: str, value: str, error: BaseException | None) -> str:
+        key = f"{self._round}/verdict"
+        if error is not None:
+            store.compare_set(key, "", f"rank {self._rank} failed at {topic}: {type(error).__name__}: {error}")
+        # Posts are overwritten by the next round, whose ranks all have their verdict on this one.
+        store.set(f"text/{self._rank}", value)
+        store.set(f"post/{self._rank}", json.dumps([self._round, topic, _digest(value)]))
+        if store.add(f"{self._round}/arrived", 1) == len(self._ranks):
+            for spent in ("verdict", "arrived"):
+                store.delete_key(f"{self._round - 1}/{spent}")
+            if not store.check([key]):
+                store.compare_set(key, "", self._compare(store))
+        try:
+            if error is None:
+                store.wait([key], timedelta(seconds=self._timeout))
+        except RuntimeError:  # no verdict in time, or no store any more: the next line tells which
+            store.compare_set(key, "", self._overdue(store, topic))
+        return store.get(key).decode()
+
+    def _compare(self, store: dist.Store) -> str:
+        posts = [json.loads(post) for post in store.multi_get([f"post/{rank}" for rank in self._ranks])]
+        points = _camps(self._ranks, [topic for _, topic, _ in posts])
+        if len(points) > 1:
+            where = "; ".join(f"{_named(ranks)} at {topic}" for topic, ranks in points.items())
+            return f"the ranks are not at the same point: {where}. All ranks must make the same calls in the same order"
+        usual, *others = _camps(self._ranks, [digest for _, _, digest in posts]).values()
+        if not others:
+            return _AGREED
+        topic, one, other = posts[0][1], usual[0], others[0][0]
+        left, right = (text.decode().splitlines() for text in store.multi_get([f"text/{one}", f"text/{other}"]))
+        lines = list(difflib.unified_diff(left, right, f"rank {one}", f"rank {other}", n=0, lineterm=""))
+        more = ["..."] if len(lines) > _SHOWN else []
+        differing = sorted(rank for ranks in others for rank in ranks)
+        return "\n".join(
+            [
+                f"the ranks differ in {topic}: {_named(differing)} from {_named(usual)}. "
+                "Give every rank the same; what may differ is the content of its batch",
+                *lines[:_SHOWN],
+                *more,
+            ]
+        )
+
+    def _overdue(self, store: dist.Store, topic: str) -> str:
+        absent = [rank for rank in self._ranks if not self._came(store, rank)]
+        who = f"{_named(absent)} did not come" if absent else "all ranks came, but one stopped on its way"
+        return (
+            f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank was given a batch of "
+            "another shape, or none, or has ended, or is still busy: give all ranks batches of the same shapes and "
+            "equally many, or allow more time with timeout="
+        )
+
+    def _came(self, store: dist.Store, rank: int) -> bool:
+        post = f"post/{rank}"
+        return store.check([post]) and json.loads(store.get(post))[0] == self._round
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _camps(ranks: Iterable[int], values: Iterable[str]) -> dict[str, list[int]]:
+    """The ranks by their value, the largest camp first, and of equals the one with the lowest rank."""
+    camps: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        camps.setdefault(value, []).append(rank)
+    return dict(sorted(camps.items(), key=lambda camp: -len(camp[1])))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

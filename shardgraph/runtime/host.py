@@ -1,0 +1,155 @@
+"""Host memory beside the device's, and what copies between them on this rank (:mod:`shardgraph.ir.copies`).
+
+With an accelerator, host memory is pinned, each direction has a stream of its own, and what waits is the computation's
+stream; :func:`settle` holds this thread until all copies are done. Where the device is the CPU itself, both are the
+same memory: each direction has a thread of its own that copies, while this one computes, into tensors that are known as
+the host's by their storage.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from shardgraph.ir.copies import library
+
+library.define("empty_on_host(SymInt[] size, ScalarType dtype, bool pinned) -> Tensor")
+
+EMPTY_ON_HOST = torch.ops.shardgraph.empty_on_host.default
+
+
+# -- what is on the host ---------------------------------------------------------------------------
+
+_on_host: Any = WeakIdKeyDictionary()  # storages, with whether they take memory
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the CPU is known to be the host's, where the CPU is the device as well."""
+    return tensor.untyped_storage() in _on_host
+
+
+def known_on_host(tensor: torch.Tensor, in_file: bool = False) -> torch.Tensor:
+    """``tensor``, known from now on to be the host's, in its memory or in a file that is mapped there."""
+    _on_host[tensor.untyped_storage()] = not in_file
+    return tensor
+
+
+def is_in_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is known to be in a file, and takes no memory that cannot be had back."""
+    return _on_host.get(tensor.untyped_storage()) is False
+
+
+def empty_on_host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised host memory, from which copies to ``device`` go."""
+    return EMPTY_ON_HOST(size, dtype, device.type == "cuda")
+
+
+@torch.library.impl(library, "empty_on_host", "BackendSelect")
+def _empty(size: Any, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    return known_on_host(torch.empty(size, dtype=dtype, pin_memory=pinned))
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+_under_way: Any = WeakTensorKeyDictionary()  # what waits for a copy, by the tensor that it fills
+
+
+@torch.library.impl(library, "to_host", "CompositeExplicitAutograd")
+def _to_host(source: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda, requires_grad=False)
+    return _start("to host", known_on_host(copy), source)
+
+
+@torch.library.impl(library, "to_device", "CompositeExplicitAutograd")
+def _to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return _start("to device", torch.empty_like(source, device=device, requires_grad=False), source)
+
+
+@torch.library.impl(library, "wait_copy", "CompositeExplicitAutograd")
+def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if (started := _under_way.pop(copy, None)) is not None:
+        started.wait()
+    return copy
+
+
+def settle() -> None:
+    """Hold this thread until all copies have been made: the host may then read what came, and overwrite what went."""
+    for stream in _streams.values():
+        stream.synchronize()
+
+
+def _start(direction: str, copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    on_gpu = copy.is_cuda or source.is_cuda
+    _under_way[copy] = _Streamed(direction, copy, source) if on_gpu else _Threaded(direction, copy, source)
+    return copy
+
+
+class _Streamed:
+    """A copy on the CUDA stream of its direction.
+
+    The stream first waits for all that the computation has issued: the source may still be computed, and the memory
+    of the copy may still be read by what had it before.
+    """
+
+    def __init__(self, direction: str, copy: torch.Tensor, source: torch.Tensor) -> None:
+        device = copy.device if copy.is_cuda else source.device
+        self.computing, stream = torch.cuda.current_stream(device), _stream(direction, device)
+        stream.wait_stream(self.computing)
+        with torch.cuda.stream(stream), torch.no_grad():
+            copy.copy_(source, non_blocking=True)
+        self.event = stream.record_event()
+
+    def wait(self) -> None:
+        self.computing.wait_event(self.event)
+
+
+_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+
+
+def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
+    if (direction, device) not in _streams:
+        _streams[direction, device] = torch.cuda.Stream(device)
+    return _streams[direction, device]
+
+
+class _Threaded:
+    """A copy in the thread of its direction. It lets go of both tensors before it tells that it is done."""
+
+    def __init__(self, direction: str, copy: torch.Tensor, source: torch.Tensor) -> None:
+        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (copy, source.detach())
+        self.error: Exception | None = None
+        self.done = threading.Event()
+        _jobs(direction).put(self)
+
+    def run(self) -> None:
+        assert self.tensors is not None
+        try:
+            with torch.no_grad():
+                self.tensors[0].copy_(self.tensors[1])
+        except Exception as error:  # told to the thread that waits
+            self.error = error
+        self.tensors = None
+        self.done.set()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@cache
+def _jobs(direction: str) -> queue.SimpleQueue[_Threaded]:
+    """The copies of one direction, in order; a thread makes them, one at a time."""
+    jobs: queue.SimpleQueue[_Threaded] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            jobs.get().run()
+
+    threading.Thread(target=work, name=f"shardgraph copies {direction}", daemon=True).start()
+    return jobs

@@ -1,0 +1,255 @@
+"""This rank's stages, run: a training step by a schedule of torch.distributed.pipelining, or forward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from shardgraph import ir, torch_api
+from shardgraph.ir import Accumulated, IntermediateBase, Output
+from shardgraph.passes.pipeline.program import PipelineProgram, gradients_of, trained
+from shardgraph.plans.orders import find_schedule
+from shardgraph.plans.plan import Plan
+from shardgraph.runtime.executor import State, mesh_rank
+from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
+from shardgraph.runtime.pipeline.stage import BoundStage, Microbatch, RunningStage
+from shardgraph.runtime.pipeline.statistics import combined
+from shardgraph.runtime.rng import common_draw, rank_seed
+
+
+class BoundPipeline:
+    """A pipeline program for one kind of microbatch, with the stages of this rank bound to it."""
+
+    def __init__(self, program: PipelineProgram, state: State, numbers: Sequence[int]) -> None:
+        self.program = program
+        self.stages = {number: BoundStage(program, number, state.mesh) for number in numbers}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch of a call: the program for it, its flattened inputs, and its share of the batch's rows."""
+
+    bound: BoundPipeline
+    leaves: Sequence[Any]
+    share: float
+
+
+class RunningPipeline:
+    """The stages of this rank; ``mesh`` is that of all ranks, None for one process that has them all."""
+
+    def __init__(self, plan: Plan, state: State, mesh: DeviceMesh | None) -> None:
+        assert plan.pipeline is not None
+        self.plan, self.pipeline, self.state, self.mesh = plan, plan.pipeline, state, mesh
+        self.group = None if mesh is None else mesh.get_group(self.pipeline.axis)
+        self.rank = 0 if mesh is None else mesh.get_local_rank(self.pipeline.axis)
+        self.numbers = self.pipeline.stages_of(self.rank)
+        self.stages = [RunningStage(number, self.pipeline, state, self.group) for number in self.numbers]
+        self._schedules: dict[int, Any] = {}
+        self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The global ranks that have the stages before and after this rank's."""
+        beside = {number + step for number in self.numbers for step in (-1, 1)} & set(range(self.pipeline.count))
+        places = [place for place in self.pipeline.places_of(beside) if place != self.rank]
+        return [] if self.group is None else [dist.get_global_rank(self.group, place) for place in places]
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def train(self, work: Sequence[Work], reduce: bool, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of all microbatches; gives the loss of the whole batch, detached, on every rank.
+
+        Gradients are those of ``scale`` times the loss.
+        With ``reduce`` gradients are reduced and given to the parameters; else they are kept for the next step.
+        """
+        self._begin(work, train=True, scale=scale)
+        losses: list[torch.Tensor] = []
+        if self.group is None:
+            losses = self._one_after_the_other(len(work))
+        else:
+            self._by_schedule(len(work), losses)
+        self._write_buffers(work)
+        (traced,) = [v.meta["val"] for role, v in ir.outputs(work[0].bound.program.joint.module) if role == Output(0)]
+        loss = torch.zeros((), dtype=traced.dtype, device=self.state.device)
+        if losses:
+            loss = torch.stack([each.detach() * item.share for each, item in zip(losses, work, strict=True)]).sum()
+        if reduce:
+            self._finish_gradients(work[0].bound.program)
+        for stage in self.stages:
+            stage.end()
+        return self._from_last_stage(loss)
+
+    def _begin(self, work: Sequence[Work], train: bool, scale: float = 1.0) -> None:
+        count, data_rank = self.pipeline.count, 0 if self.state.mesh is None else mesh_rank(self.state.mesh)
+        alone = count == 1 and self.plan.data_size == 1
+        common = common_draw() if work[0].bound.program.random and not alone else None
+        for stage in self.stages:
+            mine = []
+            for number, item in enumerate(work):
+                again = train and self.pipeline.recomputes(number, len(work))
+                place = (number * count + stage.stage_index) * self.plan.data_size + self.plan.data_rank(data_rank)
+                seed = None if common is None else rank_seed(common, place)
+                bound, share = item.bound.stages[stage.stage_index], item.share * scale
+                mine.append(Microbatch(bound, item.leaves, share, again, seed))
+            stage.has_backward = train
+            stage.begin(mine)
+
+    def _one_after_the_other(self, count: int) -> list[torch.Tensor]:
+        losses = []
+        for number in range(count):
+            given: Any = ()
+            for stage in self.stages:
+                stage.set_local_fwd_input(given, number)
+                given = stage.forward_one_chunk(number)
+            losses.append(given)
+            gradients: Any = ()
+            for stage in reversed(self.stages):
+                stage.set_local_bwd_input(gradients, number)
+                stage.backward_one_chunk(number)
+                gradients = stage.get_local_bwd_output(number)
+        return losses
+
+    def _by_schedule(self, count: int, losses: list[torch.Tensor]) -> None:
+        if count not in self._schedules:
+            kind: Any = get_schedule_class(find_schedule(self.pipeline.schedule).torch_name)
+            stages: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
+            self._schedules[count] = kind(stages, count, loss_fn=lambda loss, _: loss)
+        with torch.enable_grad():  # which torch asks for, though our graphs need it not
+            self._schedules[count].step(target=torch.zeros(count), losses=losses, return_outputs=False)
+
+    def _write_buffers(self, work: Sequence[Work]) -> None:
+        written = [{f: v for stage in self.stages for f, v in stage.written[i].items()} for i in range(len(work))]
+        if not written[0]:
+            return
+        start = {fqn: self.state.model.get_buffer(fqn) for fqn in written[0]}
+        axes = tuple(axis for axis, _ in self.plan.data_mesh)
+        for fqn, value in combined([item.bound.program for item in work], start, written).items():
+            if self.state.mesh is not None and self.plan.data_size > 1 and value.is_floating_point():
+                value = value.contiguous()
+                dist.all_reduce(value, group=torch_api.group_along(self.state.mesh, axes))
+                value = value / self.plan.data_size
+            start[fqn].copy_(value)
+
+    def _finish_gradients(self, program: PipelineProgram) -> None:
+        """Reduce the gradients of this rank's stages, add up those of shared parameters, and give them out."""
+        totals: dict[str, torch.Tensor] = {}
+        for stage in self.stages:
+            own = stage.take_gradients()
+            reduce = stage.work[0].stage.reduce
+            if reduce is not None:
+                inputs = [own.pop(role.of.fqn) for role in reduce.takes if isinstance(role, Accumulated)]
+                own |= gradients_of(zip([role for role, _ in reduce.gives], reduce(inputs), strict=True))
+            for fqn, value in own.items():
+                totals[fqn] = totals[fqn] + value if fqn in totals else value
+        for fqn in sorted(trained(program.stages)):
+            ranks = self.pipeline.places_of(program.owners[fqn])
+            if len(ranks) > 1 and self.rank in ranks:
+                local = torch_api.local_tensor(self.state.model.get_parameter(fqn))
+                total = torch.zeros_like(local)  # not every stage that uses a parameter need have a gradient of it
+                totals[fqn] = total.copy_(totals[fqn]) if fqn in totals else total
+                dist.all_reduce(total, group=self._sharing[ranks])
+        taken: set[int] = set()
+        for fqn, value in totals.items():
+            self._give(fqn, value, taken)
+
+    def _give(self, fqn: str, gradient: torch.Tensor, taken: set[int]) -> None:
+        parameter = self.state.model.get_parameter(fqn)
+        local = torch_api.local_tensor(parameter)
+        memory = gradient.untyped_storage().data_ptr()
+        if gradient.stride() != local.stride() or memory in taken:  # as backward left it: a view, or another's too
+            gradient = torch.empty_like(local).copy_(gradient)
+        taken.add(gradient.untyped_storage().data_ptr())
+        placed = gradient if local is parameter else torch_api.as_placed(gradient, parameter)  # type: ignore[arg-type]
+        parameter.grad = placed if parameter.grad is None else parameter.grad + placed
+
+    def prepare(self, owners: Mapping[str, tuple[int, ...]]) -> None:
+        """Make the groups over which the gradients of shared parameters are added up; all ranks must call it."""
+        for fqn in sorted(owners):
+            ranks = self.pipeline.places_of(owners[fqn])
+            if len(ranks) > 1 and self.mesh is not None and ranks not in self._sharing:
+                self._sharing[ranks] = self._group_of(ranks, self.mesh)
+
+    def _group_of(self, ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        """The group of these places along the pipeline, at this rank's place along all other axes."""
+        if len(ranks) == self.pipeline.ranks:
+            return self.group
+        found = None
+        for column in mesh.mesh.reshape(self.pipeline.ranks, -1).t().tolist():  # the pipeline's axis is the outermost
+            group = dist.new_group([column[place] for place in ranks], backend=dist.get_backend(self.group))
+            found = group if column[self.rank] == dist.get_rank() else found
+        return found
+
+    # -- forward alone -----------------------------------------------------------------------------
+
+    def infer(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
+        """Forward of all microbatches; gives what the model returns for each, by role, on every rank."""
+        self._begin(work, train=False)
+        sent: list[Any] = []
+        for stage in self.stages:
+            for number in range(len(work)):
+                if not stage.is_first and stage.stage_index - 1 in self.numbers:
+                    before = self.stages[self.numbers.index(stage.stage_index - 1)]
+                    stage.set_local_fwd_input(before.leaving.pop(("forward", number)), number)
+                else:
+                    for each in _start(stage.get_fwd_recv_ops(number)):
+                        each.wait()
+                stage.forward_one_chunk(number)
+                if not stage.is_last and stage.stage_index + 1 not in self.numbers:
+                    sent += _start(stage.get_fwd_send_ops(number))
+        for each in sent:
+            each.wait()
+        results = [self._outputs(number, item) for number, item in enumerate(work)]
+        for stage in self.stages:
+            stage.end()
+        return results
+
+    def _outputs(self, number: int, item: Work) -> dict[Any, Any]:
+        last = next((stage for stage in self.stages if stage.is_last), None)
+        found = {} if last is None else last.outputs[number]
+        results: dict[Any, Any] = {}
+        for role, node in ir.outputs(item.bound.program.stages[-1].kept.forward):
+            if isinstance(role, (Output, IntermediateBase)):
+                if not hasattr(node, "meta"):
+                    results[role] = node  # a constant of the program
+                elif last is None:
+                    results[role] = self._from_last_stage(empty_like_traced(node.meta["val"], self.state.device))
+                else:
+                    results[role] = self._from_last_stage(in_layout(found[role], node.meta["val"]))
+        return results
+
+    def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
+        """What the rank of the last stage has, on every rank of the pipeline."""
+        if self.group is not None and value.numel():
+            source = dist.get_global_rank(self.group, self.pipeline.rank_of(self.pipeline.count - 1))
+            dist.broadcast(flat(value), src=source, group=self.group)
+        return value
+
+    def to_first_rank(
+        self, tensor: torch.Tensor, place: int, gathered: Callable[[torch.Tensor, bool], torch.Tensor]
+    ) -> torch.Tensor:
+        """The whole of a tensor, of which the ranks at ``place`` along the pipeline have parts, on global rank 0.
+
+        It is in CPU memory there, and empty on other ranks. All ranks must call it.
+        """
+        first_column = self.state.mesh is None or mesh_rank(self.state.mesh) == 0
+        whole = gathered(tensor, first_column) if self.rank == place else tensor.new_empty(0, device="cpu")
+        if place == 0 or self.group is None or not first_column:
+            return whole
+        ends = [dist.get_global_rank(self.group, each) for each in (0, place)]
+        if self.rank == place:
+            dist.send(whole.to(self.state.device), dst=ends[0], group=self.group)
+        elif self.rank == 0:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.state.device)
+            dist.recv(buffer, src=ends[1], group=self.group)
+            return buffer.cpu()
+        return tensor.new_empty(0, device="cpu")
+
+
+def _start(operations: list[dist.P2POp]) -> list[Any]:
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,0 +1,132 @@
+"""What the pieces between all places where a model may be cut take, so that the best cuts can be found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardgraph.cost_models.cluster import VIEW, Cluster
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.schedules import StageCost
+from shardgraph.ir import JointGraph, Parameter, Saved, copy_graph, outputs, placeholders
+from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.rows import Prices
+from shardgraph.passes.base import Context
+from shardgraph.passes.partition.split import split
+from shardgraph.passes.pipeline.assign import Assignment, assign_stages
+from shardgraph.passes.pipeline.cuts import cut_points
+from shardgraph.passes.pipeline.extract import crossings
+from shardgraph.plans.plan import Plan
+from shardgraph.report.messages import message_seconds
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The pieces of a model in the order of forward: what each costs, and which modules begin all but the first."""
+
+    costs: tuple[StageCost, ...]
+    names: tuple[str, ...]
+
+
+def blocks_of(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster, optimizer: str = "adamw"
+) -> Blocks:
+    """The pieces between all cut points of a model that was captured for one microbatch.
+
+    Times and bytes are those of a rank that computes the microbatch alone; what collectives inside of a stage add is
+    left out, since they add alike to all stages. Parameters, their gradients and the optimizer's state are those of the
+    rank's part under ``plan``.
+    """
+    assert plan.pipeline is not None
+    gm, points = copy_graph(joint.module), cut_points(joint.module)
+    named = {node.name: node for node in gm.graph.nodes}
+    assignment = assign_stages(gm, [named[point.node.name] for point in points])
+    work = _Work(gm, assignment, Prices(cluster, ()))
+    again = plan.pipeline.checkpoint != "never"
+    saved = [0] * assignment.count if again else _saved(gm, assignment, joint, plan)
+    fixed = _fixed(gm, assignment, plan, shapes, optimizer)
+    ends = crossings(gm, assignment)
+
+    def message(nodes: Sequence[fx.Node]) -> float:
+        return message_seconds((node.meta["val"] for node in nodes), plan, cluster)
+
+    costs = []
+    for number in range(assignment.count):
+        forward, weights = work.forward[number], work.weights[number]
+        rest = work.backward[number] - weights + (forward if again else 0.0)
+        costs.append(
+            StageCost(
+                forward=forward,
+                backward=rest + weights,
+                backward_input=rest,
+                backward_weight=weights,
+                send_output=message(ends[number + 1][0]) if number + 1 < assignment.count else 0.0,
+                send_gradient=message(ends[number - 1][1]) if number else 0.0,
+                saved=saved[number],
+                fixed=fixed[number],
+            )
+        )
+    return Blocks(tuple(costs), tuple(point.name for point in points))
+
+
+class _Work:
+    """Seconds of each piece: of forward, of backward, and of what in that only the gradients of weights need."""
+
+    def __init__(self, gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> None:
+        self.forward, self.backward, self.weights = ([0.0] * assignment.count for _ in range(3))
+        costs, passed = node_costs(gm), _passed_on(gm, assignment)
+        for node, cost in costs.items():
+            home = assignment.home.get(node)
+            if home is None or node in assignment.anywhere or cost.kind in ("free", "collective"):
+                continue
+            seconds = prices.view if cost.kind == VIEW else prices.computation(cost)
+            (self.forward if node in assignment.inside else self.backward)[home] += seconds
+            if node not in assignment.inside and node not in passed:
+                self.weights[home] += seconds
+
+
+def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
+    """The operations of backward that an earlier piece waits for."""
+    home = assignment.home
+    passed: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        own = home.get(node, 0)
+        if any(home.get(user, own) < own or (user in passed and home[user] == own) for user in node.users):
+            passed.add(node)
+    return passed
+
+
+def _saved(gm: fx.GraphModule, assignment: Assignment, joint: JointGraph, plan: Plan) -> list[int]:
+    """Bytes that each piece keeps for backward."""
+    forward, _ = split(copy_graph(gm), Context(plan.of_stage, {}, {}, joint.fake_mode))
+    homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
+    found = [0] * assignment.count
+    seen: set[int] = set()
+    for role, value in outputs(forward):
+        if isinstance(role, Saved) and isinstance(value, fx.Node) and value.name in homes and value.op != "placeholder":
+            tensor = value.meta["val"]
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[homes[value.name]] += storage.nbytes()
+    return found
+
+
+def _fixed(
+    gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mapping[str, torch.Size], optimizer: str
+) -> list[int]:
+    """Bytes of parameters, whole gradients and optimizer state, in the first piece that uses each parameter."""
+    entries, states = plan.of_stage.resolve(shapes), optimizer_cost(optimizer).states
+    found = [0] * assignment.count
+    for role, node in placeholders(gm).items():
+        if isinstance(role, Parameter):
+            entry, whole = entries[role.fqn], node.meta["val"].nbytes
+            for position in entry.splits:
+                whole //= plan.mesh[position][1]
+            part = whole if entry.shard_axis is None else -(-whole // plan.mesh[entry.shard_axis][1])
+            homes = [assignment.home[user] for user in node.users if user in assignment.home]
+            found[min(homes, default=0)] += part * (1 + states) + whole
+    return found

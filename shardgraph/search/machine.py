@@ -1,0 +1,51 @@
+"""The cluster and the mesh that a question is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.mesh import Mesh
+from shardgraph.plans.plan import Plan
+
+
+def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
+    """The cluster that a caller means, with enough nodes for ``ranks`` where only a device is named.
+
+    Raises:
+        ClusterError: no such device or file.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is None:
+        return Cluster.detect()
+    if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
+        return Cluster.load(cluster)
+    one = Cluster.of(cluster)
+    return Cluster.of(cluster, nodes=-(-ranks // one.devices_per_node))
+
+
+def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
+    """:func:`resolve_cluster`, where ranks may be more than this machine has cores.
+
+    Raises:
+        ClusterError: no such device or file.
+    """
+    machine = resolve_cluster(cluster, ranks)
+    return replace(machine, devices_per_node=max(machine.devices_per_node, ranks)) if cluster is None else machine
+
+
+def resolve_axes(plan: str | Path | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
+    """The mesh to plan for: as given, else the plan's own, else all of the cluster."""
+    if mesh is not None:
+        return tuple(mesh.items())
+    if isinstance(plan, (str, Path)) and str(plan).endswith((".yaml", ".yml")):
+        plan = Plan.load(plan)
+    if isinstance(plan, Plan):
+        return plan.whole_mesh
+    machine = resolve_cluster(cluster, 1)
+    if plan == "hsdp":
+        return (("dp_replicate", machine.nodes), ("dp_shard", machine.devices_per_node))
+    return (("dp", machine.world_size),)

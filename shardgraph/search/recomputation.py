@@ -1,0 +1,286 @@
+"""Recomputation under a budget of bytes: which choice is fastest of those whose simulated peak fits.
+
+Choices are found by an integer program, for fewer and fewer bytes that are kept (:mod:`shardgraph.passes.recompute`),
+whatever the budget is. The programs that follow from them are simulated in the order of their time, and the first whose
+peak is within the budget is taken. So a smaller budget, which fewer of the same choices fit, never has a larger peak.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import PlanError
+from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.passes.analysis.rows import Prices
+from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
+from shardgraph.passes.lowering import WHOLE_PASSES, emit, place
+from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.passes.program import Program
+from shardgraph.passes.recompute.checkmate import backward_steps
+from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
+from shardgraph.passes.recompute.names import names_of, rules_for
+from shardgraph.passes.recompute.problem import Problem, problem_of
+from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
+from shardgraph.passes.recompute.values import Values, values_of
+from shardgraph.plans.plan import Plan, Recomputation
+from shardgraph.report.analysis import analyze_program, program_memory
+from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
+from shardgraph.torch_api import without_code
+
+_LEVELS = 24  # choices between all that backward reads kept and as little as can be
+_TRACTABLE, _EXACT_LEVELS = 24, 8  # operations of forward for which the exact program is solved too, and how often
+_STATE = ("parameters", "buffers", "inputs", "optimizer state")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recomputation: its rules, the ``seconds`` that it adds to a step, and bytes that are no longer kept."""
+
+    rules: Recomputation
+    seconds: float
+    dropped: int
+
+
+class Recomputations:
+    """The choices of recomputation for one plan of a captured model, and what becomes of it under each."""
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        plan: Plan,
+        shapes: Mapping[str, torch.Size],
+        cluster: Cluster,
+        optimizer: str = "adamw",
+    ) -> None:
+        self.joint, self.plan, self.shapes, self.cluster, self.optimizer = joint, plan, shapes, cluster, optimizer
+        with without_code():
+            self._placed, self._context = place(joint, plan.of_stage, shapes)
+        self._peaks: dict[Choice, int] = {}
+        self._latest: tuple[Choice, Program] | None = None
+
+    @cached_property
+    @without_code()
+    def choices(self) -> list[Choice]:
+        """From the least to the most time that is added; the first keeps all that backward reads."""
+        if self.plan.recompute != "budget" or not self.joint.differentiable:
+            return [Choice("none" if self.plan.recompute == "budget" else self.plan.recompute, 0.0, 0)]
+        gm = copy_graph(self._placed)
+        run_passes(gm, WHOLE_PASSES, self._of_its_own("none"))  # what is annotated
+        values = values_of(gm, self.cluster.device.allocation)
+        problem = problem_of(gm, values, Prices(self.cluster, self.plan.mesh))
+        seconds = {node: problem.seconds[key] for key, nodes in problem.members.items() for node in nodes}
+        names = names_of(values.makes)
+
+        def choice(again: Collection[fx.Node]) -> Choice:
+            added = sum(seconds[node] for node in again)
+            return Choice(rules_for(again, names) or "none", added, values.dropped(again))
+
+        found = {choice(again) for again in _ladder(problem, values)}
+        if len(values.makes) <= _TRACTABLE:
+            free = {node: s for node, s in seconds.items() if node not in values.once and "again" not in node.meta}
+            found |= {choice(again) for again in self._exact(gm, values, free, choice(()))}
+        return sorted(found, key=lambda choice: (choice.rules != "none", choice.seconds, choice.dropped))
+
+    def _exact(
+        self, gm: fx.GraphModule, values: Values, seconds: Mapping[fx.Node, float], everything: Choice
+    ) -> Iterator[Collection[fx.Node]]:
+        """What the exact program computes again under bounds between the peak of keeping everything and nothing."""
+        memory = program_memory(self.program(everything), self.optimizer, granule=self.cluster.device.allocation)
+        steps = backward_steps(gm, values, self.cluster.device.allocation)
+        stays = sum(memory.compositions[kind][0] for kind in memory.compositions if kind in _STATE)
+        for level in range(1, _EXACT_LEVELS):
+            schedule = least_seconds_of_any(
+                values, steps, seconds, int((memory.peak_bytes - stays) * (1 - level / _EXACT_LEVELS))
+            )
+            if schedule is not None:
+                yield schedule.again
+
+    @without_code()
+    def program(self, choice: Choice) -> Program:
+        """The program under a choice."""
+        if self._latest is None or self._latest[0] != choice:
+            context = self._of_its_own(choice.rules)
+            self._latest = choice, emit(self.joint, self.shapes, copy_graph(self._placed), context)
+        return self._latest[1]
+
+    def _of_its_own(self, rules: str | Recomputation) -> Context:
+        """What passes know of the placed graph, for them to change, with these rules in the plan."""
+        mode, plan = self._context.fake_mode, replace(self._context.plan, recompute=rules)
+        return replace(copy.deepcopy(replace(self._context, fake_mode=None)), plan=plan, fake_mode=mode)
+
+    @without_code()
+    def peak(self, choice: Choice) -> int:
+        """The most bytes live at once in a step under a choice: those of the program as it would run."""
+        if choice not in self._peaks:
+            memory = program_memory(self.program(choice), self.optimizer, granule=self.cluster.device.allocation)
+            self._peaks[choice] = memory.peak_bytes
+        return self._peaks[choice]
+
+    def chosen(self, choice: Choice) -> Plan:
+        """The plan with a choice written into it."""
+        return replace(self.plan, recompute=choice.rules)
+
+    def seconds(self, choice: Choice) -> float:
+        """The predicted time of a step under a choice."""
+        return analyze_program(self.program(choice), self.cluster, optimizer=self.optimizer).time.total
+
+    def fastest_within(self, budget: int) -> Choice:
+        """The choice that adds the least time of those whose peak is at most ``budget`` bytes.
+
+        Raises:
+            PlanError: none is; the message says what the smallest takes.
+        """
+        choice = self.nearest(budget)
+        if self.peak(choice) <= budget:
+            return choice
+        raise PlanError(
+            f"no recomputation brings plan {self.plan.name!r} on {dict(self.plan.whole_mesh)} within "
+            f"{format_bytes(budget)} per rank: the smallest peak is {format_bytes(self.peak(choice))}, with a "
+            f"predicted step of {format_seconds(self.seconds(choice))}. Allow that much, or use {self._alternatives}"
+        )
+
+    @property
+    def _alternatives(self) -> str:
+        return "more ranks, a smaller batch, or a plan that shards more"
+
+    def nearest(self, budget: int) -> Choice:
+        """The choice that adds the least time of those whose peak is at most ``budget`` bytes, or the smallest."""
+        if len(self.choices) == 1:
+            return self.choices[0]
+        for choice in self.choices:
+            if self._least_peak(choice) <= budget and self.peak(choice) <= budget:
+                return choice
+        return self._smallest()
+
+    def _smallest(self) -> Choice:
+        """The choice with the smallest peak; of equal ones the fastest."""
+        best = self.choices[-1]
+        for choice in sorted(self.choices, key=lambda each: -each.dropped):
+            if self._least_peak(choice) <= self.peak(best):
+                best = min(best, choice, key=lambda each: (self.peak(each), each.seconds))
+        return best
+
+    def _least_peak(self, choice: Choice) -> int:
+        """What the peak cannot be below, without simulating: that of keeping everything, less what is not kept."""
+        return self.peak(self.choices[0]) - self._kept_at_once * choice.dropped
+
+    @property
+    def _kept_at_once(self) -> int:
+        """For how many calls at most values are kept at the same time."""
+        return 1
+
+
+class PipelineRecomputations(Recomputations):
+    """The same of a pipeline, whose graph is that of one microbatch: the peak is that of any rank in the schedule."""
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        plan: Plan,
+        shapes: Mapping[str, torch.Size],
+        cluster: Cluster,
+        optimizer: str = "adamw",
+    ) -> None:
+        super().__init__(joint, plan, shapes, cluster, optimizer)
+        self._analyses: dict[Choice, PipelineAnalysis] = {}
+
+    def _exact(self, *_: object) -> Iterator[Collection[fx.Node]]:
+        yield from ()  # Checkmate's program is that of a single call
+
+    def peak(self, choice: Choice) -> int:
+        """The most bytes live at once on any rank in a step under a choice."""
+        return self._analysis(choice).peak_memory
+
+    def seconds(self, choice: Choice) -> float:
+        """The predicted time of a step under a choice."""
+        return self._analysis(choice).time.total
+
+    @without_code()
+    def _analysis(self, choice: Choice) -> PipelineAnalysis:
+        if choice not in self._analyses:
+            program = lower_pipeline(self.joint, self.chosen(choice), self.shapes)
+            self._analyses[choice] = analyze_pipeline(program, self.cluster, optimizer=self.optimizer)
+        return self._analyses[choice]
+
+    @property
+    def _alternatives(self) -> str:
+        return "more ranks, smaller microbatches, Pipeline(checkpoint='always'), or a plan that shards more"
+
+    @property
+    def _kept_at_once(self) -> int:
+        assert self.plan.pipeline is not None
+        step = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return max(max(accumulate(step[a.kind] for a in actions)) for actions in self.plan.pipeline.order)
+
+
+def _ladder(problem: Problem, values: Values) -> Iterator[set[fx.Node]]:
+    """What to compute again for fewer and fewer bytes that are kept, from none to as many as can be."""
+    nothing, everything = problem.operations({}), problem.operations(fewest_bytes(problem))
+    most, least = values.kept(nothing), values.kept(everything)
+    yield nothing
+    yield everything
+    for level in range(1, _LEVELS):
+        if counts := least_seconds(problem, most - (most - least) * level / _LEVELS):
+            yield problem.operations(counts)
+
+
+def with_recomputation(
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+    cluster: Cluster,
+    memory: int | str | None = None,
+    optimizer: str = "adamw",
+) -> Plan:
+    """``plan`` with what backward computes again so that the predicted peak of a rank is within ``memory``.
+
+    That is bytes or a text such as ``"12GiB"``; with ``"budget"`` the default is what the device has. A plan that says
+    by itself what is computed again, or that nothing is, is only held against the memory that is given. A loss over a
+    large vocabulary is computed in chunks where a plan does not say, and that is faster or all that fits.
+
+    Raises:
+        PlanError: that cannot be; the message says what the smallest takes.
+    """
+    if memory is None and plan.recompute != "budget":
+        return plan
+    budget = cluster.device.memory if memory is None else parse_bytes(memory)
+    found, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
+    found.fastest_within(budget)
+    note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(found.peak(choice))}"
+    return replace(found.chosen(choice), note=f"{plan.note}; {note}" if plan.note else note)
+
+
+def nearest_to(
+    budget: int,
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+    cluster: Cluster,
+    optimizer: str = "adamw",
+) -> tuple[Recomputations, Choice]:
+    """The fastest choice whose peak is at most ``budget`` bytes, or else the one with the smallest peak.
+
+    Where ``plan`` leaves it to be found, a loss over a large vocabulary is in chunks if that is faster, or smaller.
+    """
+    kind = Recomputations if plan.pipeline is None else PipelineRecomputations
+    found = kind(joint, plan, shapes, cluster, optimizer)
+    choice = found.nearest(budget)
+    fits = found.peak(choice) <= budget
+    settled = plan.recompute != "budget" or plan.loss_chunk is not None or (fits and not choice.seconds)
+    if settled or not has_scores(joint.module, LOSS_CHUNK):
+        return found, choice
+    chunked = kind(joint, replace(plan, loss_chunk=LOSS_CHUNK), shapes, cluster, optimizer)
+    other = chunked.nearest(budget)
+    if chunked.peak(other) > budget:
+        return (found, choice) if fits or found.peak(choice) <= chunked.peak(other) else (chunked, other)
+    return (found, choice) if fits and found.seconds(choice) <= chunked.seconds(other) else (chunked, other)

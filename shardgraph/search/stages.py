@@ -1,0 +1,96 @@
+"""Where the stages of a pipeline begin, where a plan leaves that open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.capture.capture import capture
+from shardgraph.cost_models.balance import balance
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import PlanError
+from shardgraph.ir import JointGraph
+from shardgraph.passes.lowering import place_operators
+from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of
+from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.pipeline.microbatches import microbatches
+from shardgraph.search.blocks import blocks_of
+from shardgraph.search.recomputation import with_recomputation
+
+
+def place_stages(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster | None = None
+) -> Plan:
+    """``plan`` with a beginning for every stage of its pipeline: as annotated, as ``balance`` says, or the best.
+
+    The best are those with which the simulated step is shortest and every rank has memory enough, priced on
+    ``cluster``; None: this machine. Of a plan whose recomputation is yet to be found for a budget it is the shortest.
+
+    Raises:
+        PlanError: what is said cannot be, contradicts itself, the model has fewer places to cut than that takes, or a
+            rank has not memory enough however it is cut.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    said = annotated_stages(joint.module, plan.annotations)
+    if said and (pipeline.stages or pipeline.balance) and said != pipeline.stages:
+        raise PlanError(
+            f"the annotations begin stages with {', '.join(map(repr, said))}, and the plan says "
+            f"{f'balance {list(pipeline.balance)}' if pipeline.balance else list(pipeline.stages)}: give one of the two"
+        )
+    stages = said or pipeline.stages
+    if pipeline.balance:
+        stages = balanced(joint.module, pipeline.balance)
+    elif not stages and pipeline.count > 1:
+        stages = _best(joint, plan, shapes, cluster or Cluster.detect())
+    beginnings_of(joint.module, stages)
+    return replace(plan, pipeline=replace(pipeline, stages=stages, balance=()))
+
+
+def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> tuple[str, ...]:
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    blocks = blocks_of(joint, plan, shapes, cluster)
+    if len(blocks.names) < pipeline.count - 1:
+        raise PlanError(
+            f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(blocks.names)} places for "
+            f"one ({', '.join(map(repr, blocks.names))}): use fewer ranks along {pipeline.axis!r}"
+        )
+    limit = math.inf if plan.recompute == "budget" else cluster.device.memory
+    found = balance(blocks.costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
+    return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
+
+
+def place_pipeline(
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Any,
+    cluster: Cluster,
+    memory: int | str | None = None,
+) -> tuple[Plan, dict[str, tuple[int, ...]]]:
+    """``plan`` with all that it leaves open found from a call of ``model``, and which stages use each parameter.
+
+    Raises:
+        CaptureError: the model cannot be traced into one graph.
+        PlanError: as :func:`place_stages` and :func:`shardgraph.search.recomputation.with_recomputation`, or the batch
+            cannot be cut into the plan's microbatches.
+    """
+    assert plan.pipeline is not None
+    args, kwargs = microbatches((args, kwargs), plan.pipeline.parts)[0]
+    shapes = named_shapes(model)
+    with torch.set_grad_enabled(loss_fn is not None):
+        cpu, said = torch.device("cpu"), plan.annotations
+        joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=plan.precision)
+    plan = place_stages(joint, plan, shapes, cluster)
+    plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
+    plan = with_recomputation(joint, plan, shapes, cluster, memory)
+    return plan, lower_pipeline(joint, plan, shapes).owners
