@@ -21,6 +21,7 @@ from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
 from shardgraph.ir import Gradient, Role, outputs
+from shardgraph.plans.activation_plan import Rules
 from shardgraph.plans.plan import ParameterPlan, Plan
 
 
@@ -31,8 +32,9 @@ class Context:
     ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
     whole, or the part that operators use once a pass has split them. ``fake_mode`` is the mode in which new
     ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of. ``sums`` has the axes of
-    operators over which a parameter's gradient is yet to be summed. ``stored`` is the dtype in which each parameter is
-    kept between steps, where it may be another than the graph's.
+    operators over which a parameter's gradient is yet to be summed. ``activations`` has the rules of operations
+    by axis, once a pass has placed them. ``stored`` is the dtype in which each parameter is kept between steps, where
+    it may be another than the graph's.
     """
 
     plan: Plan
@@ -43,6 +45,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     sums: dict[str, list[str]] = field(default_factory=dict)
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    activations: dict[str, Rules] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -17,11 +17,12 @@ from torch.distributed.tensor.placement_types import Placement
 from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter
 from shardgraph.passes.base import Context
+from shardgraph.passes.sharding.activations import choose
 from shardgraph.passes.sharding.constraints import Constraints, marks_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
-from shardgraph.passes.sharding.problem import choose_options
+from shardgraph.passes.sharding.problem import OperatorPlacements
 from shardgraph.passes.sharding.writer import Writer
 from shardgraph.plans.annotations.kinds import Placement as PlacementAnnotation
 from shardgraph.plans.annotations.match import matches, written
@@ -60,7 +61,8 @@ class ShardOperators:
         _note_unknown(gm, context)
         constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
         try:
-            chosen = choose_options(gm, parts, self.style, constraints)
+            placements = OperatorPlacements(gm, parts, self.style, constraints)
+            chosen = choose(gm, placements, self.axis, context)
         except PlanError as error:
             raise self._impossible(gm, context, constraints.parameters) or error from None
         for node, option in chosen.items():
@@ -78,7 +80,7 @@ class ShardOperators:
 
         def possible(wanted: Mapping[str, Placement]) -> bool:
             try:
-                choose_options(gm, parts, self.style, Constraints(wanted, {}))
+                OperatorPlacements(gm, parts, self.style, Constraints(wanted, {})).solve()
             except PlanError:
                 return False
             return True

@@ -19,6 +19,7 @@ from torch import fx
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.passes.analysis.names import names_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
@@ -27,7 +28,7 @@ from shardgraph.passes.pipeline.program import lower_pipeline
 from shardgraph.passes.program import Program
 from shardgraph.passes.recompute.checkmate import backward_steps
 from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
-from shardgraph.passes.recompute.names import names_of, rules_for
+from shardgraph.passes.recompute.names import rules_for
 from shardgraph.passes.recompute.problem import Problem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
