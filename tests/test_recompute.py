@@ -25,8 +25,8 @@ from shardgraph import (
 )
 from shardgraph.capture.capture import capture
 from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.names import Name, names_of
+from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context
 from shardgraph.passes.lowering import build_program

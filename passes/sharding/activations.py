@@ -97,7 +97,9 @@ def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Conte
             return applied.options
     chosen, gap = placements.solve()
     if gap:
-        context.notes.append(f"placements along {axis!r} are within {gap:.2%} of the fastest: the search ran out of time")
+        context.notes.append(
+            f"placements along {axis!r} are within {gap:.2%} of the fastest: the search ran out of time"
+        )
     context.activations[axis] = rules_for(gm, placements, chosen)
     return chosen
 
@@ -165,7 +167,9 @@ def apply_rules(rules: Rules, gm: fx.GraphModule, placements: Placements, axis: 
         if pattern not in used and not fnmatch.filter(every, pattern):
             ignored.append(pattern)
             if strict:
-                kept = nearest(pattern, dict.fromkeys(map(pattern_of, every))) or f"; it has {', '.join(every[:4])}, ..."
+                kept = (
+                    nearest(pattern, dict.fromkeys(map(pattern_of, every))) or f"; it has {', '.join(every[:4])}, ..."
+                )
                 raise PlanError(
                     f"the plan's activations along {axis!r} name the operation {pattern!r}, which this model does not "
                     f"have as captured here{kept}. Take the rule out, or all of 'activations' to have them chosen anew"

@@ -52,7 +52,17 @@ def written_plan(plan: Mapping[str, Any]) -> str:
         },
         "activations": _written_activations(plan["activations"]) if plan["activations"] else None,
     }
-    optional = ("activations", "considered", "loss_chunk", "operators", "experts", "pipeline", "precision", "offload", "annotations")
+    optional = (
+        "activations",
+        "considered",
+        "loss_chunk",
+        "operators",
+        "experts",
+        "pipeline",
+        "precision",
+        "offload",
+        "annotations",
+    )
     data = {key: value for key, value in data.items() if key not in optional or value}
     if plan["recompute"] == "none":
         del data["recompute"]
@@ -158,7 +168,9 @@ def _activations(data: dict[Any, Any], source: str) -> Activations:
                 f"{source}: activations.{axis} is {rules!r}; it may be a mapping of operations to the placements of "
                 "their operands and results"
             )
-    pairs = tuple((str(axis), tuple((str(name), text) for name, text in rules.items())) for axis, rules in along.items())
+    pairs = tuple(
+        (str(axis), tuple((str(name), text) for name, text in rules.items())) for axis, rules in along.items()
+    )
     try:
         return Activations(call, pairs)
     except PlanError as error:
