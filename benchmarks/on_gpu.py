@@ -3,13 +3,14 @@
     python benchmarks/on_gpu.py --out results.json
 
 Every section runs in a process of its own with a time limit, so that one that fails, hangs or breaks the device stops
-no other. Sections of right values run several at a time, then those that measure run alone. ``--device cpu --tiny`` runs
-the same code without a GPU, in which sections that need one are skipped. The exit status is 1 when a section failed.
+no other. Sections that compare values run several at a time, then those that measure, each alone. ``--device cpu
+--tiny`` runs the same code without a GPU; sections that need one are skipped. The exit status is 1 when one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -87,10 +88,8 @@ def run_section(name: str, options: argparse.Namespace, deadline: float, folder:
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
     """End a child and what it started: its session is its own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 
@@ -99,9 +98,12 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n== {result['name']}: {result['status']} ({result.get('seconds', 0):.0f} s)", flush=True)
     for line in result.get("lines", []):
         print(line)
+    shown: set[str] = set()
     for case, text in result.get("failures", {}).items():
+        lines = text.strip().splitlines()
         print(f"-- {case} failed:")
-        print("\n".join(line[:200] for line in text.strip().splitlines()[-15:]))
+        print("\n".join(line[:200] for line in (lines[-1:] if lines[-1] in shown else lines[-15:])))
+        shown.add(lines[-1])  # the same failure of another case is one line
     if result["status"] == "FAILED" and not result.get("failures"):
         print("\n".join(line[:200] for line in result.get("log", [])[-15:]))
 

@@ -1,4 +1,4 @@
-"""Recomputation, offload and a loss in chunks: the losses of the plain program, in less memory, with copies beside it."""
+"""Recomputation, offload and a loss in chunks: losses of the plain program in less memory, copies beside kernels."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def memory_savers(cases: Cases, machine: Machine) -> None:
             plain = plain or figures
             figures["loss_error"] = difference(torch.tensor(figures["losses"]), torch.tensor(plain["losses"]))
             cases.say(
-                f"{name:<24}peak {figures['bytes'] / 2**20:>8,.0f} MiB, {1e3 * figures['seconds']:>8.2f} ms a step, losses "
-                f"within {figures['loss_error']:.1e}; copies {figures.get('copies_ms', 0):.2f} ms, of which beside "
-                f"kernels {figures.get('overlap_ms', 0):.2f}"
+                f"{name:<24}peak {figures['bytes'] / 2**20:>8,.0f} MiB, {1e3 * figures['seconds']:>8.2f} ms a step, "
+                f"losses within {figures['loss_error']:.1e}; copies {figures.get('copies_ms', 0):.2f} ms, of which "
+                f"beside kernels {figures.get('overlap_ms', 0):.2f}"
             )
             check(figures["loss_error"] <= TOLERANCE, f"losses differ from the plain program's: {figures['losses']}")
             if machine.kind == "cuda" and options:

@@ -20,7 +20,10 @@ Configurations = dict[str, tuple[models.Make, str | None]]
 
 def configurations(tiny: bool) -> Configurations:
     if tiny:
-        return {"llama": (models.llama(2, 64, 2, 16, 128), None), "resnet, fsdp": (models.resnet(2, 32, (1, 1), "basic"), "fsdp")}
+        return {
+            "llama": (models.llama(2, 64, 2, 16, 128), None),
+            "resnet, fsdp": (models.resnet(2, 32, (1, 1), "basic"), "fsdp"),
+        }
     small, large = (12, 768), (16, 2048)  # 125 million parameters and 1 thousand million
     return {
         "llama 12x768, 8x1024": (models.llama(*small, 8, 1024), None),
@@ -43,8 +46,12 @@ def memory_and_time(cases: Cases, machine: Machine) -> None:
     cluster = cluster_name(machine)
     base = workspaces(machine)
     cases.figures["library workspaces"] = {"bytes": base, "cluster": str(cluster)}
-    cases.say(f"cluster {cluster or 'this machine'}; workspaces of libraries {base / 2**20:.0f} MiB, in what is measured")
-    cases.say(f"{'':<30}{'predicted':>10}{'measured':>10} MiB{'ratio':>7}{'predicted':>11}{'measured':>10} ms{'ratio':>7}")
+    cases.say(
+        f"cluster {cluster or 'this machine'}; workspaces of libraries {base / 2**20:.0f} MiB, in what is measured"
+    )
+    cases.say(
+        f"{'':<30}{'predicted':>10}{'measured':>10} MiB{'ratio':>7}{'predicted':>11}{'measured':>10} ms{'ratio':>7}"
+    )
     for name, (make, plan) in configurations(machine.tiny).items():
         with cases.case(name) as figures:
             figures |= measured_and_predicted(machine, make, plan, cluster)
@@ -54,7 +61,9 @@ def memory_and_time(cases: Cases, machine: Machine) -> None:
     for what in ("memory_ratio", "time_ratio"):
         errors = [abs(each[what] - 1) for each in found if each[what]]
         if errors:
-            cases.say(f"{what}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}, of {len(errors)}")
+            cases.say(
+                f"{what}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}, of {len(errors)}"
+            )
 
 
 def cluster_name(machine: Machine) -> str | None:
@@ -76,7 +85,9 @@ def workspaces(machine: Machine) -> int:
     return machine.allocated()
 
 
-def measured_and_predicted(machine: Machine, make: models.Make, plan: str | None, cluster: str | None) -> dict[str, Any]:
+def measured_and_predicted(
+    machine: Machine, make: models.Make, plan: str | None, cluster: str | None
+) -> dict[str, Any]:
     """Bytes and seconds of a step, predicted and measured."""
     model, call = models.seeded(make)
     told = shardgraph.analyze(
@@ -119,5 +130,7 @@ def peaks(machine: Machine, stepper: Stepper) -> dict[str, int]:
 def row(name: str, figures: dict[str, Any]) -> str:
     memory = f"{figures['predicted_bytes'] / 2**20:>10.0f}{figures['bytes'] / 2**20:>10.0f}    "
     memory += f"{figures['memory_ratio']:>7.3f}" if figures["memory_ratio"] else f"{'':>7}"
-    seconds = f"{1e3 * figures['predicted_seconds']:>11.1f}{1e3 * figures['seconds']:>10.1f}   {figures['time_ratio']:>7.2f}"
+    seconds = (
+        f"{1e3 * figures['predicted_seconds']:>11.1f}{1e3 * figures['seconds']:>10.1f}   {figures['time_ratio']:>7.2f}"
+    )
     return f"{name:<30}{memory}{seconds}"

@@ -55,8 +55,8 @@ def speed(cases: Cases, machine: Machine) -> None:
             assert first is not None
             cases.say(
                 f"{name:<26}{1e3 * stepper.median():>9.2f} ms, {stepper.median() / first.median():.2f} of the first, "
-                f"{1e3 * min(stepper.times):.2f} to {1e3 * max(stepper.times):.2f}; peak {figures['bytes'] / 2**20:,.0f} "
-                f"MiB; losses {', '.join(f'{loss:.4f}' for loss in figures['losses'])}"
+                f"{1e3 * min(stepper.times):.2f} to {1e3 * max(stepper.times):.2f}; peak "
+                f"{figures['bytes'] / 2**20:,.0f} MiB; losses {', '.join(f'{loss:.4f}' for loss in figures['losses'])}"
             )
 
 

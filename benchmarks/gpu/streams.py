@@ -26,5 +26,7 @@ def streams(cases: Cases, machine: Machine) -> None:
                         f"{plan}: stream {each['stream']}: {each['kernels']} kernels, {each['copies']} copies, "
                         f"{each['ms']:.2f} ms, beside compute {each['beside_compute_ms']:.2f}: {each['names'][:2]}"
                     )
-                check(len(figures["streams"]) > 1, "everything ran on one stream: no collective is beside the computation")
+                check(
+                    len(figures["streams"]) > 1, "everything ran on one stream: no collective is beside the computation"
+                )
             machine.free()

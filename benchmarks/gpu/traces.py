@@ -39,7 +39,13 @@ def traced(run: Callable[[], Any]) -> list[Work]:
 def read(events: list[dict[str, Any]]) -> list[Work]:
     """Kernels and copies among the events of a trace."""
     return [
-        Work(event["name"], event["cat"], event.get("args", {}).get("stream", -1), event["ts"], event["ts"] + event["dur"])
+        Work(
+            event["name"],
+            event["cat"],
+            event.get("args", {}).get("stream", -1),
+            event["ts"],
+            event["ts"] + event["dur"],
+        )
         for event in events
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")
     ]
