@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
-from shardgraph.host import TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 
 pytestmark = [
     pytest.mark.gpu,
