@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
+from shardgraph.capture.capture import capture
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.operations import operation_name
+from tests.zoo import make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,3 +94,14 @@ def test_what_is_not_kept_on_the_gpu_changes_no_loss_and_saves_memory(options):
     saving = shardgraph.compile(copy.deepcopy(model), plan="single", **options)
     assert peak(saving, x) < peak(plain, x)
     torch.testing.assert_close(losses(saving, x), losses(plain, x), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "conv-batch-norm", "t5"])
+def test_a_graph_of_the_gpu_has_the_operations_of_one_of_the_cpu(name):
+    model, (args, kwargs) = make(name, 2)
+
+    def operations(device: str) -> list[str]:
+        graph = capture(model, args, dict(kwargs), device=torch.device(device)).module.graph
+        return [operation_name(node.target) for node in graph.nodes if node.op == "call_function"]
+
+    assert operations("cuda") == operations("cpu")

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from shardgraph import torch_api
 from shardgraph.capture import constraints
+from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.constraints import check_met, constrained
 from shardgraph.capture.pytrees import register_types
@@ -111,7 +112,7 @@ def capture(
         casting(model, precision, annotations),
         _fake_state(model, fake_mode, device, dtypes) as canonical,
         constrained(model, annotations),
-        _without_fused_layers(),
+        same_kernels(),
         fake_mode,
     ):
         traced = model if loss_fn is None else WithLoss(model, loss_fn)
@@ -126,17 +127,6 @@ def capture(
     if loss_fn is own_loss:
         _check_loss(joint)
     return joint
-
-
-@contextmanager
-def _without_fused_layers() -> Iterator[None]:
-    """In eval mode ``nn.TransformerEncoderLayer`` is one operation, of which no plan can divide or cut anything."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
@@ -236,6 +226,7 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
     name = type(model).__name__
     try:
         captured = _trace(traced, args, kwargs, model)
+        write_out(captured)
         try:
             return torch_api.export_joint(captured, args, kwargs)
         except RuntimeError as error:
