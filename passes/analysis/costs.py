@@ -147,15 +147,25 @@ def _causal_length(node: fx.Node) -> int:
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     """A function of the node's (fake) arguments and result, or None."""
     packet = getattr(node.target, "overloadpacket", None)
+    given = _equal_heads if "_scaled_dot_product" in str(packet) else list
     if packet in flop_registry:
-        return lambda args, kwargs, value: flop_registry[packet](*args, **kwargs, out_val=value)
+        return lambda args, kwargs, value: flop_registry[packet](*given(args), **kwargs, out_val=value)
     if packet in EXTRA_FLOPS:
-        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*_shapes(args), **kwargs)
+        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*given(args), **kwargs)
     return None
 
 
-def _shapes(values: Any) -> list[Any]:
-    return [value.shape if isinstance(value, torch.Tensor) else value for value in values]
+def _equal_heads(args: Any) -> list[Any]:
+    """Shapes of the operands of attention, keys and values with the heads of the queries: the kernel computes as many.
+
+    The counter of torch 2.11 refuses fewer.
+    """
+    shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
+    heads = max(shape[1] for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4)
+    return [
+        torch.Size([shape[0], heads, *shape[2:]]) if isinstance(shape, torch.Size) and len(shape) == 4 else shape
+        for shape in shapes
+    ]
 
 
 def _is_view(node: fx.Node) -> bool:
