@@ -63,7 +63,10 @@ def run_section(name: str, options: argparse.Namespace, deadline: float, folder:
     command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
     log_path = folder / f"{name}.log"
     with log_path.open("w") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        environment = {"CUDA_VISIBLE_DEVICES": "0", **os.environ}
+        child = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
         try:
             code: int | None = child.wait(limit)
         except subprocess.TimeoutExpired:
@@ -108,6 +111,12 @@ def show(result: dict[str, Any]) -> None:
         print("\n".join(line[:200] for line in result.get("log", [])[-15:]))
 
 
+def cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def about(options: argparse.Namespace) -> dict[str, Any]:
     """The device and the versions, for the reader of the figures."""
     import torch
@@ -145,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         run_child(options)
         return 0
+    if options.device == "cuda" and not cuda_is_available():
+        parser.error("torch finds no CUDA device; --device cpu --tiny tests this script without one")
     environment = about(options)
     print(json.dumps(environment), flush=True)
     names = options.only or list(SECTIONS)

@@ -33,6 +33,11 @@ class Machine:
         """The device that computes."""
         return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
 
+    @property
+    def backend(self) -> str:
+        """What communicates between such devices."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
     def prepare(self) -> None:
         """Set this process up: full float32 products, no downloads, the GPU selected."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -72,13 +77,13 @@ class Machine:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def process_group(self, backend: str | None = None) -> Iterator[None]:
-        """A process group of this process alone; by default NCCL's on a GPU, else gloo's."""
+    def process_group(self, backend: str | None) -> Iterator[None]:
+        """A process group of this process alone; None: as of ``init_process_group()``."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        dist.init_process_group(backend or ("nccl" if self.kind == "cuda" else "gloo"))
+        dist.init_process_group(backend)
         try:
             yield
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
@@ -21,24 +20,17 @@ def default_device(cases: Cases, machine: Machine) -> None:
     """Where ``compile`` computes under process groups that are made in the usual ways."""
     for backend in (None, "cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"):
         name = "init_process_group()" if backend is None else f"init_process_group({backend!r})"
-        with cases.case(name) as figures:
-            with machine.process_group("gloo"):  # for the environment alone
-                pass
-            dist.init_process_group(backend)
-            try:
-                figures["get_backend"] = str(dist.get_backend())
-                sharded = shardgraph.compile(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), plan="fsdp")
-                figures["device"] = next(sharded.parameters()).device.type
-                cases.say(f"{name}: get_backend() is {figures['get_backend']!r}, compiled for {figures['device']}")
-                sharded(torch.randn(4, 8)).square().mean().backward()
-                check(figures["device"] == machine.kind, f"compiled for {figures['device']}, not for {machine.kind}")
-            finally:
-                dist.destroy_process_group()
+        with cases.case(name) as figures, machine.process_group(backend):
+            figures["get_backend"] = str(dist.get_backend())
+            sharded = shardgraph.compile(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), plan="fsdp")
+            figures["device"] = next(sharded.parameters()).device.type
+            cases.say(f"{name}: get_backend() is {figures['get_backend']!r}, compiled for {figures['device']}")
+            sharded(torch.randn(4, 8)).square().mean().backward()
+            check(figures["device"] == machine.kind, f"compiled for {figures['device']}, not for {machine.kind}")
     with cases.case("without a process group") as figures:
         sharded = shardgraph.compile(nn.Linear(8, 8).to(machine.device), plan="single")
         figures["device"] = sharded(torch.randn(4, 8, device=machine.device)).device.type
         check(figures["device"] == machine.kind, f"computed on {figures['device']}, not on {machine.kind}")
-    os.environ.pop("RANK", None)
 
 
 def one_rank(cases: Cases, machine: Machine) -> None:
@@ -48,7 +40,7 @@ def one_rank(cases: Cases, machine: Machine) -> None:
     eager = copy.deepcopy(original).to(machine.device)
     losses = train(eager, call, 3)
     theirs = weights(eager)
-    with machine.process_group():
+    with machine.process_group(machine.backend):
         for plan in ("ddp", "zero2", "fsdp", "single"):
             with cases.case(plan) as figures:
                 sharded = shardgraph.compile(copy.deepcopy(original), plan=plan)

@@ -45,9 +45,7 @@ def memory_savers(cases: Cases, machine: Machine) -> None:
 
 
 def measure(machine: Machine, make: models.Make, options: dict[str, Any], figures: dict[str, Any]) -> None:
-    model, call = models.seeded(make)
-    if options.get("offload") not in ("parameters", "all"):
-        model.to(machine.device)
+    model, call = models.seeded(make, machine.device)
     sharded = shardgraph.compile(model, plan="single", precision="bf16", **options)
     stepper = Stepper(machine, sharded, sharded, models.on(call, machine.device))
     figures["losses"] = [stepper.step().item() for _ in range(3)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -89,24 +88,23 @@ def measured_and_predicted(
     machine: Machine, make: models.Make, plan: str | None, cluster: str | None
 ) -> dict[str, Any]:
     """Bytes and seconds of a step, predicted and measured."""
-    model, call = models.seeded(make)
+    model, call = models.seeded(make, machine.device)
     told = shardgraph.analyze(
         model, plan=plan or "single", mesh={"dp": 1}, example_kwargs=call, cluster=cluster, precision="bf16"
     )
     figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     figures |= {"predicted_bytes": told.peak_memory, "predicted_seconds": told.time.total}
-    before = machine.allocated()
-    group: Callable[[], Any] = nullcontext if plan is None else machine.process_group
-    with group():
-        sharded = shardgraph.compile(model.to(machine.device), plan=plan or "single", precision="bf16")
+    with nullcontext() if plan is None else machine.process_group(machine.backend):
+        sharded = shardgraph.compile(model, plan=plan or "single", precision="bf16")
         stepper = Stepper(machine, sharded, sharded, models.on(call, machine.device))
         for _ in range(3):
             stepper.step()
         figures |= peaks(machine, stepper)
         for _ in range(3 if machine.tiny else 12):
             stepper.timed()
-    figures |= {"seconds": stepper.median(), "times": stepper.times, "allocated_before": before}
+    figures |= {"seconds": stepper.median(), "times": stepper.times}
     figures["time_ratio"] = figures["predicted_seconds"] / figures["seconds"]
+    figures["predicted_at_peak"] = {"half": told.peak.half, **told.peak.memory}
     figures["memory_ratio"] = figures["predicted_bytes"] / figures["bytes"] if figures["bytes"] else None
     return figures
 

@@ -23,50 +23,60 @@ Built = tuple[nn.Module, Callable[..., Any]]
 def speed(cases: Cases, machine: Machine) -> None:
     """Steps of all contenders, one of each in turn; each one's peak is what its own step adds to its own states."""
     make = models.llama(2, 64, 2, 16, 128) if machine.tiny else models.llama(16, 2048, 2, 2048)
-    contenders: dict[str, Callable[[nn.Module, Machine], Built]] = {
-        "eager, autocast": eager,
-        "shardgraph single": lambda model, machine: compiled(model, machine, "single"),
-        "shardgraph fsdp": lambda model, machine: compiled(model, machine, "fsdp"),
-        "fully_shard": fsdp2,
-        "torch.compile, autocast": inductor,
-    }
-    with machine.process_group():
-        steppers: dict[str, Stepper] = {}
-        for name, build in contenders.items():
-            with cases.case(name) as figures:
-                model, call = models.seeded(make)
-                figures["parameters"] = sum(p.numel() for p in model.parameters())
-                model, run = build(model, machine)
-                stepper = Stepper(machine, run, model, models.on(call, machine.device))
-                figures["losses"] = [stepper.step().item() for _ in range(3)]
-                figures |= own_peak(machine, stepper, model)
-                steppers[name] = stepper
-        for _ in range(3 if machine.tiny else 15):
-            for name in list(steppers):
-                try:
-                    steppers[name].timed()
-                except torch.OutOfMemoryError:
-                    with cases.case(f"{name}, beside the others"):
-                        raise
-        first = next(iter(steppers.values()), None)
+    steppers: dict[str, Stepper] = {}
+    add(cases, machine, steppers, make, "eager, autocast", eager)
+    add(cases, machine, steppers, make, "shardgraph single", lambda model, machine: compiled(model, machine, "single"))
+    with machine.process_group(machine.backend):
+        add(cases, machine, steppers, make, "shardgraph fsdp", lambda model, machine: compiled(model, machine, "fsdp"))
+        add(cases, machine, steppers, make, "fully_shard", fsdp2)
+        interleaved(cases, machine, steppers, "without torch.compile")
+        add(cases, machine, steppers, make, "torch.compile, autocast", inductor)  # last, because it may take too long
+        interleaved(cases, machine, steppers, "all")
+
+
+def add(
+    cases: Cases,
+    machine: Machine,
+    steppers: dict[str, Stepper],
+    make: models.Make,
+    name: str,
+    build: Callable[[nn.Module, Machine], Built],
+) -> None:
+    """One more contender, warmed up, with its losses and its peak."""
+    with cases.case(name) as figures:
+        model, call = models.seeded(make, machine.device)
+        figures["parameters"] = sum(p.numel() for p in model.parameters())
+        model, run = build(model, machine)
+        stepper = Stepper(machine, run, model, call)
+        figures["losses"] = [stepper.step().item() for _ in range(3)]
+        figures |= own_peak(machine, stepper, model)
+        steppers[name] = stepper
+        losses = ", ".join(f"{loss:.4f}" for loss in figures["losses"])
+        cases.say(f"{name:<26}peak {figures['bytes'] / 2**20:>9,.0f} MiB; losses {losses}")
+
+
+def interleaved(cases: Cases, machine: Machine, steppers: dict[str, Stepper], what: str) -> None:
+    """Steps of all contenders, one of each in turn."""
+    with cases.case(f"interleaved, {what}") as figures:
+        for stepper in steppers.values():
+            stepper.times.clear()
+        for _ in range(3 if machine.tiny else 12):
+            for stepper in steppers.values():
+                stepper.timed()
+        first = next(iter(steppers.values())).median()
         for name, stepper in steppers.items():
-            figures = cases.figures[name]
-            figures |= {"seconds": stepper.median(), "times": stepper.times}
-            assert first is not None
+            figures[name] = {"seconds": stepper.median(), "times": stepper.times[:]}
             cases.say(
-                f"{name:<26}{1e3 * stepper.median():>9.2f} ms, {stepper.median() / first.median():.2f} of the first, "
-                f"{1e3 * min(stepper.times):.2f} to {1e3 * max(stepper.times):.2f}; peak "
-                f"{figures['bytes'] / 2**20:,.0f} MiB; losses {', '.join(f'{loss:.4f}' for loss in figures['losses'])}"
+                f"{name:<26}{1e3 * stepper.median():>9.2f} ms, {stepper.median() / first:.2f} of the first, "
+                f"{1e3 * min(stepper.times):.2f} to {1e3 * max(stepper.times):.2f}"
             )
 
 
 def eager(model: nn.Module, machine: Machine) -> Built:
-    model.to(machine.device)
     return model, autocast(model, machine)
 
 
 def inductor(model: nn.Module, machine: Machine) -> Built:
-    model.to(machine.device)
     return model, autocast(model if machine.tiny else torch.compile(model), machine)
 
 
@@ -84,7 +94,6 @@ def compiled(model: nn.Module, machine: Machine, plan: str) -> Built:
 
 
 def fsdp2(model: nn.Module, machine: Machine) -> Built:
-    model.to(machine.device)
     mesh = init_device_mesh(machine.kind, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.model.layers:

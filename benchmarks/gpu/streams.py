@@ -12,10 +12,10 @@ def streams(cases: Cases, machine: Machine) -> None:
     """A step of each plan, traced. With one rank NCCL copies on the device where several ranks would communicate."""
     machine.need_cuda()
     make = models.llama(2, 64, 2, 16, 128) if machine.tiny else models.llama(8, 2048, 4, 1024)
-    with machine.process_group():
+    with machine.process_group(machine.backend):
         for plan in ("fsdp", "ddp"):
             with cases.case(plan) as figures:
-                model, call = models.seeded(make)
+                model, call = models.seeded(make, machine.device)
                 sharded = shardgraph.compile(model, plan=plan, precision="bf16")
                 stepper = Stepper(machine, sharded, sharded, models.on(call, machine.device))
                 for _ in range(3):

@@ -28,7 +28,7 @@ class Work:
 
 def traced(run: Callable[[], Any]) -> list[Work]:
     """The device's work while ``run`` runs; ``run`` ends with a synchronization."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -34,14 +34,14 @@ COLLECTIVES: dict[str, tuple[Placement, Placement]] = {
 
 
 def two_ranks(cases: Cases, machine: Machine) -> None:
-    """Collectives of gloo as they are, and plans over collectives that go through host memory."""
+    """Plans over collectives that go through host memory, and collectives of gloo as they are."""
+    plans = [(name, plan_against_one_process, (name, machine)) for name in ("ddp", "zero2", "fsdp", "tp")]
+    report(cases, launched(machine, plans))
     plain = [(name, collective, (name, machine)) for name in COLLECTIVES]
     for name, answer in launched(machine, plain):
         with cases.case(f"gloo alone: {name}") as figures:
             figures["result"] = answer if isinstance(answer, str) else "right" if all(answer) else "wrong values"
             cases.say(f"gloo alone, {name} of {machine.kind} tensors: {figures['result'].strip().splitlines()[-1]}")
-    plans = [(name, plan_against_one_process, (name, machine)) for name in ("ddp", "zero2", "fsdp", "tp")]
-    report(cases, launched(machine, plans))
 
 
 def context_parallel(cases: Cases, machine: Machine) -> None:
