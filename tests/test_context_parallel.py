@@ -15,13 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.ir import WAIT, collectives, send
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Operation, operands, results
 from shardgraph.passes.sharding.placements import local_shape
 from shardgraph.passes.sharding.rules import RULES
-from shardgraph.passes.sharding.writer import Writer
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
@@ -172,7 +173,7 @@ def test_kernels_for_cuda_are_given_arguments_of_their_shapes(attention):
     assert len(kernels) == 2
     for node in kernels:
         option = next(option for option in RULES[node.target](Operation(node, 2)) if option.lowering)
-        write = Writer(fx.Graph(), mode, "cp", 2)
+        write = AxisBuilder(fx.Graph(), Propagation(mode, (("cp", 2),)), "cp")
         given = [write.placeholder(*placed) for placed in zip(operands(node), option.operands, strict=True)]
         made = LOWERINGS[option.lowering](write, node, option, given)
         for part, placement, whole in zip(made, option.results, results(node), strict=True):

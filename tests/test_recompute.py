@@ -24,6 +24,7 @@ from shardgraph import (
     save,
 )
 from shardgraph.capture.capture import capture
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
@@ -363,9 +364,9 @@ def test_a_program_that_would_draw_other_numbers_in_backward_is_refused():
     joint, shapes = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU), named_shapes(Dropped())
     for node in joint.module.graph.nodes:
         if node.op == "call_function":
-            node.meta["again"] = True
+            RECOMPUTE.set(node, True)
     plan = preset("single", ())
-    halves = split(joint.module, Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode))
+    halves = split(joint.module, Context.of(plan, shapes, joint.fake_mode))
     with pytest.raises(RandomStateError, match=r"test_recompute\.py:\d+\) draws random numbers in forward"):
         check_random_state(*halves)
 

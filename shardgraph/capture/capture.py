@@ -38,6 +38,7 @@ from shardgraph.ir import (
     placeholders,
     set_outputs,
 )
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -141,13 +142,14 @@ def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
     The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
     """
     for node in gm.graph.nodes:
-        for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            if stack := node.meta.get(key):
+        for attribute in (MODULES, FORWARD_MODULES):
+            if stack := attribute.get(node):
                 names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
-                node.meta[key] = {
+                inside = {
                     call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
                     for call, (_, kind) in stack.items()
                 }
+                attribute.set(node, inside)
 
 
 # -- standing in for the model's tensors -----------------------------------------------------------
@@ -332,14 +334,15 @@ def _joint_graph(
     results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
     seen: dict[Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
-        node.meta["role"] = role(node.meta["desc"])
+        ROLE.set(node, role(node.meta["desc"]))
         # Tied parameters arrive under each of their names: one input serves them all.
-        if (first := seen.setdefault(node.meta["role"], node)) is not node:
+        if (first := seen.setdefault(ROLE.of(node), node)) is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
     set_outputs(gm, _sum_tied_gradients(gm, results))
     for node in gm.graph.nodes:
-        node.meta["source"] = _source_line(node)
+        SOURCE.set(node, _source_line(node))
+    forget_unknown(gm)
     gm.graph.lint()
     gm.recompile()
     # The tracer works in a mode of its own, and values of two modes do not mix.
@@ -362,11 +365,11 @@ def _is_none(value: Any) -> bool:
 
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', STACK_TRACE.get(node) or "")
     frames = [frame for frame in frames if frame[0] not in _OURS]
     if frames:
         return f"{frames[-1][0]}:{frames[-1][1]}"
-    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+    for path, kind in reversed(list((MODULES.get(node) or {}).values())):
         return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
     return ""
 
