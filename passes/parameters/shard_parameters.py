@@ -13,7 +13,7 @@ from torch import fx
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
-from shardgraph.passes.builder import Builder, padded_rows
+from shardgraph.passes.builder import Builder, padded_rows, read_instead
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
     rows, *rest = context.shapes[fqn]
     longest = padded_rows(rows, size) // size
     users = [user for user in node.users if user.op != "output"]
-    node.meta["val"] = context.values.empty((longest, *rest), node.meta["val"])
+    whole = node.meta["val"]
+    node.meta["val"] = context.values.empty((longest, *rest), whole)
     if not users:
         return
 
@@ -67,5 +68,4 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
         full = build.rows(full, rows)
     EQUALS.set(full, node.name)
     PLACEMENTS.set(full, PLACEMENTS.get(node, {}))
-    for user in users:
-        user.replace_input_with(node, full)
+    read_instead(users, node, whole, full, context.values)
