@@ -11,7 +11,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.ir.attributes import VALUE, Labels, write
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
-from shardgraph.ir.fake_values import Propagation, layout_of
+from shardgraph.ir.fake_values import Propagation
 
 aten = torch.ops.aten
 
@@ -122,16 +122,6 @@ class Builder:
     def to_host(self, tensor: fx.Node) -> fx.Node:
         """A copy in host memory."""
         return self.call(WAIT_COPY, self.call(TO_HOST, tensor), tensor)
-
-
-def read_instead(
-    users: list[fx.Node], before: fx.Node, value: torch.Tensor, after: fx.Node, values: Propagation
-) -> None:
-    """Let ``users`` read ``after`` in the place of ``before``, whose value was ``value``."""
-    for user in users:
-        user.replace_input_with(before, after)
-    if layout_of(value) != layout_of(VALUE.of(after)):
-        values.refresh([after])
 
 
 def padded_rows(rows: int, parts: int) -> int:

@@ -28,7 +28,7 @@ from shardgraph.ir.attributes import (
     SUBJECT,
 )
 from shardgraph.passes.base import Context
-from shardgraph.passes.builder import Builder, read_instead
+from shardgraph.passes.builder import Builder
 
 _HOST = torch.device("cpu")
 
@@ -101,4 +101,5 @@ def _load(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: 
         if not any(EQUALS.get(each) == node.name for each in gm.graph.nodes):
             EQUALS.set(copy, node.name)
             PLACEMENTS.set(copy, PLACEMENTS.get(node, {}))
-        read_instead(users, node, value, copy, context.values)
+        for user in users:
+            user.replace_input_with(node, copy)

@@ -15,7 +15,7 @@ from torch import fx
 from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
 from shardgraph.ir.attributes import CAST_OF, EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
-from shardgraph.passes.builder import Builder, read_instead
+from shardgraph.passes.builder import Builder
 from shardgraph.plans.precision import dtype_of
 
 
@@ -59,7 +59,8 @@ def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
         if context.parameters[fqn].shard_axis is None:
             EQUALS.set(cast, node.name)
             PLACEMENTS.set(cast, PLACEMENTS.get(node, {}))
-        read_instead(users, node, computed, cast, context.values)
+        for user in users:
+            user.replace_input_with(node, cast)
 
 
 def _cast_gradients(gm: fx.GraphModule, context: Context, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
-from shardgraph.passes.builder import Builder, padded_rows, read_instead
+from shardgraph.passes.builder import Builder, padded_rows
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
     rows, *rest = context.shapes[fqn]
     longest = padded_rows(rows, size) // size
     users = [user for user in node.users if user.op != "output"]
-    whole = node.meta["val"]
-    node.meta["val"] = context.values.empty((longest, *rest), whole)
+    node.meta["val"] = context.values.empty((longest, *rest), node.meta["val"])
     if not users:
         return
 
@@ -68,4 +67,5 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
         full = build.rows(full, rows)
     EQUALS.set(full, node.name)
     PLACEMENTS.set(full, PLACEMENTS.get(node, {}))
-    read_instead(users, node, whole, full, context.values)
+    for user in users:
+        user.replace_input_with(node, full)

@@ -6,7 +6,7 @@ operations to which a rank gives their meaning. Values are those of rank 0, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +14,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from shardgraph.errors import GraphInvariantError
-from shardgraph.ir.attributes import VALUE
 from shardgraph.mesh import Mesh, size_along
 
 Rule = Callable[..., Any]
@@ -65,40 +63,3 @@ class Propagation:
     def ranks(self, axis: str) -> int:
         """How many ranks there are along an axis, or several together."""
         return size_along(self.mesh, axis)
-
-    def refresh(self, changed: Iterable[fx.Node]) -> None:
-        """Compute again what follows from the values of ``changed``, which have other strides than before.
-
-        Raises:
-            GraphInvariantError: an operation is not possible on them, such as a view across their strides.
-        """
-        stale = {user for node in changed for user in node.users}
-        node = min(stale, default=None)
-        while stale and node is not None and node.op != "root":
-            if node in stale and node.op == "call_function":
-                try:
-                    value = self.value(node.target, node.args, node.kwargs)
-                except RuntimeError as error:
-                    raise GraphInvariantError(
-                        f"{node.format_node()} is not possible with the strides of its inputs: {error}"
-                    ) from error
-                if layout_of(value) != layout_of(VALUE.of(node)):
-                    VALUE.set(node, value)
-                    stale |= node.users.keys()
-            stale -= {node}
-            node = node.next
-
-
-def layout_of(value: Any) -> list[Any]:
-    """Each tensor's shape, dtype, device and strides, where they matter; other values as such."""
-    leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
-    return [
-        (tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf)) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    if not tensor.numel():
-        return ()
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
