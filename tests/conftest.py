@@ -31,3 +31,18 @@ def values_are_checked_between_passes():
 
     with checking(CheckValues()):
         yield
+
+
+def pytest_sessionfinish():
+    from tests import standing
+
+    standing.end_all()
+
+
+@pytest.fixture(scope="module")
+def shared_captures():
+    """Equal models are captured once; for modules whose tests are of what is done with a captured graph."""
+    from tests.captures import sharing_captures
+
+    with sharing_captures():
+        yield

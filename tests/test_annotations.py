@@ -42,6 +42,7 @@ from shardgraph.plans.shards import named_shapes
 from shardgraph.report.source import Source
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
 
@@ -251,7 +252,7 @@ def test_a_parameter_of_ddp_is_stored_in_shards_where_that_is_annotated():
 
 @pytest.mark.timeout(200)
 def test_annotated_models_on_real_processes_equal_the_unsharded_model():
-    for worst in shardgraph.launch(ranks.annotated_parity, 2):
+    for worst in on_ranks(ranks.annotated_parity, 2):
         assert worst < 1e-5
 
 

@@ -26,6 +26,7 @@ from shardgraph.passes.sharding.rules import RULES
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import Loss, make, shorter
 
@@ -231,7 +232,7 @@ def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
 
 @pytest.mark.timeout(280)
 def test_five_steps_on_real_processes_equal_the_unsharded_model():
-    for worst in shardgraph.launch(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
+    for worst in on_ranks(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
         assert worst < 1e-5
 
 

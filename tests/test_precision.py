@@ -19,6 +19,7 @@ from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Loss, make, shorter
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -277,13 +278,13 @@ def test_divided_operators_and_experts_train_as_the_original(plan, mesh, name):
 @pytest.mark.timeout(280)
 def test_training_is_that_of_fsdp2_to_the_bit():
     policies = [(BF16, FP32), (torch.float16, BF16)]
-    for differences in shardgraph.launch(ranks.mixed_against_fsdp2, 2, args=(policies,)):
+    for differences in on_ranks(ranks.mixed_against_fsdp2, 2, args=(policies,)):
         assert differences == {str(policy): 0.0 for policy in policies}
 
 
 @pytest.mark.timeout(120)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    assert shardgraph.launch(ranks.overflow_on_one_rank, 2) == [([True, False, True], 4.0)] * 2
+    assert on_ranks(ranks.overflow_on_one_rank, 2) == [([True, False, True], 4.0)] * 2
 
 
 # -- what it costs ---------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from shardgraph.search.planner import choose_plan, plans_of
 from shardgraph.search.recomputation import Recomputations
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Deep, make
 
 CPU = torch.device("cpu")
@@ -330,7 +331,7 @@ def test_layers_that_rules_tell_apart_are_analysed_one_by_one():
 
 @pytest.mark.timeout(120)
 def test_ranks_compile_the_recomputation_that_the_first_finds():
-    found = shardgraph.launch(ranks.within_memory, 2, args=(ROWS,), timeout=100)
+    found = on_ranks(ranks.within_memory, 2, args=(ROWS,), timeout=100)
     assert found[0] == found[1] and found[0][0] not in ("none", "budget") and found[0][1]
 
 

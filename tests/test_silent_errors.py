@@ -15,6 +15,7 @@ from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
 
@@ -53,7 +54,7 @@ def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
 @pytest.mark.timeout(280)
 def test_norms_of_gradients_over_a_mixed_mesh_are_those_of_the_unsharded_model():
     norms = (1.0, 2.0, math.inf)
-    for found in shardgraph.launch(ranks.gradient_norms, 4, args=("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}, norms)):
+    for found in on_ranks(ranks.gradient_norms, 4, args=("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}, norms)):
         for ours, expected in found:
             assert ours == pytest.approx(expected, rel=1e-5)
 

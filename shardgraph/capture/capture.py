@@ -19,6 +19,7 @@ from shardgraph.capture import constraints
 from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.constraints import check_met, constrained
+from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.pytrees import register_types
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import (
@@ -105,8 +106,11 @@ def capture(
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
     """
     fake_mode = FakeTensorMode()
+    cpu = torch.device("cpu")
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
+        torch.Tensor,
+        lambda t: _fake(fake_mode, t, cpu if is_number(t) else device, keep_strides=True),
+        (args, kwargs),
     )
     dtypes = computed_dtypes(model, precision, annotations)
     with (
@@ -122,9 +126,11 @@ def capture(
     check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
-    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)), leaves)
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
+    check_numbers(joint.module, args, kwargs)
     if loss_fn is own_loss:
         _check_loss(joint)
     return joint
@@ -281,7 +287,9 @@ def _explain(name: str, message: str) -> str:
 # -- naming what the traced graph takes and gives --------------------------------------------------
 
 
-def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str]) -> JointGraph:
+def _joint_graph(
+    exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str], leaves: list[Any]
+) -> JointGraph:
     gm = exported.graph_module
     gm.graph.set_codegen(torch_api.CodeGen())
     bases: list[Any] = []
@@ -316,10 +324,14 @@ def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[
             f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
         )
 
+    def returned(value: Any) -> Any:
+        of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
+        # What the model is given and returns may be a Python number: a constant, as everywhere in the graph.
+        return leaves[of.index] if isinstance(of, Input) and not isinstance(leaves[of.index], torch.Tensor) else value
+
     output = gm.graph.output_node()
-    results = list(
-        zip([role(d) for d in output.meta["desc"]], pytree.tree_leaves(output.args, is_leaf=_is_none), strict=True)
-    )
+    values = pytree.tree_leaves(output.args, is_leaf=_is_none)
+    results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
     seen: dict[Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         ROLE.set(node, role(node.meta["desc"]))
