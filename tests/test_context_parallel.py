@@ -31,6 +31,8 @@ from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import Loss, make, shorter
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 aten = torch.ops.aten
 
 WIDTH, HEADS, BATCH, LENGTH = 16, 4, 2, 8

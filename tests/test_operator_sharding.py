@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from tests import ranks
 from tests.standing import on_ranks
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import ZOO, Loss, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 MESHES = {
     "tp": {"tp": 2},
@@ -49,7 +52,12 @@ def test_training_equals_the_unsharded_model(model, plan):
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama", "fsdp+tp+sp"), ("gpt2", "zero2+tp+sp"), ("bert", "hsdp+tp"), ("vit", "fsdp+tp")]
+    ("model", "plan"),
+    [
+        ("llama", "fsdp+tp+sp"),
+        ("bert", "hsdp+tp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("gpt2", "zero2+tp+sp"), ("vit", "fsdp+tp")]),
+    ],
 )
 def test_training_models_of_transformers_equals_the_unsharded_model(model, plan):
     check(model, plan, MESHES[plan])
@@ -101,6 +109,7 @@ def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
 BATCH, LENGTH, WIDTH = 2, 16, 64
 
 
+@functools.cache
 def program(plan: str, layers: int, ranks: int = 2) -> Program:
     model = llama(layers, hidden_size=WIDTH, vocab_size=64)
     return build_program(model, resolve_plan(plan, (("tp", ranks),)), (), text(BATCH, LENGTH))
@@ -155,7 +164,7 @@ def test_a_fused_projection_is_cut_in_its_three_blocks():
     assert fused["transformer.h.0.attn.c_attn.weight"].placements == ("split(1, blocks=3)",)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_memory_of_matrices_falls_by_the_degree(degree):
     whole, split = program("single", 2, 1), program("tp", 2, degree)
     matrices = [fqn for fqn, shape in whole.shapes.items() if len(shape) > 1]
