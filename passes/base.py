@@ -89,7 +89,6 @@ def run_passes(
         context.facts.update(step.provides)
         if after_each is not None:
             after_each(step, gm)
-    gm.recompile()
 
 
 def _check_order(step: Pass, facts: set[str]) -> None:

@@ -17,6 +17,7 @@ from shardgraph.ir import (
     Returned,
     Role,
     Tangent,
+    UnboundGraph,
     outputs,
     placeholders,
 )
@@ -178,7 +179,7 @@ def _graph(gm: fx.GraphModule, assignment: Assignment, parts: list[_Part], numbe
         if not isinstance(node.meta["role"], (Forwarded, Returned, Tangent)):
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 def _own(

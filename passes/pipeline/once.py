@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gathered, Gradient, Parameter, Role, outputs, placeholders
+from shardgraph.ir import Accumulated, Gathered, Gradient, Parameter, Role, UnboundGraph, outputs, placeholders
 from shardgraph.passes.parameters.accumulate_gradients import local_gradient
 
 
@@ -37,8 +37,7 @@ def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
             if not each.users:
                 forward.graph.erase_node(each)
     forward.graph.lint()
-    forward.recompile()
-    return fx.GraphModule(forward, graph)
+    return UnboundGraph(forward, graph)
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -76,4 +75,4 @@ def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
     output = graph.output(tuple(env[value] for _, value in results))
     output.meta["roles"] = [role for role, _ in results]
     graph.lint()
-    return fx.GraphModule(backward, graph)
+    return UnboundGraph(backward, graph)

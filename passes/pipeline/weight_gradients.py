@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from shardgraph.ir import CHUNK, Returned, Role, Saved, outputs, placeholders
+from shardgraph.ir import CHUNK, Returned, Role, Saved, UnboundGraph, outputs, placeholders
 
 
 def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -67,4 +67,4 @@ def _graph(
     for node in [n for n in reversed(graph.nodes) if n.op in ("placeholder", "get_attr") and not n.users]:
         graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)

@@ -29,7 +29,16 @@ from shardgraph.ir.collectives import (
     send,
 )
 from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
-from shardgraph.ir.graph import CHUNK, JointGraph, OutputAlias, copy_graph, outputs, placeholders, set_outputs
+from shardgraph.ir.graph import (
+    CHUNK,
+    JointGraph,
+    OutputAlias,
+    UnboundGraph,
+    copy_graph,
+    outputs,
+    placeholders,
+    set_outputs,
+)
 from shardgraph.ir.rank_operations import (
     chunk_bounds,
     first_only,
@@ -87,6 +96,7 @@ __all__ = [
     "Role",
     "Saved",
     "Tangent",
+    "UnboundGraph",
     "chunk_bounds",
     "collectives",
     "copy_graph",
