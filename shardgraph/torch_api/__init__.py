@@ -66,7 +66,6 @@ __all__ = [
     "single_dim_strategies",
     "strategy_of",
     "tensor_meta",
-    "without_code",
 ]
 
 DynamoError = dynamo.exc.TorchDynamoException
@@ -135,20 +134,6 @@ def has_backend(device_type: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@contextmanager
-def without_code() -> Iterator[None]:
-    """Graph modules that are made or changed in the body get no Python code: for graphs that are looked at, not run.
-
-    Writing and compiling it takes as long as all else that happens to a graph.
-    """
-    recompile = fx.GraphModule.recompile
-    setattr(fx.GraphModule, "recompile", lambda module: None)  # noqa: B010, mypy knows no other way
-    try:
-        yield
-    finally:
-        setattr(fx.GraphModule, "recompile", recompile)  # noqa: B010
 
 
 def below_autograd() -> AbstractContextManager[None]:
