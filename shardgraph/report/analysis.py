@@ -290,7 +290,7 @@ class Analysis(StepCosts):
             )
         if self.unpriced:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
-            lines.append(f"  without a formula, priced by bytes: {named}")
+            lines.append(f"  priced by bytes for want of a formula: {named}")
         return "\n".join(lines)
 
 
