@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from shardgraph.ir.operations import operation_name
 from shardgraph.passes.analysis.modules import module_of
 
 Name = tuple[str, str, int]
@@ -18,12 +19,7 @@ def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:
     count: Counter[tuple[str, str]] = Counter()
     found: dict[fx.Node, Name] = {}
     for node in operations:
-        key = (module_of(node), kind_of(node))
+        key = (module_of(node), operation_name(node.target))
         count[key] += 1
         found[node] = (*key, count[key])
     return found
-
-
-def kind_of(node: fx.Node) -> str:
-    """The operator's name without its overload: ``"mm"``."""
-    return str(getattr(node.target, "__name__", node.target)).split(".")[0].strip("_")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Parameter, outputs, placeholders
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.experts.rules import expert_options, same_on_all_ranks
 from shardgraph.passes.sharding.activations import pattern_of, written_names
@@ -96,7 +97,7 @@ class ExpertPlacements:
         self._options: dict[fx.Node, list[Option]] = {}
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                cut = _names(node.meta.get("role"), experts)
+                cut = _names(ROLE.get(node), experts)
                 self._options[node] = [Option((), (Shard(0) if cut else REPLICATE,))]
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._options[node] = self._legal.of(node)
@@ -131,7 +132,7 @@ class ExpertPlacements:
                 yield value_of(value), Summed(0) if of_expert else REPLICATE
 
     def solve(self) -> tuple[dict[fx.Node, Option], float]:
-        """The option of every node that together take the least time; and the gap, see :mod:`shardgraph.passes.milp`."""
+        """The option of every node that together take the least time; and the gap (:mod:`shardgraph.passes.milp`)."""
         classes = classes_of(self.gm, dict.fromkeys(self._experts, Shard(0)))
         problem, makers = self._problem(classes)
 

@@ -10,7 +10,8 @@ Objective
     The least seconds: ``sum(seconds[o] * a[t, o])``.
 
 Constraints
-    1. *s at t*: what is there after a step was there before it, or is computed: ``k[t + 1, s] <= k[t, s] + a[t, maker]``.
+    1. *s at t*: what is there after a step was there before it, or is computed:
+       ``k[t + 1, s] <= k[t, s] + a[t, maker]``.
     2. *o reads s at t*: what runs again finds what it reads: ``a[t, o] <= k[t, s] + a[t, maker]``.
     3. *step t reads s*: ``k[t + 1, s] = 1``, as a bound of the variable.
     4. *bytes at t*: ``sum(nbytes[s] * k[t + 1, s]) + own[t] <= bound``, ``own`` being what backward itself has alive;

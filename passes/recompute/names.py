@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import fx
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.ir.operations import canonical
 from shardgraph.passes.analysis.names import Name
 from shardgraph.plans.annotations.match import matches
 
@@ -49,7 +50,7 @@ def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.No
 
 def _is_called(name: Name, wanted: str) -> bool:
     kind, _, number = wanted.partition(".")
-    return fnmatch.fnmatchcase(name[1], kind) and number in ("", str(name[2]))
+    return fnmatch.fnmatchcase(name[1], canonical(kind)) and number in ("", str(name[2]))
 
 
 def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tuple[Rule, ...]:

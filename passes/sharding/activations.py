@@ -50,7 +50,7 @@ class Placements(Protocol):
         ...
 
     def solve(self) -> tuple[dict[fx.Node, Option], float]:
-        """The option of every node that together take the least time; and the gap, see :mod:`shardgraph.passes.milp`."""
+        """The option of every node that together take the least time; and the gap (:mod:`shardgraph.passes.milp`)."""
         ...
 
     def ends(self, chosen: Mapping[fx.Node, Option]) -> Iterator[tuple[Value, Placement]]:
@@ -89,8 +89,8 @@ def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Conte
         else:
             if applied.ignored:
                 context.notes.append(
-                    f"activations along {axis!r} were decided for {plan.activations.call}; for {call} these do not apply, "
-                    f"and the operations follow their operands: {', '.join(applied.ignored[:_SHOWN])}"
+                    f"activations along {axis!r} were decided for {plan.activations.call}; for {call} these do not "
+                    f"apply, and the operations follow their operands: {', '.join(applied.ignored[:_SHOWN])}"
                     f"{f' and {len(applied.ignored) - _SHOWN} more' if len(applied.ignored) > _SHOWN else ''}"
                 )
             context.activations[axis] = rules
@@ -242,9 +242,9 @@ def _check_moves(
         if before != after and math.isinf(placements.move(value, before, after)):
             maker = names.get(value[0], value[0].name)
             raise PlanError(
-                f"along {axis!r} the plan has {maker!r} as {_word(before)} and {user} takes it as {_word(after)}, which "
-                f"cannot be: give one of them an option that goes with the other's, or take 'activations' out of the "
-                "plan to have them chosen anew"
+                f"along {axis!r} the plan has {maker!r} as {_word(before)} and {user} takes it as {_word(after)}, "
+                f"which cannot be: give one of them an option that goes with the other's, or take 'activations' out of "
+                "the plan to have them chosen anew"
             )
 
     for node in names:

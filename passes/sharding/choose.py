@@ -12,8 +12,10 @@ Objective
 
 Constraints
     1. *one option of c*: ``sum_o x[c, o] = 1``.
-    2. *r as it is made*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that make ``p``.
-    3. *r as it is used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use ``q``.
+    2. *r as it is made*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that make
+       ``p``.
+    3. *r as it is used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use
+       ``q``.
     4. *r is brought*: ``f[u, p, q] <= m[r, p, q]``.
 
 The relaxation is close to integral, and HiGHS solves it exactly. The formulation is that of Alpa's intra-operator pass
@@ -130,8 +132,8 @@ def solve(
         solution = program.solve(limit=limit)
     except NoSolution as error:
         raise PlanError(
-            f"no placement of the operators meets all constraints: {error}. Take back an annotation or a placement that "
-            "the plan says"
+            f"no placement of the operators meets all constraints: {error}. Take back an annotation, or a placement "
+            "that the plan says"
         ) from None
     return Chosen(
         {

@@ -29,6 +29,7 @@ from shardgraph.cost_models.cluster import FLOP_KINDS, Cluster
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir import Parameter
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import NodeCost
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.sharding.options import Option, operands, results
@@ -113,7 +114,7 @@ class PlacementPrices:
 
     def parameter(self, node: fx.Node, placement: Placement) -> float:
         """Holding a parameter so: what its optimizer reads and writes."""
-        if not isinstance(node.meta["role"], Parameter):
+        if not isinstance(ROLE.of(node), Parameter):
             return 0.0
         value = node.meta["val"]
         moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(placement) else 1)

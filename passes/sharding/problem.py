@@ -11,12 +11,14 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
 from shardgraph.passes.sharding.activations import pattern_of, written_names
 from shardgraph.passes.sharding.choose import PlacementProblem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.constraints import Constraints
+from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
@@ -29,17 +31,20 @@ aten = torch.ops.aten
 class OperatorPlacements:
     """What is legal for the operations of a joint graph over ``parts`` ranks under ``constraints``, and what it costs.
 
-    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`.
+    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
+    refuse.
 
     Raises:
         PlanError: the sequences are to be cut (``"context"``) and cannot be.
     """
 
-    def __init__(self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
+    ) -> None:
         self.gm, self._constraints, self._sequence = gm, constraints, style != "whole"
         cuts = constraints.cut_activations()
         starts = stripes(gm, parts) if style == "context" else {}
-        legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts))
+        legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts), refused)
         dimensions = {} if starts else _dimensions(gm, self._sequence)
         allowed = _only(connected(legal, starts)) if starts else _all_but(_barred(legal, dimensions, cuts))
         self._options = {
@@ -102,7 +107,7 @@ class OperatorPlacements:
             return 0.0
         if node.op == "call_function":
             return self._prices.operation(node, option)
-        return self._prices.parameter(node, option.results[0]) if "role" in node.meta else 0.0
+        return self._prices.parameter(node, option.results[0]) if node in ROLE else 0.0
 
     def _problem(
         self, classes: Mapping[fx.Node, Hashable]
@@ -142,7 +147,7 @@ def _ends(gm: fx.GraphModule) -> Iterator[tuple[Value, fx.Node | None]]:
 
 
 def _held(node: fx.Node, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
-    role = node.meta.get("role")
+    role = ROLE.get(node)
     if not isinstance(role, Parameter):
         return [Option((), (REPLICATE,))]
     if role.fqn in fixed:
@@ -200,7 +205,7 @@ def _weights(gm: fx.GraphModule) -> set[fx.Node]:
     """Parameters of at least two dimensions, and their views and casts."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        role = node.meta.get("role")
+        role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
             found.add(node)
         elif node.op == "call_function":

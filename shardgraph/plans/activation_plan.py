@@ -15,10 +15,10 @@ class Activations:
     """What was decided of operations, so that compiling the plan again solves nothing.
 
     ``call``
-        The call that it was decided for, as text: which halves its graph has, and the dtypes and shapes of its inputs.
+        The call that it was decided for, as text: which halves its graph has, and dtypes and shapes of its inputs.
     ``along``
-        ``(axis, rules)`` pairs. A rule is a pattern of operations, ``"model.layers.*.mlp.up_proj/mm.1"`` being the first
-        ``mm`` of such a module, and the placements of operands and results, ``"replicate, split(1) -> split(1)"``. An
+        ``(axis, rules)`` pairs. A rule is a pattern of operations, ``"model.layers.*.mlp.up_proj/mm.1"`` being the
+        first ``mm`` of such a module, and placements of operands and results, ``"replicate, split(1) -> split(1)"``. An
         operation that none names follows its operands (:mod:`shardgraph.passes.sharding.activations`).
     """
 
@@ -30,8 +30,8 @@ class Activations:
             for pattern, text in rules:
                 if "->" not in text:
                     raise PlanError(
-                        f"activations.{axis}.{pattern} is {text!r}; it may be placements of operands and results, such as "
-                        "'replicate, split(1) -> split(1)'"
+                        f"activations.{axis}.{pattern} is {text!r}; it may be placements of operands and results, such "
+                        "as 'replicate, split(1) -> split(1)'"
                     )
 
     def rules(self, axis: str) -> Rules | None:
