@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.moe, self.down = nn.Linear(8, 16), MoE(16, 32, 4, top_k=2), nn.Linear(16, 1)
+        self.up, self.moe, self.down = nn.Linear(8, 16), MoE(16, 32, 4, k=2), nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, balance = self.moe(self.up(x))
