@@ -165,7 +165,6 @@ def run_passes(
         context.facts.update(step.provides)
         if after_each is not None:
             after_each(step, gm)
-    gm.recompile()
 
 
 Check = Callable[[Pass, fx.GraphModule, Context], None]

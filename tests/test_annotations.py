@@ -37,7 +37,7 @@ from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 from shardgraph.plans.annotations.kinds import KINDS, Annotation, input, parse, precision, stage
 from shardgraph.plans.annotations.match import matches
-from shardgraph.plans.annotations.remembered import annotated, remembered
+from shardgraph.plans.remembered import annotated, remembered
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.source import Source
 from tests import ranks
@@ -45,6 +45,8 @@ from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 TP = {"tp": 2}
 BOTH = {"dp": 2, "tp": 2}

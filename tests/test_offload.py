@@ -21,7 +21,7 @@ from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import program_memory
 from shardgraph.runtime.host import is_in_file, is_on_host
@@ -31,6 +31,8 @@ from tests import ranks
 from tests.machines import toy_cluster, toy_device
 from tests.standing import on_ranks
 from tests.zoo import Deep, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 DP = {"dp": 2}
 ROUNDED = ("llama", "t5")  # their norms compute in single precision, and along other axes in another order

@@ -15,12 +15,14 @@ from shardgraph.ir.attributes import MEMORY_KIND, ROLE, SUBJECT
 from shardgraph.passes.analysis.wire import summarize_communication
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import Loss, make, shorter
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DP = {"dp": 2}

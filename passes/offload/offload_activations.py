@@ -48,7 +48,6 @@ def offload_activations(
     _copy_back(backward, context, wanted, stays, window)
     for half in (forward, backward):
         half.graph.lint()
-        half.recompile()
     return all_kept
 
 
