@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 
+import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,3 +21,28 @@ multiprocessing.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
     ]
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def values_are_checked_between_passes():
+    """Every value is computed again after the pass that writes it or what it follows from."""
+    from shardgraph.passes.analysis.values import CheckValues
+    from shardgraph.passes.base import checking
+
+    with checking(CheckValues()):
+        yield
+
+
+def pytest_sessionfinish():
+    from tests import standing
+
+    standing.end_all()
+
+
+@pytest.fixture(scope="module")
+def shared_captures():
+    """Equal models are captured once; for modules whose tests are of what is done with a captured graph."""
+    from tests.captures import sharing_captures
+
+    with sharing_captures():
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -21,8 +22,11 @@ from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, loca
 from shardgraph.plans.parameter_plan import split_text
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
+from tests.standing import on_ranks
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import ZOO, Loss, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 MESHES = {
     "tp": {"tp": 2},
@@ -50,7 +54,12 @@ def test_training_equals_the_unsharded_model(model, plan):
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama", "fsdp+tp+sp"), ("gpt2", "zero2+tp+sp"), ("bert", "hsdp+tp"), ("vit", "fsdp+tp")]
+    ("model", "plan"),
+    [
+        ("llama", "fsdp+tp+sp"),
+        ("bert", "hsdp+tp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("gpt2", "zero2+tp+sp"), ("vit", "fsdp+tp")]),
+    ],
 )
 def test_training_models_of_transformers_equals_the_unsharded_model(model, plan):
     check(model, plan, MESHES[plan])
@@ -86,15 +95,15 @@ def test_fewer_heads_of_keys_than_ranks_are_right():
 )
 def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mesh):
     world = torch.Size(mesh.values()).numel()
-    for worst in shardgraph.launch(ranks.parity, world, args=(model, plan, mesh, 0.5)):
+    for worst in on_ranks(ranks.parity, world, args=(model, plan, mesh, 0.5)):
         assert worst < 1e-5
 
 
 @pytest.mark.timeout(280)
 def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
-    shardgraph.launch(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
+    on_ranks(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
     for plan, mesh in (("fsdp", {"dp": 2}), ("tp+sp", {"tp": 2})):
-        assert shardgraph.launch(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
+        assert on_ranks(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
 
 
 # -- collectives -------------------------------------------------------------------------------------------
@@ -102,6 +111,7 @@ def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
 BATCH, LENGTH, WIDTH = 2, 16, 64
 
 
+@functools.cache
 def program(plan: str, layers: int, ranks: int = 2) -> Program:
     model = llama(layers, hidden_size=WIDTH, vocab_size=64)
     return build_program(model, resolve_plan(plan, (("tp", ranks),)), (), text(BATCH, LENGTH))
@@ -156,7 +166,7 @@ def test_a_fused_projection_is_cut_in_its_three_blocks():
     assert fused["transformer.h.0.attn.c_attn.weight"].placements == ("split(1, blocks=3)",)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_memory_of_matrices_falls_by_the_degree(degree):
     whole, split = program("single", 2, 1), program("tp", 2, degree)
     matrices = [fqn for fqn, shape in whole.shapes.items() if len(shape) > 1]

@@ -7,8 +7,7 @@ tensors stand in for parameters and buffers. The model itself is only read, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import fx, nn
 
 from shardgraph import torch_api
 from shardgraph.capture import constraints
+from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.constraints import check_met, constrained
 from shardgraph.capture.numbers import check_numbers, is_number
@@ -39,6 +39,7 @@ from shardgraph.ir import (
     placeholders,
     set_outputs,
 )
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -118,7 +119,7 @@ def capture(
     with (
         casting(private, precision, annotations),
         constrained(private, annotations),
-        _without_fused_layers(),
+        same_kernels(),
         fake_mode,
     ):
         traced = private if loss_fn is None else WithLoss(private, loss_fn)
@@ -137,30 +138,20 @@ def capture(
     return joint
 
 
-@contextmanager
-def _without_fused_layers() -> Iterator[None]:
-    """In eval mode ``nn.TransformerEncoderLayer`` is one operation, of which no plan can divide or cut anything."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
     """Have every node say which modules of the user's model it is from, by their names there.
 
     The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
     """
     for node in gm.graph.nodes:
-        for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            if stack := node.meta.get(key):
+        for attribute in (MODULES, FORWARD_MODULES):
+            if stack := attribute.get(node):
                 names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
-                node.meta[key] = {
+                inside = {
                     call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
                     for call, (_, kind) in stack.items()
                 }
+                attribute.set(node, inside)
 
 
 # -- standing in for the model's tensors -----------------------------------------------------------
@@ -223,6 +214,7 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
     name = type(model).__name__
     try:
         captured = _trace(traced, args, kwargs, model)
+        write_out(captured)
         try:
             return torch_api.export_joint(captured, args, kwargs)
         except RuntimeError as error:
@@ -322,14 +314,15 @@ def _joint_graph(
     results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
     seen: dict[Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
-        node.meta["role"] = role(node.meta["desc"])
+        ROLE.set(node, role(node.meta["desc"]))
         # Tied parameters arrive under each of their names: one input serves them all.
-        if (first := seen.setdefault(node.meta["role"], node)) is not node:
+        if (first := seen.setdefault(ROLE.of(node), node)) is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
     set_outputs(gm, _sum_tied_gradients(gm, results))
     for node in gm.graph.nodes:
-        node.meta["source"] = _source_line(node)
+        SOURCE.set(node, _source_line(node))
+    forget_unknown(gm)
     gm.graph.lint()
     gm = UnboundGraph(gm, gm.graph)
     # The tracer works in a mode of its own, and values of two modes do not mix.
@@ -352,11 +345,11 @@ def _is_none(value: Any) -> bool:
 
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', STACK_TRACE.get(node) or "")
     frames = [frame for frame in frames if frame[0] not in _OURS]
     if frames:
         return f"{frames[-1][0]}:{frames[-1][1]}"
-    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+    for path, kind in reversed(list((MODULES.get(node) or {}).values())):
         return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
     return ""
 
