@@ -145,8 +145,8 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
     stack = find_stack(model)
     if stack is not None and treats_alike(plan, model, stack):
         try:
-            with shortened(model, stack, SHALLOW[-1]), torch.enable_grad():
-                tree, flow = _outline(build_program(model, plan, *call))
+            with torch.enable_grad():
+                tree, flow = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
             tree.lengthen(stack.path, SHALLOW[-1], stack.layers)
             return tree, flow
         except CaptureError:
