@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardgraph
-from shardgraph import Plan, PlanError, ShardGraphError
+from shardgraph import Plan, PlanError, ShardGraphError, torch_api
 from shardgraph.ir import collectives, take_part
 from shardgraph.passes.lowering import build_program, place_operators
 from shardgraph.passes.program import Program
+from shardgraph.passes.sharding import dtensor_rules
 from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, local_shape, through_view
 from shardgraph.plans.parameter_plan import split_text
 from shardgraph.plans.resolve import resolve_plan
@@ -194,6 +196,48 @@ def test_what_has_no_rule_is_said():
 
     made = build_program(Distances(), resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),))
     assert any("cdist" in note and "no rule" in note for note in made.notes)
+
+
+class Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.linear(x), -1)
+
+
+def notes_of_a_softmax() -> list[str]:
+    return build_program(Softmax(), resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),)).notes
+
+
+def test_strategies_that_work_need_no_note():
+    assert notes_of_a_softmax() == []
+
+
+def test_a_strategy_that_fails_is_noted_with_its_error(monkeypatch):
+    def changed(target, args, kwargs):
+        raise AttributeError(f"{target} is not what it was")
+
+    monkeypatch.setattr(torch_api, "ask_strategy", changed)
+    notes = notes_of_a_softmax()
+    assert any(re.search(r"^aten\._softmax\.default: \d+ combinations .*AttributeError: .*not what", n) for n in notes)
+
+
+def test_a_table_that_fails_is_noted_with_its_error(monkeypatch):
+    class Tables(dict):
+        def __getitem__(self, target):
+            raise TypeError("tables have another form")
+
+    monkeypatch.setattr(torch_api, "single_dim_strategies", lambda: Tables({torch.ops.aten.tanh.default: None}))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    notes = build_program(model, resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),)).notes
+    assert any(note.startswith("aten.tanh.default: ") and "TypeError: tables have" in note for note in notes)
+
+
+def test_combinations_that_are_not_tried_are_noted(monkeypatch):
+    monkeypatch.setattr(dtensor_rules, "_MOST_COMBINATIONS", 2)
+    assert any("_softmax.default" in note and "2 are tried at most" in note for note in notes_of_a_softmax())
 
 
 # -- placements --------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from shardgraph import (
     save,
 )
 from shardgraph.capture.capture import capture
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
@@ -36,8 +37,8 @@ from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds
 from shardgraph.passes.recompute.names import Name, chosen_by, names_of, rules_for
 from shardgraph.passes.recompute.problem import problem_of
 from shardgraph.passes.recompute.values import draws, values_of
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Recomputation
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.planner import choose_plan, plans_of
@@ -366,9 +367,9 @@ def test_a_program_that_would_draw_other_numbers_in_backward_is_refused():
     joint, shapes = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU), named_shapes(Dropped())
     for node in joint.module.graph.nodes:
         if node.op == "call_function":
-            node.meta["again"] = True
+            RECOMPUTE.set(node, True)
     plan = preset("single", ())
-    halves = split(joint.module, Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode))
+    halves = split(joint.module, Context.of(plan, shapes, joint.fake_mode))
     with pytest.raises(RandomStateError, match=r"test_recompute\.py:\d+\) draws random numbers in forward"):
         check_random_state(*halves)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph.ir import collectives
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
@@ -45,7 +46,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_gives_the_same_loss(vocabular
 def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
     model = llama(2, hidden_size=256, intermediate_size=512, vocab_size=512)
     program = build_program(model, resolve_plan("tp+sp", (("tp", 2),)), (), text(2, 256))
-    reduced = {node.meta.get("subject") for node in collectives(program.backward)}
+    reduced = {SUBJECT.get(node) for node in collectives(program.backward)}
     norm = "model.layers.1.input_layernorm.weight"
     assert program.parameters[norm].placements == ("replicate",) and f"gradient of {norm}" in reduced
     model, (args, kwargs) = make("bert", 2)
