@@ -1,4 +1,4 @@
-"""Which module of the user's model a node belongs to."""
+"""The module of the user's model that a node belongs to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import fx
 
 
 def module_of(node: fx.Node) -> str:
-    """The module's fully qualified name, ``""`` for the model itself or where nothing is known.
+    """The fully qualified name of the node's module; ``""`` for the model itself, or if unknown.
 
-    Nodes that a pass made for a parameter or a buffer belong to the module that owns it.
+    Nodes that a pass adds for a parameter or a buffer belong to the module that owns it.
     """
     if "subject" in node.meta:
         fqn = str(node.meta["subject"]).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
