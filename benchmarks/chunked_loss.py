@@ -4,8 +4,8 @@
 
 A GPT-2 (``transformers``) with the vocabulary of GPT-2 trains with AdamW in single precision by ``train_step``. Every
 round takes one step of each contender in turn; medians are reported. Peaks are bytes of live tensors
-(``shardgraph.runtime.measure.PeakMemory``) with parameters and states; the largest difference of any gradient from that of all
-scores at once is relative to the largest element of that gradient.
+(``shardgraph.runtime.measure.PeakMemory``) with parameters and states; the largest difference of any gradient
+from that of all scores at once is relative to the largest element of that gradient.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/offload.py --name offload-gpt2
 
 GPT-2 trains with AdamW on one rank of one CPU thread, where host memory is memory of the same machine and threads copy.
-Bytes of device and host are counted operation by operation (``shardgraph.runtime.measure.PeakMemory``). Contenders take turns,
-so that the machine's changes of speed are everybody's.
+Bytes of device and host are counted operation by operation (``shardgraph.runtime.measure.PeakMemory``). Contenders take
+turns, so that the machine's changes of speed are everybody's.
 """
 
 from __future__ import annotations

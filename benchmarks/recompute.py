@@ -13,7 +13,8 @@ same weights, and differ in what backward computes again alone:
 
 ``torch.utils.checkpoint`` around each layer of the model runs beside them in eager mode, and the model without it.
 Every round takes one step of each in turn, so that a machine whose speed drifts is fair to all; medians are reported.
-Peaks are bytes of live tensors (``shardgraph.runtime.measure.PeakMemory``). Gradients are compared with those of ``none``.
+Peaks are bytes of live tensors (``shardgraph.runtime.measure.PeakMemory``). Gradients are compared with those
+of ``none``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ it again and a pipeline is a tuple of passes. Most change one graph in place (:c
 of one, or looks at several together, works on a set of named graphs (:class:`GraphsPass`); :class:`Each` runs a pass of
 one graph on those of a set. The contract, checked after each by :func:`run_on_graphs`:
 
-* every graph is valid (it lints; every value has ``meta["val"]``);
+* every graph is valid (it lints; every value has ``meta["val"]``, and nodes have no other facts than the attributes of
+  :mod:`shardgraph.ir.attributes`);
 * what a graph takes and returns keeps its roles, and a result that a pass does not own keeps its shape and dtype;
 * what one graph of the set takes from another, that one gives, in the shape and dtype in which it is taken;
 * a pass finds the facts that it ``requires``, none that it ``excludes``, and leaves those it ``provides``.
@@ -13,8 +14,10 @@ one graph on those of a set. The contract, checked after each by :func:`run_on_g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -22,38 +25,120 @@ from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
 from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, outputs, placeholders
+from shardgraph.ir.attributes import MADE_BY, REGISTRY
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.plans.plan import ParameterPlan, Plan
 
 Graphs = dict[str, fx.GraphModule]
 """Graphs by name. The last part of a name is its kind: ``"forward"``, ``"stage0/forward"``."""
 
 
+@dataclass
+class Findings:
+    """What passes add to and change, for passes after them: all that is mutable in a :class:`Context`.
+
+    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
+    whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
+    are decisions that people should know of. ``sums`` has the axes of operators over which a parameter's gradient is
+    yet to be summed. ``batch_norms`` are those of each pipeline stage whose running statistics a step moves.
+    """
+
+    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    facts: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    def copy(self) -> Findings:
+        """The same, to add to on its own; every entry is immutable and shared."""
+        return Findings(
+            dict(self.parameters),
+            dict(self.shapes),
+            set(self.facts),
+            list(self.notes),
+            dict(self.sums),
+            dict(self.batch_norms),
+        )
+
+
 @dataclass(frozen=True)
 class Context:
     """What passes may know besides the graph.
 
-    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
-    whole, or the part that operators use once a pass has split them. ``fake_mode`` is the mode in which new
-    ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of. ``sums`` has the axes of
-    operators over which a parameter's gradient is yet to be summed. ``stored`` is the dtype in which each parameter is
-    kept between steps, where it may be another than the graph's. ``batch_norms`` are those of each pipeline stage whose
-    running statistics a step moves.
+    ``fake_mode`` is the mode in which values of new nodes are computed. ``stored`` is the dtype in which each parameter
+    is kept between steps, where it may be another than the graph's. These and the ``plan`` do not change; ``findings``
+    is what passes add, and the names below are short for its entries.
     """
 
     plan: Plan
-    parameters: dict[str, ParameterPlan]
-    shapes: dict[str, torch.Size]
     fake_mode: Any
-    facts: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    sums: dict[str, list[str]] = field(default_factory=dict)
-    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
-    batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
+    stored: Mapping[str, torch.dtype] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        shapes: Mapping[str, torch.Size],
+        fake_mode: Any,
+        stored: Mapping[str, torch.dtype] | None = None,
+    ) -> Context:
+        """What is known before the first pass, of a model whose parameters have ``shapes``.
+
+        Raises:
+            PlanError: the plan does not fit them.
+        """
+        findings = Findings(dict(plan.resolve(shapes)), dict(shapes))
+        return cls(plan, fake_mode, findings, MappingProxyType(dict(stored or {})))
+
+    def copy(self, plan: Plan | None = None) -> Context:
+        """The same with findings of its own, and with another plan if one is given."""
+        return replace(self, plan=plan or self.plan, findings=self.findings.copy())
+
+    def of_graph(self, *facts: str) -> Context:
+        """The same findings, but for facts: those of one graph of several that further passes run on."""
+        return replace(self, findings=replace(self.findings, facts={*self.facts, *facts}))
+
+    @property
+    def parameters(self) -> dict[str, ParameterPlan]:
+        """See :class:`Findings`."""
+        return self.findings.parameters
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """See :class:`Findings`."""
+        return self.findings.shapes
+
+    @property
+    def facts(self) -> set[str]:
+        """See :class:`Findings`."""
+        return self.findings.facts
+
+    @property
+    def notes(self) -> list[str]:
+        """See :class:`Findings`."""
+        return self.findings.notes
+
+    @property
+    def sums(self) -> dict[str, tuple[str, ...]]:
+        """See :class:`Findings`."""
+        return self.findings.sums
+
+    @property
+    def batch_norms(self) -> dict[int, tuple[Any, ...]]:
+        """See :class:`Findings`."""
+        return self.findings.batch_norms
 
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis sizes by name."""
         return dict(self.plan.mesh)
+
+    @property
+    def values(self) -> Propagation:
+        """What computes values of new nodes."""
+        return Propagation(self.fake_mode, self.plan.mesh)
 
 
 class Pass(Protocol):
@@ -161,12 +246,28 @@ def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context
             same = name in before and before[name][0] is gm
             for node in gm.graph.nodes if same else ():
                 if node.name not in known[name]:
-                    node.meta.setdefault("made_by", step.name)
+                    MADE_BY.set(node, MADE_BY.get(node, step.name))
             _check_graph(step, gm, before[name][1] if same else None)
+            for check in _checks:
+                check(step, gm, context)
         _check_given(step, graphs)
         context.facts.update(step.provides)
     for gm in graphs.values():
         gm.recompile()
+
+
+Check = Callable[[GraphsPass, fx.GraphModule, Context], None]
+_checks: list[Check] = []
+
+
+@contextmanager
+def checking(check: Check) -> Iterator[None]:
+    """Within, ``check`` also sees every graph after every pass: what takes too long to check in every compilation."""
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
 
 
 def _check_order(step: GraphsPass, facts: set[str]) -> None:
@@ -200,6 +301,11 @@ def _check_graph(step: GraphsPass, gm: fx.GraphModule, before: list[tuple[Role |
     for node in gm.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise GraphInvariantError(f"the pass {step.name!r} made the node {node.name!r} without meta['val']")
+        if unknown := node.meta.keys() - REGISTRY.keys():
+            raise GraphInvariantError(
+                f"the pass {step.name!r} wrote meta[{min(unknown)!r}] of the node {node.name!r}, which is no "
+                "attribute: register it in shardgraph.ir.attributes"
+            )
     for (role, old), (new_role, new) in zip(before, _results(gm), strict=True) if before is not None else ():
         if role != new_role or old != new:
             raise GraphInvariantError(

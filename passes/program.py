@@ -18,7 +18,7 @@ when a step first needs them; see :meth:`Program.graph`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -193,7 +193,7 @@ class Program:
             graphs: Graphs = {backward: ir.copy_graph(self.graphs[backward])}
             steps: list[GraphsPass] = [Each(DropZeroTangents(absent))] if absent else []
             steps += _DERIVED.get(name.rpartition("/")[2], ())
-            run_on_graphs(graphs, steps, replace(self.context, facts=set(self.context.facts)))
+            run_on_graphs(graphs, steps, self.context.of_graph())
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
         return self._made[name, absent]
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardgraph import ir
-from shardgraph.checks.lockstep import Results, meaning
+from shardgraph.checks.lockstep import Results, _meaning
+from shardgraph.ir.attributes import ROLE
 from shardgraph.mesh import Mesh
 from shardgraph.runtime.bind import bind
 
@@ -40,7 +41,9 @@ def _bound(gm: fx.GraphModule, mesh: Mesh, rank: int) -> tuple[fx.GraphModule, d
 def run_bound(gm: fx.GraphModule, mesh: Mesh, inputs: Sequence[Mapping[ir.Role, Any]]) -> list[Results]:
     """Run ``gm``, bound on each rank, on inputs by role: each rank up to its next collective, then what its members
     bring to it is exchanged as :mod:`shardgraph.checks.lockstep` says. Gives each rank's results by role."""
-    runs = [_run(bound, groups, given) for (bound, groups), given in zip(bound_on_every_rank(gm, mesh), inputs)]
+    runs = [
+        _run(bound, groups, given) for (bound, groups), given in zip(bound_on_every_rank(gm, mesh), inputs, strict=True)
+    ]
     results: dict[int, Results] = {}
     waiting: dict[int, tuple[Group, fx.Node, torch.Tensor]] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(runs)))
@@ -56,10 +59,17 @@ def run_bound(gm: fx.GraphModule, mesh: Mesh, inputs: Sequence[Mapping[ir.Role, 
             if all(call is not None and call[0] == group for call in calls):
                 nodes = [node for _, node, _ in calls]
                 assert len({(node.target, node.name) for node in nodes}) == 1, f"ranks differ: {nodes}"
-                answers |= dict(zip(group, meaning(nodes, [value for _, _, value in calls]), strict=True))
+                answers |= dict(zip(group, _exchanged(nodes, [value for _, _, value in calls]), strict=True))
         waiting = {rank: call for rank, call in waiting.items() if rank not in answers}
         assert answers or len(results) == len(runs), f"ranks wait for ever: {waiting}"
     return [results[rank] for rank in range(len(runs))]
+
+
+def _exchanged(nodes: Sequence[fx.Node], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if nodes[0].target is not ir.ALL_TO_ALL:
+        return _meaning(nodes[0], list(values))
+    pieces = [value.split(list(node.args[2])) for node, value in zip(nodes, values, strict=True)]
+    return [torch.cat([pieces[source][rank] for source in range(len(values))]) for rank in range(len(values))]
 
 
 def _run(
@@ -69,7 +79,7 @@ def _run(
     env: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            env[node] = inputs[node.meta["role"]]
+            env[node] = inputs[ROLE.of(node)]
         elif node.op == "get_attr":
             env[node] = getattr(gm, node.target)
         elif ir.is_collective(node):

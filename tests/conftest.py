@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 
+import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,3 +21,18 @@ multiprocessing.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
     ]
 )
+
+
+def pytest_sessionfinish():
+    from tests import standing
+
+    standing.end_all()
+
+
+@pytest.fixture(scope="module")
+def shared_captures():
+    """Equal models are captured once; for modules whose tests are of what is done with a captured graph."""
+    from tests.captures import sharing_captures
+
+    with sharing_captures():
+        yield

@@ -16,6 +16,7 @@ import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, Precision, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Saved, collectives, outputs
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.shards import named_shapes
@@ -220,7 +221,7 @@ def test_a_sharded_head_is_gathered_once_for_all_chunks_of_a_half():
     program = build_program(Language(), replace(preset("fsdp", DP), loss_chunk=CHUNK), words())
     for half in (program.forward, program.backward):
         gathers = [node for node in collectives(half) if node.target is ALL_GATHER]
-        assert sum("head.weight" in str(node.meta["subject"]) for node in gathers) == 1
+        assert sum("head.weight" in str(SUBJECT.of(node)) for node in gathers) == 1
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

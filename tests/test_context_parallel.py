@@ -15,16 +15,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.ir import WAIT, collectives, send
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Operation, operands, results
 from shardgraph.passes.sharding.placements import local_shape
 from shardgraph.passes.sharding.rules import RULES
-from shardgraph.passes.sharding.writer import Writer
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import Loss, make, shorter
 
@@ -172,7 +174,7 @@ def test_kernels_for_cuda_are_given_arguments_of_their_shapes(attention):
     assert len(kernels) == 2
     for node in kernels:
         option = next(option for option in RULES[node.target](Operation(node, 2)) if option.lowering)
-        write = Writer(fx.Graph(), mode, "cp", 2)
+        write = AxisBuilder(fx.Graph(), Propagation(mode, (("cp", 2),)), "cp")
         given = [write.placeholder(*placed) for placed in zip(operands(node), option.operands, strict=True)]
         made = LOWERINGS[option.lowering](write, node, option, given)
         for part, placement, whole in zip(made, option.results, results(node), strict=True):
@@ -230,7 +232,7 @@ def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
 
 @pytest.mark.timeout(280)
 def test_five_steps_on_real_processes_equal_the_unsharded_model():
-    for worst in shardgraph.launch(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
+    for worst in on_ranks(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
         assert worst < 1e-5
 
 

@@ -12,7 +12,8 @@ from torch import fx
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import simulate
 from shardgraph.errors import ClusterError, DeadlockError, GraphInvariantError
-from shardgraph.ir import Input, Output
+from shardgraph.ir import Input, Output, add_output
+from shardgraph.ir.attributes import ON_HOST
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.passes.analysis.collective_order import check_waits
 from shardgraph.passes.analysis.liveness import profile_memory
@@ -97,7 +98,7 @@ def graph(build) -> fx.GraphModule:
     result = build(g, x)
     for node in g.nodes:
         node.meta.setdefault("val", torch.empty(256, device="meta"))
-    g.output((result,)).meta["roles"] = [Output(0)]
+    add_output(g, [(Output(0), result)])
     return fx.GraphModule({}, g)
 
 
@@ -114,7 +115,7 @@ def there_and_back(g: fx.Graph, x: fx.Node) -> fx.Node:
 def test_what_is_made_from_the_hosts_is_on_the_host():
     gm = graph(there_and_back)
     assert [node.name for node in gm.graph.nodes if node in on_host(gm)] == ["to_host_default", "wait_copy_default"]
-    next(iter(gm.graph.nodes)).meta["host"] = True
+    ON_HOST.set(next(iter(gm.graph.nodes)), True)
     with pytest.raises(GraphInvariantError, match="copies to the host what is there already"):
         on_host(gm)
 

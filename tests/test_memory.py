@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import shardgraph
 from tests import ranks
+from tests.standing import on_ranks
 from tests.zoo import ZOO
 
 
@@ -21,7 +21,7 @@ from tests.zoo import ZOO
     ids=["some models", "every model", "every plan of data", "divided operators", "mixed precision"],
 )
 def test_the_predicted_peak_is_within_a_percent_of_the_measured_one_on_every_rank(kinds, plans):
-    for found in shardgraph.launch(ranks.peak_memory, 2, args=(kinds, plans), timeout=280):
+    for found in on_ranks(ranks.peak_memory, 2, args=(kinds, plans), timeout=280):
         for case, figures in found.items():
             for what, (predicted, measured) in figures.items():
                 assert predicted == pytest.approx(measured, rel=0.01), f"{case}, {what}"

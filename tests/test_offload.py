@@ -29,6 +29,7 @@ from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.asked import Asked
 from tests import ranks
 from tests.machines import toy_cluster, toy_device
+from tests.standing import on_ranks
 from tests.zoo import Deep, make
 
 DP = {"dp": 2}
@@ -128,7 +129,7 @@ def test_what_is_annotated_is_offloaded_and_the_rest_is_not():
 
 
 def test_two_ranks_train_with_offloaded_parameters_as_the_unsharded_model():
-    for found in shardgraph.launch(ranks.offloaded, 2, timeout=250):
+    for found in on_ranks(ranks.offloaded, 2, timeout=250):
         assert found["parity"] < 1e-9
         assert found["places"] == {"parameters": True, "gradients": True, "states": True}
         assert found["accumulated"] < 1e-9

@@ -19,6 +19,7 @@ from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, loca
 from shardgraph.plans.parameter_plan import split_text
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
+from tests.standing import on_ranks
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import ZOO, Loss, make
 
@@ -84,15 +85,15 @@ def test_fewer_heads_of_keys_than_ranks_are_right():
 )
 def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mesh):
     world = torch.Size(mesh.values()).numel()
-    for worst in shardgraph.launch(ranks.parity, world, args=(model, plan, mesh, 0.5)):
+    for worst in on_ranks(ranks.parity, world, args=(model, plan, mesh, 0.5)):
         assert worst < 1e-5
 
 
 @pytest.mark.timeout(280)
 def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
-    shardgraph.launch(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
+    on_ranks(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
     for plan, mesh in (("fsdp", {"dp": 2}), ("tp+sp", {"tp": 2})):
-        assert shardgraph.launch(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
+        assert on_ranks(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
 
 
 # -- collectives -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset
 from shardgraph.capture.capture import capture
 from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
@@ -36,7 +37,7 @@ def fresh(plan):
     module = model()
     joint = capture(module, (torch.randn(4, 5),), {}, device=torch.device("cpu"))
     shapes = named_shapes(module)
-    return joint.module, Context(plan, plan.resolve(shapes), shapes, joint.fake_mode)
+    return joint.module, Context.of(plan, shapes, joint.fake_mode)
 
 
 def test_fsdp_gathers_each_parameter_in_forward_and_again_in_backward_only_if_used_there():
@@ -87,7 +88,7 @@ def test_an_unused_parameter_is_not_gathered():
     module = model()
     module.register_parameter("unused", nn.Parameter(torch.ones(4)))
     program = build(preset("fsdp", {"dp": 2}), module)
-    assert not any("unused" in str(node.meta.get("subject")) for node in ir.collectives(program.forward))
+    assert not any("unused" in str(SUBJECT.get(node)) for node in ir.collectives(program.forward))
 
 
 def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited():

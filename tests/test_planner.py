@@ -12,6 +12,7 @@ from shardgraph.plans.shards import named_shapes
 from shardgraph.search.planner import choose_plan, plans_of, plans_on
 from tests import ranks
 from tests.machines import GIB, toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import make
 
 
@@ -78,7 +79,7 @@ def test_analyze_plans_too():
 
 
 def test_ranks_compile_the_plan_that_was_found_fastest():
-    found = shardgraph.launch(ranks.automatic_plan, 2, timeout=100)
+    found = on_ranks(ranks.automatic_plan, 2, timeout=100)
     assert found[0] == found[1] and "<- chosen" in found[0][1]
 
 

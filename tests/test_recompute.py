@@ -24,6 +24,7 @@ from shardgraph import (
     save,
 )
 from shardgraph.capture.capture import capture
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
@@ -43,6 +44,7 @@ from shardgraph.search.planner import choose_plan, plans_of
 from shardgraph.search.recomputation import Recomputations
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Deep, make
 
 CPU = torch.device("cpu")
@@ -328,7 +330,7 @@ def test_layers_that_rules_tell_apart_are_analysed_one_by_one():
 
 @pytest.mark.timeout(120)
 def test_ranks_compile_the_recomputation_that_the_first_finds():
-    found = shardgraph.launch(ranks.within_memory, 2, args=(ROWS,), timeout=100)
+    found = on_ranks(ranks.within_memory, 2, args=(ROWS,), timeout=100)
     assert found[0] == found[1] and found[0][0] not in ("none", "budget") and found[0][1]
 
 
@@ -362,7 +364,7 @@ def test_a_program_that_would_draw_other_numbers_in_backward_is_refused():
     joint = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU)
     for node in joint.module.graph.nodes:
         if node.op == "call_function":
-            node.meta["again"] = True
+            RECOMPUTE.set(node, True)
     halves = split(joint.module)
     with pytest.raises(RandomStateError, match=r"test_recompute\.py:\d+\) draws random numbers in forward"):
         check_random_state(*halves)

@@ -11,9 +11,11 @@ from torch import nn
 
 import shardgraph
 from shardgraph.ir import collectives
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
 
@@ -42,7 +44,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_gives_the_same_loss(vocabular
 def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
     model = llama(2, hidden_size=256, intermediate_size=512, vocab_size=512)
     program = build_program(model, resolve_plan("tp+sp", (("tp", 2),)), (), text(2, 256))
-    reduced = {node.meta.get("subject") for node in collectives(program.backward)}
+    reduced = {SUBJECT.get(node) for node in collectives(program.backward)}
     norm = "model.layers.1.input_layernorm.weight"
     assert program.parameters[norm].placements == ("replicate",) and f"gradient of {norm}" in reduced
     model, (args, kwargs) = make("bert", 2)
@@ -52,7 +54,7 @@ def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
 @pytest.mark.timeout(280)
 def test_norms_of_gradients_over_a_mixed_mesh_are_those_of_the_unsharded_model():
     norms = (1.0, 2.0, math.inf)
-    for found in shardgraph.launch(ranks.gradient_norms, 4, args=("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}, norms)):
+    for found in on_ranks(ranks.gradient_norms, 4, args=("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}, norms)):
         for ours, expected in found:
             assert ours == pytest.approx(expected, rel=1e-5)
 

@@ -11,6 +11,7 @@ from torch import fx
 import shardgraph
 from shardgraph import ir
 from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.ir.attributes import EQUALS, REDUCES
 from shardgraph.passes import lowering
 from tests.zoo import ZOO, make
 
@@ -89,7 +90,7 @@ def _verify():
 
 def test_a_wrong_mean_is_caught_and_blamed_on_the_pass(monkeypatch):
     def change(_forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        node = next(n for n in backward.graph.nodes if n.target is torch.ops.aten.div.Tensor and "reduces" in n.meta)
+        node = next(n for n in backward.graph.nodes if n.target is torch.ops.aten.div.Tensor and n in REDUCES)
         node.args = (node.args[0], 3)
 
     _tampered(monkeypatch, change)
@@ -102,7 +103,7 @@ def test_a_wrong_mean_is_caught_and_blamed_on_the_pass(monkeypatch):
 
 def test_a_wrong_gather_is_caught_and_blamed_on_the_pass(monkeypatch):
     def change(forward: fx.GraphModule, _backward: fx.GraphModule) -> None:
-        gathered = next(n for n in forward.graph.nodes if "equals" in n.meta and n.op == "call_function")
+        gathered = next(n for n in forward.graph.nodes if n in EQUALS and n.op == "call_function")
         with forward.graph.inserting_before(gathered):
             wrong = forward.graph.call_function(torch.ops.aten.mul.Tensor, (gathered.args[0], 2))
         gathered.update_arg(0, wrong)

@@ -23,9 +23,11 @@ aten = torch.ops.aten
 
 # The attention kernels that torch's counter has no formula for; it counts their CUDA twins the same way.
 EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        *_equal_heads((q, k, v))
+    ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(*_equal_heads((grad, q, k, v)))
     ),
 }
 
@@ -147,15 +149,25 @@ def _causal_length(node: fx.Node) -> int:
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     """A function of the node's (fake) arguments and result, or None."""
     packet = getattr(node.target, "overloadpacket", None)
+    given = _equal_heads if "_scaled_dot_product" in str(packet) else list
     if packet in flop_registry:
-        return lambda args, kwargs, value: flop_registry[packet](*args, **kwargs, out_val=value)
+        return lambda args, kwargs, value: flop_registry[packet](*given(args), **kwargs, out_val=value)
     if packet in EXTRA_FLOPS:
-        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*_shapes(args), **kwargs)
+        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*args, **kwargs)
     return None
 
 
-def _shapes(values: Any) -> list[Any]:
-    return [value.shape if isinstance(value, torch.Tensor) else value for value in values]
+def _equal_heads(args: Any) -> list[Any]:
+    """Shapes of the operands of attention, keys and values with the heads of the queries: the kernel computes as many.
+
+    The counter of torch 2.11 refuses fewer.
+    """
+    shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
+    heads = max(shape[1] for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4)
+    return [
+        torch.Size([shape[0], heads, *shape[2:]]) if isinstance(shape, torch.Size) and len(shape) == 4 else shape
+        for shape in shapes
+    ]
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from shardgraph.ir import WAIT, Tangent, is_collective, local_part, placeholders
+from shardgraph.ir.attributes import REDUCES, Change, carried
 from shardgraph.passes.base import Context
+from shardgraph.passes.builder import Builder
 
 aten = torch.ops.aten
 
@@ -53,7 +55,7 @@ class DropZeroTangents:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         zero = {node for role, node in placeholders(gm).items() if role in self.absent}
         for node in gm.graph.nodes:
-            if node.op == "call_function" and "reduces" not in node.meta:
+            if node.op == "call_function" and node not in REDUCES:
                 if (rest := _other_term(node, zero)) is not None:
                     node.replace_all_uses_with(rest)
                 elif _is_zero(node, zero):
@@ -94,14 +96,11 @@ def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], contex
     outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
     shape = [value.shape[dim] for dim in outermost_first]
     order = {user: i for i, user in enumerate(gm.graph.nodes)}
-    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    with gm.graph.inserting_before(min(users, key=order.__getitem__)), context.fake_mode:
-        made = gm.graph.call_function(aten.full.default, (shape, 0), options)
-        made.meta.update(val=torch.empty(shape, dtype=value.dtype, device=value.device))
-        if outermost_first != sorted(outermost_first):
-            inverse = [outermost_first.index(dim) for dim in range(value.dim())]
-            permuted = gm.graph.call_function(aten.permute.default, (made, inverse))
-            permuted.meta.update(val=made.meta["val"].permute(inverse))
-            made = permuted
+    first = min(users, key=order.__getitem__)
+    build = Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=first.prev)
+    made = build.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device, pin_memory=False)
+    if outermost_first != sorted(outermost_first):
+        inverse = [outermost_first.index(dim) for dim in range(value.dim())]
+        made = build.call(aten.permute.default, made, inverse)
     for user in users:
         user.replace_input_with(node, made)

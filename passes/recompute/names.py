@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import fx
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.ir.operations import canonical, operation_name
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.plans.annotations.match import matches
 
@@ -27,14 +28,10 @@ def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:
     count: Counter[tuple[str, str]] = Counter()
     found: dict[fx.Node, Name] = {}
     for node in operations:
-        key = (module_of(node), _kind(node))
+        key = (module_of(node), operation_name(node.target))
         count[key] += 1
         found[node] = (*key, count[key])
     return found
-
-
-def _kind(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).split(".")[0].strip("_")
 
 
 def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.Node]:
@@ -66,7 +63,7 @@ def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.No
 
 def _is_called(name: Name, wanted: str) -> bool:
     kind, _, number = wanted.partition(".")
-    return fnmatch.fnmatchcase(name[1], kind) and number in ("", str(name[2]))
+    return fnmatch.fnmatchcase(name[1], canonical(kind)) and number in ("", str(name[2]))
 
 
 def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tuple[Rule, ...]:

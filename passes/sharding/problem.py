@@ -12,6 +12,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
 from shardgraph.passes.sharding.choose import Problem, solve
@@ -50,7 +51,7 @@ def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Cons
         key = classes[node]
         if node.op in ("placeholder", "get_attr"):
             options[node] = [o for o in _held(node, parts, fixed, legal) if allowed(node, o)]
-            price = [prices.parameter(node, o.results[0]) if "role" in node.meta else 0.0 for o in options[node]]
+            price = [prices.parameter(node, o.results[0]) if node in ROLE else 0.0 for o in options[node]]
         elif node in constraints.marks:
             placement = constraints.marks[node]
             options[node], price = [Option((placement,), (placement,))], [0.0]
@@ -97,7 +98,7 @@ def _add_results(gm: fx.GraphModule, problem: Problem, classes: Mapping[fx.Node,
 
 
 def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
-    role = node.meta.get("role")
+    role = ROLE.get(node)
     if not isinstance(role, Parameter):
         return [Option((), (REPLICATE,))]
     if role.fqn in fixed:
@@ -155,7 +156,7 @@ def _weights(gm: fx.GraphModule) -> set[fx.Node]:
     """Parameters of at least two dimensions, and their views and casts."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        role = node.meta.get("role")
+        role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
             found.add(node)
         elif node.op == "call_function":

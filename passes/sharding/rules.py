@@ -117,6 +117,59 @@ def nll_loss_backward(operation: Operation) -> Iterator[Option]:
         yield Option((REPLICATE, Shard(0), Shard(0), REPLICATE), (Shard(0),))
 
 
+# -- normalization -----------------------------------------------------------------------------------------
+
+
+@rule(
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten._fused_rms_norm.default,
+    aten._fused_rms_norm_backward.default,
+    replaces=True,
+)
+def norm(operation: Operation) -> Iterator[Option]:
+    """Rows are normalized by themselves; gradients of weights are sums over them.
+
+    DTensor's strategy for the backward (torch 2.11) takes means and weights as they lie, even where they do not fit.
+    """
+    normalized = named_arguments(operation.node)["normalized_shape"]
+    tensors, made = [operand.meta["val"] for operand in operands(operation.node)], results(operation.node)
+    rank = tensors[0].dim()
+    for dim in range(rank - len(normalized)):
+        given = (Shard(dim) if tensor.dim() == rank else REPLICATE for tensor in tensors)
+        gives = (value if value is None else Shard(dim) if value.dim() == rank else PARTIAL for value in made)
+        yield Option(tuple(given), tuple(gives))
+
+
+# -- indices -----------------------------------------------------------------------------------------------
+
+
+@rule(aten.index.Tensor, aten.index_select.default, replaces=True)
+def index(operation: Operation) -> Iterator[Option]:
+    """Dimensions that are not indexed may be cut, or the indices; and a sum may be indexed term by term."""
+    values, *indices = (operand.meta["val"] for operand in operands(operation.node))
+    if operation.target is aten.index_select.default:
+        at = [operation.args[1] % values.dim()]
+    else:
+        at = [dim for dim, given in enumerate(operation.args[1]) if given is not None]
+    picked = max(given.dim() for given in indices)
+    # Indices of neighbouring dimensions stand in their place in the result, others before all dimensions.
+    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    whole = [REPLICATE] * len(indices)
+    if values.is_floating_point():
+        yield Option((PARTIAL, *whole), (PARTIAL,))
+    rest = [dim for dim in range(values.dim()) if dim not in at]
+    for place, dim in enumerate(rest):
+        yield Option((Shard(dim), *whole), (Shard(place if place < start else place + picked),))
+    for dim in range(picked):
+        size = operation.result[start + dim]
+        own = [dim - picked + given.dim() for given in indices]
+        cuts = [
+            Shard(d) if d >= 0 and given.shape[d] == size else REPLICATE for d, given in zip(own, indices, strict=True)
+        ]
+        yield Option((REPLICATE, *cuts), (Shard(start + dim),))
+
+
 # -- random ------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,10 @@ from torch import fx, nn
 
 from shardgraph import torch_api
 from shardgraph.capture import constraints
+from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.constraints import check_met, constrained
+from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.pytrees import register_types
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import (
@@ -36,6 +38,7 @@ from shardgraph.ir import (
     placeholders,
     set_outputs,
 )
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -103,15 +106,18 @@ def capture(
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
     """
     fake_mode = FakeTensorMode()
+    cpu = torch.device("cpu")
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
+        torch.Tensor,
+        lambda t: _fake(fake_mode, t, cpu if is_number(t) else device, keep_strides=True),
+        (args, kwargs),
     )
     dtypes = computed_dtypes(model, precision, annotations)
     with (
         casting(model, precision, annotations),
         _fake_state(model, fake_mode, device, dtypes) as canonical,
         constrained(model, annotations),
-        _without_fused_layers(),
+        same_kernels(),
         fake_mode,
     ):
         traced = model if loss_fn is None else WithLoss(model, loss_fn)
@@ -120,23 +126,14 @@ def capture(
     check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
-    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)), leaves)
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
+    check_numbers(joint.module, args, kwargs)
     if loss_fn is own_loss:
         _check_loss(joint)
     return joint
-
-
-@contextmanager
-def _without_fused_layers() -> Iterator[None]:
-    """In eval mode ``nn.TransformerEncoderLayer`` is one operation, of which no plan can divide or cut anything."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
@@ -145,13 +142,14 @@ def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
     The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
     """
     for node in gm.graph.nodes:
-        for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            if stack := node.meta.get(key):
+        for attribute in (MODULES, FORWARD_MODULES):
+            if stack := attribute.get(node):
                 names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
-                node.meta[key] = {
+                inside = {
                     call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
                     for call, (_, kind) in stack.items()
                 }
+                attribute.set(node, inside)
 
 
 # -- standing in for the model's tensors -----------------------------------------------------------
@@ -236,6 +234,7 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
     name = type(model).__name__
     try:
         captured = _trace(traced, args, kwargs, model)
+        write_out(captured)
         try:
             return torch_api.export_joint(captured, args, kwargs)
         except RuntimeError as error:
@@ -288,7 +287,9 @@ def _explain(name: str, message: str) -> str:
 # -- naming what the traced graph takes and gives --------------------------------------------------
 
 
-def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str]) -> JointGraph:
+def _joint_graph(
+    exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str], leaves: list[Any]
+) -> JointGraph:
     gm = exported.graph_module
     gm.graph.set_codegen(torch_api.CodeGen())
     bases: list[Any] = []
@@ -323,20 +324,25 @@ def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[
             f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
         )
 
+    def returned(value: Any) -> Any:
+        of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
+        # What the model is given and returns may be a Python number: a constant, as everywhere in the graph.
+        return leaves[of.index] if isinstance(of, Input) and not isinstance(leaves[of.index], torch.Tensor) else value
+
     output = gm.graph.output_node()
-    results = list(
-        zip([role(d) for d in output.meta["desc"]], pytree.tree_leaves(output.args, is_leaf=_is_none), strict=True)
-    )
+    values = pytree.tree_leaves(output.args, is_leaf=_is_none)
+    results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
     seen: dict[Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
-        node.meta["role"] = role(node.meta["desc"])
+        ROLE.set(node, role(node.meta["desc"]))
         # Tied parameters arrive under each of their names: one input serves them all.
-        if (first := seen.setdefault(node.meta["role"], node)) is not node:
+        if (first := seen.setdefault(ROLE.of(node), node)) is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
     set_outputs(gm, _sum_tied_gradients(gm, results))
     for node in gm.graph.nodes:
-        node.meta["source"] = _source_line(node)
+        SOURCE.set(node, _source_line(node))
+    forget_unknown(gm)
     gm.graph.lint()
     gm.recompile()
     # The tracer works in a mode of its own, and values of two modes do not mix.
@@ -359,11 +365,11 @@ def _is_none(value: Any) -> bool:
 
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', STACK_TRACE.get(node) or "")
     frames = [frame for frame in frames if frame[0] not in _OURS]
     if frames:
         return f"{frames[-1][0]}:{frames[-1][1]}"
-    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+    for path, kind in reversed(list((MODULES.get(node) or {}).values())):
         return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
     return ""
 

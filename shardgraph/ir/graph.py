@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import ROLE, ROLES
 from shardgraph.ir.roles import Role, Tangent
 
 
 def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:
     """The graph's inputs by role, in calling order."""
-    return {node.meta["role"]: node for node in gm.graph.nodes if node.op == "placeholder"}
+    return {ROLE.of(node): node for node in gm.graph.nodes if node.op == "placeholder"}
 
 
 def outputs(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
     """The graph's results as ``(role, node or constant)``, in order; ``None`` has no meaning outside."""
     node = gm.graph.output_node()
-    return list(zip(node.meta["roles"], node.args[0], strict=True))
+    return list(zip(ROLES.of(node), node.args[0], strict=True))
 
 
 def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> None:
     """Make ``results`` what the graph returns."""
     node = gm.graph.output_node()
     node.args = (tuple(value for _, value in results),)
-    node.meta["roles"] = [role for role, _ in results]
+    ROLES.set(node, [role for role, _ in results])
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -37,8 +39,11 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-CHUNK = "chunk"
-"""``meta[CHUNK]`` is the number of the chunk of rows that an operation is done for, where rows are done in chunks."""
+def add_output(graph: fx.Graph, results: Sequence[tuple[Role | None, Any]]) -> fx.Node:
+    """End ``graph`` with ``results``, as ``(role, node of the graph or constant)``."""
+    node = graph.output(tuple(value for _, value in results))
+    ROLES.set(node, [role for role, _ in results])
+    return node
 
 
 @dataclass(frozen=True)

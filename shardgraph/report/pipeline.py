@@ -16,6 +16,7 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import StepTime, simulate
 from shardgraph.ir import Buffer, Input
+from shardgraph.ir.attributes import ON_HOST
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
@@ -302,7 +303,7 @@ class _Stages:
         storages = {
             n.meta["val"].untyped_storage()._cdata: n.meta["val"].untyped_storage().nbytes()
             for role, n in wanted
-            if not n.meta.get("host")
+            if not ON_HOST.get(n)
             if isinstance(role, (ir.Saved, ir.Returned)) and isinstance(n.meta["val"], torch.Tensor)
         }
         return sum(storages.values())

@@ -7,7 +7,6 @@ peak is within the budget is taken. So a smaller budget, which fewer of the same
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from torch import fx
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
@@ -86,7 +86,7 @@ class Recomputations:
 
         found = {choice(again) for again in _ladder(problem, values)}
         if len(values.makes) <= _TRACTABLE:
-            free = {node: s for node, s in seconds.items() if node not in values.once and "again" not in node.meta}
+            free = {node: s for node, s in seconds.items() if node not in values.once and node not in RECOMPUTE}
             found |= {choice(again) for again in self._exact(gm, values, free, choice(()))}
         return sorted(found, key=lambda choice: (choice.rules != "none", choice.seconds, choice.dropped))
 
@@ -114,8 +114,7 @@ class Recomputations:
 
     def _of_its_own(self, rules: str | Recomputation) -> Context:
         """What passes know of the placed graph, for them to change, with these rules in the plan."""
-        mode, plan = self._context.fake_mode, replace(self._context.plan, recompute=rules)
-        return replace(copy.deepcopy(replace(self._context, fake_mode=None)), plan=plan, fake_mode=mode)
+        return self._context.copy(replace(self._context.plan, recompute=rules))
 
     @without_code()
     def peak(self, choice: Choice) -> int:

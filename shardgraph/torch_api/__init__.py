@@ -5,6 +5,7 @@ Everything else in shardgraph imports from here, so that a new torch release is 
 
 from __future__ import annotations
 
+import builtins
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -185,14 +187,29 @@ def _ignorable_calls() -> set[Callable[..., Any]]:
 @contextmanager
 def _static_capture() -> Iterator[None]:
     # Shapes and numbers are constants of a program: a new one is a new program, chosen by its key.
-    with dynamo.config.patch(
-        automatic_dynamic_shapes=False,
-        assume_static_by_default=True,
-        specialize_int=True,
-        specialize_float=True,
-        ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
+    with (
+        _quiet_metrics(),
+        dynamo.config.patch(
+            automatic_dynamic_shapes=False,
+            assume_static_by_default=True,
+            specialize_int=True,
+            specialize_float=True,
+            ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
+        ),
     ):
         yield
+
+
+@contextmanager
+def _quiet_metrics() -> Iterator[None]:
+    # torch 2.11 cannot write the ignored functions into its log of metrics, and prints a traceback at every capture.
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    before = logger.disabled
+    logger.disabled = before or torch.__version__ < "2.12"
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
@@ -203,7 +220,17 @@ def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """
     with _static_capture(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        return _with_builtins(dynamo_graph_capture_for_export(model)(*args, **kwargs))
+
+
+def _with_builtins(captured: fx.GraphModule) -> fx.GraphModule:
+    """``captured``, whose inputs and outputs are packed by bytecode that may call any builtin.
+
+    torch 2.11 runs it with the globals of the model's forward alone, and refuses a name that is not among them.
+    """
+    for bytecode in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+        bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
+    return captured
 
 
 def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,6 +238,25 @@ def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[s
     with ExitStack() as stack:
         stack.enter_context(tracing(captured.meta["tracing_context"]))
         return aot_export_joint_with_descriptors(stack, captured, args, kwargs)
+
+
+# -- what earlier releases get wrong -------------------------------------------------------------------------
+
+
+def _fake_attention(mode: FakeTensorMode, op: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    """Output and logarithms of sums of the CPU's attention, the latter in the precision that it sums in."""
+    batch, heads, rows = query.shape[:3]
+    with mode:
+        sums = query.new_empty(batch, rows, heads, dtype=torch.promote_types(query.dtype, torch.float32))
+        return torch.empty_like(query), sums.transpose(1, 2)
+
+
+if torch.__version__ < "2.12":
+    # Its tracer knows no value of it. What a device has does not change, so it can be asked while tracing.
+    torch.compiler.assume_constant_result(torch.amp.is_autocast_available)
+if torch.__version__ < "2.13":
+    # Its fake kernel says that the logarithms are in single precision where the queries are in double.
+    register_op_impl(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)(_fake_attention)
 
 
 # -- DTensor's registries of strategies --------------------------------------------------------------------

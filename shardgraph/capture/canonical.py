@@ -1,0 +1,113 @@
+"""One captured graph for every device.
+
+PyTorch chooses some kernels while a model is traced, by the device of its tensors. Where the choice changes which
+operations there are, a graph of the CPU and one of a GPU differ, and a plan for the one says nothing of the other. So
+capture makes the choice alike everywhere:
+
+* cuDNN's batch norm and recurrent layers are off while tracing: batch norm is PyTorch's native one, recurrent layers
+  are written out. (A convolution is one operation anyway, and picks its kernel when it runs.)
+* Attention is one operation, a fused kernel, where every device has one for it; with dropout or a mask that is
+  trained, which the CPU's kernel does not have, it is written out on all of them.
+* RMS norm is written out, as on the CPU. A fused backend joins what it is made of again.
+
+What is left, such as the name of the attention kernel, :mod:`shardgraph.ir.operations` gives one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+_ATTENTION = F.scaled_dot_product_attention
+
+
+@contextmanager
+def same_kernels() -> Iterator[None]:
+    """Within, no device replaces an operation by one of its library's.
+
+    ``nn.TransformerEncoderLayer`` is not a single operation in eval mode either, of which no plan could divide or cut
+    anything.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def write_out(gm: fx.GraphModule) -> None:
+    """Replace calls of PyTorch's functions in a traced module that only some devices have a kernel for."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        written = _WRITTEN_OUT.get(node.target) if node.op == "call_function" else None
+        if written is None or (node.target is _ATTENTION and _has_kernel(*node.args, **node.kwargs)):
+            continue
+        with gm.graph.inserting_before(node):
+            replacement = gm.graph.call_function(written, node.args, node.kwargs)
+        replacement.meta = dict(node.meta)
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+        changed = True
+    if changed:
+        gm.recompile()
+
+
+def _has_kernel(
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Whether every device has a fused kernel for an attention."""
+    mask = _value(attn_mask)
+    return not dropout_p and (mask is None or not mask.requires_grad)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    # As PyTorch's CPU computes it: half precision in single, the weight last.
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    dims = list(range(-len(normalized_shape), 0))
+    normal = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True).add(eps))
+    return (normal if weight is None else normal * weight).to(input.dtype)
+
+
+_WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {
+    _ATTENTION: _attention,
+    torch.rms_norm: _rms_norm,
+    F.rms_norm: _rms_norm,
+}
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None

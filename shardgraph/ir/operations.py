@@ -1,0 +1,49 @@
+"""Names of operations that are the same on every device.
+
+PyTorch traces attention, normalisation and convolution into one kernel on the CPU and into another on a GPU. A plan
+names operations (what is recomputed, how equal operations are placed), so it uses the name of what a kernel computes:
+a plan that was made on a laptop then applies to the graph of a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KERNELS = {
+    "attention": (
+        "scaled_dot_product_flash_attention_for_cpu",
+        "scaled_dot_product_flash_attention",
+        "scaled_dot_product_efficient_attention",
+        "scaled_dot_product_cudnn_attention",
+        "scaled_dot_product_fused_attention_overrideable",
+    ),
+    "attention_backward": (
+        "scaled_dot_product_flash_attention_for_cpu_backward",
+        "scaled_dot_product_flash_attention_backward",
+        "scaled_dot_product_efficient_attention_backward",
+        "scaled_dot_product_cudnn_attention_backward",
+        "scaled_dot_product_fused_attention_overrideable_backward",
+    ),
+    "batch_norm": (
+        "native_batch_norm_legit_functional",
+        "native_batch_norm_legit_no_training",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+    ),
+    "batch_norm_backward": ("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
+    "rms_norm": ("fused_rms_norm",),
+    "rms_norm_backward": ("fused_rms_norm_backward",),
+    "convolution": ("cudnn_convolution", "mkldnn_convolution", "miopen_convolution"),
+}
+_CANONICAL = {kernel: name for name, kernels in _KERNELS.items() for kernel in kernels}
+
+
+def canonical(name: str) -> str:
+    """What a kernel computes, by the kernel's name; another name as it is."""
+    return _CANONICAL.get(name.strip("_"), name)
+
+
+def operation_name(target: Any) -> str:
+    """The name of the operation that a node calls, without overload, such as ``"mm"`` or ``"attention"``."""
+    return canonical(str(getattr(target, "__name__", target)).split(".")[0].strip("_"))

@@ -1,0 +1,100 @@
+"""One captured graph for every device: operations by the names of what they compute, kernels chosen alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardgraph
+from shardgraph.capture.capture import capture
+from shardgraph.ir.operations import canonical, operation_name
+from shardgraph.passes.lowering import build_program
+from tests.zoo import make
+
+aten = torch.ops.aten
+
+
+class Attention(nn.Module):
+    """Self-attention of a projection, with dropout and a mask as given."""
+
+    def __init__(self, dropout: float = 0.0, mask: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(8, 24), dropout
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).view(2, 6, 2, 12).transpose(1, 2).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, self.mask, self.dropout)
+
+
+def operations(model: nn.Module, *args: torch.Tensor) -> list[str]:
+    graph = capture(model, args, {}, device=torch.device("cpu")).module.graph
+    return [operation_name(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ],
+)
+def test_attention_has_one_name_whatever_kernel_computes_it(kernel):
+    assert operation_name(kernel) == "attention"
+
+
+def test_a_name_that_no_device_changes_stays():
+    assert operation_name(aten.mm.default) == canonical("mm") == "mm"
+
+
+def test_attention_is_one_operation_where_every_device_has_a_kernel():
+    found = operations(Attention(), torch.randn(2, 6, 8))
+    assert found.count("attention") == found.count("attention_backward") == 1
+
+
+@pytest.mark.parametrize(
+    "model", [Attention(0.1), Attention(mask=nn.Parameter(torch.zeros(6, 6)))], ids=["dropout", "trained mask"]
+)
+def test_attention_that_a_device_has_no_kernel_for_is_written_out_on_all(model):
+    found = operations(model, torch.randn(2, 6, 8))
+    assert "attention" not in found and "bmm" in found
+
+
+def test_written_out_attention_draws_what_the_original_draws():
+    model = Attention(0.5)
+    report = shardgraph.verify(model, (torch.randn(2, 6, 8),), "single", world_size=1)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_rms_norm_is_written_out_and_gives_the_same_bits(dtype, eps):
+    model, x = nn.RMSNorm(16, eps=eps, dtype=dtype), torch.randn(3, 5, 16, dtype=dtype)
+    nn.init.normal_(model.weight)
+    assert "rms_norm" not in operations(model, x)
+    program = build_program(model, shardgraph.preset("single", ()), (x,))
+    (weight, given) = (model.weight.detach(), x)
+    outputs = program.forward(weight, given)
+    assert torch.equal(outputs[0], model(x))
+
+
+def test_capture_leaves_cudnn_as_it_was():
+    before = torch.backends.cudnn.enabled
+    operations(nn.BatchNorm1d(4), torch.randn(3, 4))
+    assert torch.backends.cudnn.enabled is before
+
+
+def test_a_plan_that_names_a_kernel_of_another_device_means_what_it_computes():
+    model, (args, kwargs) = make("llama", 2)
+    plan = shardgraph.preset("single", ())
+    texts = [
+        build_program(model, replace(plan, recompute=(("**.self_attn", (name,)),)), args, kwargs).text
+        for name in ("attention", "scaled_dot_product_efficient_attention")
+    ]
+    assert texts[0] == texts[1] != build_program(model, plan, args, kwargs).text

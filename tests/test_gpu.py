@@ -1,0 +1,107 @@
+"""On a CUDA device: the device of a bare process group, training over NCCL, copies on streams, memory that is saved."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgraph
+from shardgraph.capture.capture import capture
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.operations import operation_name
+from tests.zoo import make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def bare_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one rank, as a user makes it who names no backend."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    dist.init_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def blocks(width: int = 256, depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    return nn.Sequential(*[layer() for _ in range(depth)])
+
+
+def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    found = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def peak(model: nn.Module, x: torch.Tensor) -> int:
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_a_process_group_of_no_named_backend_computes_on_the_gpu(bare_group):
+    sharded = shardgraph.compile(blocks(depth=1), plan="fsdp")
+    assert sharded(torch.randn(4, 256)).is_cuda
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_training_of_one_rank_over_nccl_equals_the_eager_model(bare_group, plan):
+    model, x = blocks(), torch.randn(64, 256, device="cuda")
+    theirs = losses(copy.deepcopy(model).cuda(), x)
+    ours = losses(shardgraph.compile(model, plan=plan), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+
+
+def test_a_copy_to_the_host_and_back_on_streams_is_the_tensor():
+    x = torch.randn(4096, 1024, device="cuda").sin()
+    there = WAIT_COPY(TO_HOST(x), x)
+    back = WAIT_COPY(TO_DEVICE(there, x.device), there)
+    assert there.is_pinned() and torch.equal(back, x)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"offload": "activations"}], ids=str)
+def test_what_is_not_kept_on_the_gpu_changes_no_loss_and_saves_memory(options):
+    model, x = blocks().cuda(), torch.randn(4096, 256, device="cuda")
+    plain = shardgraph.compile(copy.deepcopy(model), plan="single")
+    saving = shardgraph.compile(copy.deepcopy(model), plan="single", **options)
+    assert peak(saving, x) < peak(plain, x)
+    torch.testing.assert_close(losses(saving, x), losses(plain, x), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "conv-batch-norm", "t5"])
+def test_a_graph_of_the_gpu_has_the_operations_of_one_of_the_cpu(name):
+    model, (args, kwargs) = make(name, 2)
+
+    def operations(device: str) -> list[str]:
+        graph = capture(model, args, dict(kwargs), device=torch.device(device)).module.graph
+        return [operation_name(node.target) for node in graph.nodes if node.op == "call_function"]
+
+    assert operations("cuda") == operations("cpu")
