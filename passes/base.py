@@ -252,8 +252,6 @@ def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context
                 check(step, gm, context)
         _check_given(step, graphs)
         context.facts.update(step.provides)
-    for gm in graphs.values():
-        gm.recompile()
 
 
 Check = Callable[[GraphsPass, fx.GraphModule, Context], None]

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def _state(module: nn.Module, first: dict[int, int]) -> Any:
     for key, value in vars(module).items():
         if key in ("_parameters", "_buffers"):
             for name, tensor in value.items():
-                held.append((key, name, first.setdefault(id(tensor), len(first)), _value(tensor)))
+                of = _value(tensor) if key == "_buffers" else _parameter(tensor)
+                held.append((key, name, first.setdefault(id(tensor), len(first)), of))
         elif key.endswith("_hooks") and not value:
             continue
         elif key != "_modules":
@@ -90,11 +92,15 @@ def _state(module: nn.Module, first: dict[int, int]) -> Any:
     return tuple(held)
 
 
+def _parameter(parameter: torch.Tensor | None) -> Any:
+    """What tracing reads of a parameter: neither its strides nor whether it is whole, sharded or on meta."""
+    return None if parameter is None else (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+
+
 def _value(value: Any) -> Any:
     """``value`` as something to compare by. Raises _Unknown."""
     if isinstance(value, torch.Tensor):
-        strides = value.stride() if value.layout == torch.strided else None
-        return ("tensor", type(value), tuple(value.shape), strides, value.dtype, value.device, value.requires_grad)
+        return ("tensor", *_parameter(value), value.stride())
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, Mapping):
@@ -114,7 +120,8 @@ def _value(value: Any) -> Any:
 
 def _function(function: Any) -> Any:
     """A function is what it is called, unless it holds on to something."""
-    if getattr(function, "__closure__", None) or getattr(function, "__self__", None) is not None:
+    owner = getattr(function, "__self__", None)
+    if getattr(function, "__closure__", None) or not isinstance(owner, (ModuleType, type(None))):
         raise _Unknown
     try:
         hash(function)

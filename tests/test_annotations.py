@@ -46,6 +46,8 @@ from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 TP = {"tp": 2}
 BOTH = {"dp": 2, "tp": 2}
 CPU = torch.device("cpu")

@@ -26,6 +26,8 @@ from shardgraph.search.stages import place_stages
 from tests.machines import toy_cluster
 from tests.zoo import Loss, make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
 CHUNK = 61 * 8 * 5  # at most five rows of 61 scores in double precision
 

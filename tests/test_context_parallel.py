@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardgraph
 from shardgraph import Plan, PlanError
+from shardgraph.capture.capture import capture
 from shardgraph.ir import WAIT, collectives, send
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.lowering import build_program
@@ -29,6 +30,8 @@ from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import Loss, make, shorter
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 aten = torch.ops.aten
 
@@ -286,3 +289,9 @@ def test_a_plan_round_trips_and_leaves_nothing_to_be_found():
 def test_what_cannot_be_is_refused_with_what_can(make_it, message):
     with pytest.raises(PlanError, match=message):
         make_it()
+
+
+def test_attention_in_double_precision_is_captured_with_logarithms_in_double_precision():
+    joint = capture(Attention(is_causal=True).double(), (X.double(),), {}, device=torch.device("cpu"))
+    (node,) = (n for n in joint.module.graph.nodes if "attention_for_cpu.default" in str(n.target))
+    assert [value.dtype for value in node.meta["val"]] == [torch.float64, torch.float64]

@@ -26,6 +26,8 @@ from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import make, mixtral
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MESHES = {
     "ep": {"ep": 2},
     "ddp+ep": {"dp": 2, "ep": 2},

@@ -32,6 +32,8 @@ from tests.machines import toy_cluster, toy_device
 from tests.standing import on_ranks
 from tests.zoo import Deep, make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 DP = {"dp": 2}
 ROUNDED = ("llama", "t5")  # their norms compute in single precision, and along other axes in another order
 aten = torch.ops.aten

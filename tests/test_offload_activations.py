@@ -32,6 +32,8 @@ from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import Deep, make, scalar, shorter
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 DP, PP = {"dp": 2}, {"pp": 2}
 ACTIVATIONS = Offload(activations=True)
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
-from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset
+from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset, torch_api
 from shardgraph.capture.capture import capture
 from shardgraph.checks.lockstep import run_lockstep
 from shardgraph.ir.attributes import SUBJECT
@@ -18,6 +18,7 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
 from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.bind import bind
 from tests import zoo
 
 
@@ -205,3 +206,27 @@ def _random(node):
     if value.is_floating_point():
         return torch.randn(value.shape)
     return torch.randint(0, 2, value.shape).to(value.dtype)
+
+
+def test_graphs_are_data_until_they_are_bound(monkeypatch):
+    program, written = build(preset("fsdp", {"dp": 2})), []
+    write = fx.Graph.python_code
+    monkeypatch.setattr(fx.Graph, "python_code", lambda *args, **kwargs: written.append(args) or write(*args, **kwargs))
+    for gm in (ir.copy_graph(program.joint.module), program.forward, program.backward_variant("local", frozenset())):
+        gm.recompile()
+    assert not written
+    readable = program.forward.print_readable(print_output=False)
+    assert "all_gather" in program.forward.code and "all_gather" in readable and len(written) == 2
+
+
+def test_rewriting_graphs_leaves_graph_modules_of_other_threads_as_they_are():
+    recompile = fx.GraphModule.recompile
+    build(preset("fsdp", {"dp": 2}))
+    assert fx.GraphModule.recompile is recompile and not hasattr(torch_api, "without_code")
+
+
+def test_a_graph_that_is_not_bound_is_interpreted():
+    program = build(preset("single", {}))
+    inputs = [torch.ones(node.meta["val"].shape) for node in ir.placeholders(program.forward).values()]
+    bound = bind(program.forward, None)
+    torch.testing.assert_close(program.forward(*inputs), bound(*inputs))

@@ -15,6 +15,8 @@ from tests.standing import on_ranks
 from tests.test_analysis import gpt2, text
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def analysis(layers: int, ranks: int, pipeline: Pipeline, plan: str = "pp", **mesh: int) -> PipelineAnalysis:
     wanted = preset(plan, {"pp": ranks, **mesh}, pipeline)

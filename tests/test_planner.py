@@ -15,6 +15,8 @@ from tests.machines import GIB, toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 @pytest.fixture(scope="module")
 def captured():

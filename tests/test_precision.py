@@ -22,6 +22,8 @@ from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import Loss, make, shorter
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 DP = {"dp": 2}
 aten = torch.ops.aten

@@ -47,6 +47,8 @@ from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import Deep, make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 CPU = torch.device("cpu")
 DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
 ROWS = 512

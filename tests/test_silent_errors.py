@@ -19,6 +19,8 @@ from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def check(model: nn.Module, plan: str, mesh: dict[str, int], *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
     report = shardgraph.verify(model, args, plan, mesh=mesh, example_kwargs=kwargs, steps=3, fp64=True)
@@ -51,6 +53,7 @@ def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
     check(model, "tp+sp", {"tp": 3}, *args, **kwargs)  # 9 tokens
 
 
+@pytest.mark.slow  # the norms that test_gradient_norm has, by another function of torch
 @pytest.mark.timeout(280)
 def test_norms_of_gradients_over_a_mixed_mesh_are_those_of_the_unsharded_model():
     norms = (1.0, 2.0, math.inf)
@@ -78,7 +81,7 @@ def test_convolutions_are_cut_along_their_channels():
     check(Channels(), "tp", {"tp": 2}, images)
 
 
-@pytest.mark.parametrize("plan", ["tp", "tp+sp"])
+@pytest.mark.parametrize("plan", [pytest.param("tp", marks=pytest.mark.slow), "tp+sp"])
 def test_eight_ranks_for_four_heads_are_right(plan):
     model, (args, kwargs) = make("llama", 2)
     check(model, plan, {"tp": 8}, *args, **kwargs)
@@ -89,11 +92,11 @@ def test_one_row_for_each_rank_is_enough():
     check(model, "fsdp+tp", {"dp": 2, "tp": 2}, **kwargs)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_with_sequences_cut_what_is_kept_for_backward_falls_by_the_degree(degree):
     def kept(plan: str, ranks: int) -> int:
         model = llama(
-            4, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, vocab_size=64
+            2, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, vocab_size=64
         )
         cluster = shardgraph.Cluster.of("H100")
         found = shardgraph.analyze(

@@ -23,6 +23,8 @@ from tests import test_analysis
 from tests.test_analysis import llama, text
 from tests.zoo import UNet, make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def gpt2(layers: int) -> nn.Module:
     """A GPT-2 with weights."""

@@ -22,8 +22,13 @@ def test_five_steps_equal_the_unsharded_model_on_two_ranks(plan):
         assert worst < EXACT
 
 
-def test_every_model_of_the_zoo_trains_sharded_over_two_ranks():
-    for facts in on_ranks(ranks.parity_of_several, 2, args=(list(ZOO), "fsdp")):
+@pytest.mark.parametrize(
+    "names",
+    [["conv-batch-norm", "mixture", "gpt2"], pytest.param(list(ZOO), marks=pytest.mark.slow)],
+    ids=["some", "every one"],
+)
+def test_models_of_the_zoo_train_sharded_over_two_ranks(names):
+    for facts in on_ranks(ranks.parity_of_several, 2, args=(names, "fsdp")):
         assert {name: worst for name, worst in facts.items() if not worst < ROUNDED} == {}
 
 

@@ -17,6 +17,8 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests.test_analysis import llama, text
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MESH = (("replica", 2), ("shard", 4))
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Role, Saved, add_output, of_backward, outputs, placeholders
+from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders
 from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context, Graphs, of_kind, sibling
@@ -95,7 +95,7 @@ def _finish(gm: fx.GraphModule, graph: fx.Graph, env: dict[Any, fx.Node], result
     for node in [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and not n.users]:
         graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 class _Backward:

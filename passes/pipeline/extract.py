@@ -21,6 +21,7 @@ from shardgraph.ir import (
     Returned,
     Role,
     Tangent,
+    UnboundGraph,
     add_output,
     outputs,
     placeholders,
@@ -227,7 +228,7 @@ def _graph(gm: fx.GraphModule, assignment: Assignment, parts: list[_Part], numbe
         if not isinstance(ROLE.of(node), (Forwarded, Returned, Tangent)):
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 def _own(

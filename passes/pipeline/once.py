@@ -7,7 +7,17 @@ from typing import ClassVar
 
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gathered, Gradient, Parameter, Role, add_output, outputs, placeholders
+from shardgraph.ir import (
+    Accumulated,
+    Gathered,
+    Gradient,
+    Parameter,
+    Role,
+    UnboundGraph,
+    add_output,
+    outputs,
+    placeholders,
+)
 from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, REDUCES, new_placeholder
 from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 from shardgraph.passes.parameters.accumulate_gradients import local_gradient
@@ -97,8 +107,7 @@ def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
             if not each.users:
                 forward.graph.erase_node(each)
     forward.graph.lint()
-    forward.recompile()
-    return fx.GraphModule(forward, graph)
+    return UnboundGraph(forward, graph)
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -134,4 +143,4 @@ def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
             env[node] = graph.node_copy(node, env.__getitem__)
     add_output(graph, [(role, env[value]) for role, value in results])
     graph.lint()
-    return fx.GraphModule(backward, graph)
+    return UnboundGraph(backward, graph)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from shardgraph.ir import Returned, Role, Saved, add_output, outputs, placeholders
+from shardgraph.ir import Returned, Role, Saved, UnboundGraph, add_output, outputs, placeholders
 from shardgraph.ir.attributes import CHUNK, new_placeholder
 from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 
@@ -86,4 +86,4 @@ def _graph(
     for node in [n for n in reversed(graph.nodes) if n.op in ("placeholder", "get_attr") and not n.users]:
         graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)

@@ -18,6 +18,7 @@ from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa:
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.constraints import Constraints
+from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
@@ -27,10 +28,13 @@ from shardgraph.passes.sharding.sequences import Cuts, connected, input_sequence
 aten = torch.ops.aten
 
 
-def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Constraints) -> dict[fx.Node, Option]:
+def choose_options(
+    gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
+) -> dict[fx.Node, Option]:
     """The option of every node of a joint graph that together cost least and meet ``constraints``.
 
-    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`.
+    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
+    refuse.
 
     Raises:
         PlanError: none do, or the sequences are to be cut (``"context"``) and cannot be.
@@ -38,7 +42,7 @@ def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Cons
     fixed, cuts = constraints.parameters, constraints.cut_activations()
     starts = stripes(gm, parts) if style == "context" else {}
     sequence = style != "whole"
-    legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts))
+    legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts), refused)
     allowed = _only(connected(legal, starts)) if starts else _all_but(_barred(legal, _dimensions(gm, sequence), cuts))
     weights = _weights(gm)
     classes = classes_of(gm, fixed)

@@ -21,6 +21,7 @@ from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.constraints import Constraints, marks_of
+from shardgraph.passes.sharding.dtensor_rules import Refused, notes_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
@@ -61,10 +62,12 @@ class ShardOperators:
         _constants_apart(gm, context)
         _note_unknown(gm, context)
         constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
+        refused = Refused()
         try:
-            chosen = choose_options(gm, parts, self.style, constraints)
+            chosen = choose_options(gm, parts, self.style, constraints, refused)
         except PlanError as error:
             raise self._impossible(gm, context, constraints.parameters) or error from None
+        context.notes.extend(notes_of(refused))
         for node, option in chosen.items():
             if isinstance(role := ROLE.get(node), Parameter):
                 record_placement(context, role.fqn, position, option.results[0])

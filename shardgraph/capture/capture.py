@@ -34,6 +34,7 @@ from shardgraph.ir import (
     Parameter,
     Role,
     Tangent,
+    UnboundGraph,
     outputs,
     placeholders,
     set_outputs,
@@ -344,7 +345,7 @@ def _joint_graph(
         SOURCE.set(node, _source_line(node))
     forget_unknown(gm)
     gm.graph.lint()
-    gm.recompile()
+    gm = UnboundGraph(gm, gm.graph)
     # The tracer works in a mode of its own, and values of two modes do not mix.
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
     mode = next((mode for mode in modes if mode is not None), fake_mode)

@@ -28,7 +28,16 @@ from shardgraph.ir.collectives import (
     send,
 )
 from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
-from shardgraph.ir.graph import JointGraph, OutputAlias, add_output, copy_graph, outputs, placeholders, set_outputs
+from shardgraph.ir.graph import (
+    JointGraph,
+    OutputAlias,
+    UnboundGraph,
+    add_output,
+    copy_graph,
+    outputs,
+    placeholders,
+    set_outputs,
+)
 from shardgraph.ir.rank_operations import (
     chunk_bounds,
     first_only,
@@ -85,6 +94,7 @@ __all__ = [
     "Role",
     "Saved",
     "Tangent",
+    "UnboundGraph",
     "add_output",
     "chunk_bounds",
     "collectives",

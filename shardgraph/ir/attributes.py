@@ -108,7 +108,7 @@ PLACEMENTS: Attribute[Mapping[str, Any]] = Attribute(
 # -- decisions -------------------------------------------------------------------------------------
 
 RECOMPUTE: Attribute[bool] = Attribute(
-    "recompute", bool, "whether backward recomputes it, or it is saved", _COMPUTED - {Change.CHUNKED}
+    "recomputed", bool, "whether backward recomputes it, or it is saved", _COMPUTED - {Change.CHUNKED}
 )
 OFFLOADED_BY: Attribute[frozenset[str]] = Attribute(
     "offloaded_by", frozenset, "the annotations by which it is saved in host memory, as patterns", _COMPUTED

@@ -13,6 +13,26 @@ from shardgraph.ir.attributes import ROLE, ROLES
 from shardgraph.ir.roles import Role, Tangent
 
 
+class UnboundGraph(fx.GraphModule):
+    """A graph module that is data: it is rewritten, analysed and interpreted, but has no Python code of its own.
+
+    Writing and compiling code takes as long as all else that happens to a graph. What runs is made of it by
+    :func:`shardgraph.runtime.bind.bind`; for people, :attr:`code` and ``print_readable`` write code when they are read.
+    """
+
+    def recompile(self) -> Any:
+        """Nothing: there is no code that could differ from the graph."""
+
+    @property
+    def code(self) -> str:
+        """The graph as Python, written now."""
+        return self.graph.python_code("self").src
+
+    def forward(self, *args: Any) -> Any:
+        """Interpret the graph."""
+        return fx.Interpreter(self).run(*args)
+
+
 def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:
     """The graph's inputs by role, in calling order."""
     return {ROLE.of(node): node for node in gm.graph.nodes if node.op == "placeholder"}
@@ -31,12 +51,12 @@ def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> N
     ROLES.set(node, [role for role, _ in results])
 
 
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module of its own with the same nodes, names and roles; attributes are shared."""
+def copy_graph(gm: fx.GraphModule) -> UnboundGraph:
+    """A graph of its own with the same nodes, names and roles; attributes are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 def add_output(graph: fx.Graph, results: Sequence[tuple[Role | None, Any]]) -> fx.Node:

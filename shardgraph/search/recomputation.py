@@ -34,7 +34,6 @@ from shardgraph.plans.plan import Plan, Recomputation
 from shardgraph.report.analysis import analyze_program, program_memory
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
-from shardgraph.torch_api import without_code
 
 _LEVELS = 24  # choices between all that backward reads kept and as little as can be
 _TRACTABLE, _EXACT_LEVELS = 24, 8  # operations of forward for which the exact program is solved too, and how often
@@ -62,13 +61,11 @@ class Recomputations:
         optimizer: str = "adamw",
     ) -> None:
         self.joint, self.plan, self.shapes, self.cluster, self.optimizer = joint, plan, shapes, cluster, optimizer
-        with without_code():
-            self._placed, self._context = place(joint, plan.of_stage, shapes)
+        self._placed, self._context = place(joint, plan.of_stage, shapes)
         self._peaks: dict[Choice, int] = {}
         self._latest: tuple[Choice, Program] | None = None
 
     @cached_property
-    @without_code()
     def choices(self) -> list[Choice]:
         """From the least to the most time that is added; the first keeps all that backward reads."""
         if self.plan.recompute != "budget" or not self.joint.differentiable:
@@ -104,7 +101,6 @@ class Recomputations:
             if schedule is not None:
                 yield schedule.again
 
-    @without_code()
     def program(self, choice: Choice) -> Program:
         """The program under a choice."""
         if self._latest is None or self._latest[0] != choice:
@@ -116,7 +112,6 @@ class Recomputations:
         """What passes know of the placed graph, for them to change, with these rules in the plan."""
         return self._context.copy(replace(self._context.plan, recompute=rules))
 
-    @without_code()
     def peak(self, choice: Choice) -> int:
         """The most bytes live at once in a step under a choice: those of the program as it would run."""
         if choice not in self._peaks:
@@ -203,7 +198,6 @@ class PipelineRecomputations(Recomputations):
         """The predicted time of a step under a choice."""
         return self._analysis(choice).time.total
 
-    @without_code()
     def _analysis(self, choice: Choice) -> PipelineAnalysis:
         if choice not in self._analyses:
             program = lower(self.joint, self.chosen(choice), self.shapes)
