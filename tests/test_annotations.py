@@ -37,7 +37,7 @@ from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 from shardgraph.plans.annotations.kinds import KINDS, Annotation, input, parse, precision, stage
 from shardgraph.plans.annotations.match import matches
-from shardgraph.plans.annotations.remembered import annotated, remembered
+from shardgraph.plans.remembered import annotated, remembered
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.source import Source
 from tests import ranks

@@ -33,7 +33,7 @@ KEPT = {  # besides by copies, which keep everything
     "mean_of": set(),
     "cast_of": set(),
     "placements": {"PASSED", "REWRITTEN", "DIVIDED"},
-    "recompute": {"REWRITTEN", "DIVIDED"},
+    "recomputed": {"REWRITTEN", "DIVIDED"},
     "offloaded_by": {"REWRITTEN", "DIVIDED", "CHUNKED"},
     "scores": {"REWRITTEN", "DIVIDED"},
     "chunk": {"REWRITTEN", "DIVIDED"},
@@ -52,7 +52,7 @@ KEPT = {  # besides by copies, which keep everything
 SAMPLES = {
     "roles": [None],
     "placements": {},
-    "recompute": False,
+    "recomputed": False,
     "offloaded_by": frozenset({"a"}),
     "scores": 7,
     "chunk": 7,

@@ -17,8 +17,8 @@ from shardgraph.nn import MoE
 from shardgraph.passes.analysis.wire import node_wire_bytes
 from shardgraph.passes.lowering import build_program, place_operators
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import ParameterPlan
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import analyze_program
 from tests import ranks

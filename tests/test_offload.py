@@ -21,7 +21,7 @@ from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import program_memory
 from shardgraph.runtime.host import is_in_file, is_on_host

@@ -21,8 +21,8 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.passes.offload import offload_activations
 from shardgraph.passes.offload.window import awaited, started, staying
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.remembered import annotated
 from shardgraph.report.analysis import analyze_program, program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory

@@ -15,7 +15,7 @@ from shardgraph.ir.attributes import MEMORY_KIND, ROLE, SUBJECT
 from shardgraph.passes.analysis.wire import summarize_communication
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster

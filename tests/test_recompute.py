@@ -36,8 +36,8 @@ from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds
 from shardgraph.passes.recompute.names import Name, chosen_by, names_of, rules_for
 from shardgraph.passes.recompute.problem import problem_of
 from shardgraph.passes.recompute.values import draws, values_of
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Recomputation
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.planner import choose_plan, plans_of

@@ -155,7 +155,7 @@ def size_program(
     """
     saved: dict[Role, _Part] = {}
     storages: dict[int, _SizedStorage] = {}
-    found = {}
+    found: dict[str, fx.GraphModule] = {}
     for name, first in samples[0].items():
         copy = copy_graph(first)
         columns = [list(each[name].graph.nodes) for each in samples]

@@ -15,12 +15,12 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.passes.lowering import lower
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.dtype_support import check_described
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.from_source import analyze_source

@@ -24,12 +24,12 @@ from shardgraph.module.parameters import ParameterSlots, as_dtensor, own_part
 from shardgraph.module.pipelined import PipelinedModule
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import place_operators
-from shardgraph.plans.annotations.remembered import annotated, remembered
 from shardgraph.plans.dtype_support import check_present
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.remembered import annotated, remembered
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement

@@ -34,10 +34,10 @@ from shardgraph.ir import (
 from shardgraph.mesh import coordinates
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.plans.shards import named_shapes, part_of
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches, shares

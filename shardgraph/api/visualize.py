@@ -25,8 +25,8 @@ from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.page import html_page
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import Tree, build_tree
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_alike

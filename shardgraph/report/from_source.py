@@ -1,4 +1,4 @@
-"""From a model, a plan and a cluster to the analysis, of a few of its equal layers where that is enough."""
+"""The analysis of a model under a plan on a cluster, from a few of its equal layers if that is sufficient."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from shardgraph.report.symbolic import Symbolic, symbolic
 
 
 def analyze_source(source: Source) -> Analysis:
-    """The analysis of a call of a model under a plan on a cluster."""
-    _ = source.parameters  # a plan that does not fit is told before the long work
+    """The analysis of a call of a model under a plan on a cluster.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+    """
+    _ = source.parameters  # a plan that does not fit is refused before the long work
 
     def whole() -> Analysis:
         return analyze_program(
@@ -30,7 +34,7 @@ def analyze_source(source: Source) -> Analysis:
 
 
 def _folded(source: Source, stack: Stack, whole: Callable[[], Analysis]) -> Analysis:
-    """The analysis of all layers of a stack from those of a few, or of all where that cannot be."""
+    """The analysis extrapolated from a few layers of the stack, or of the whole model if it is not periodic."""
     try:
         shallow = []
         for layers in SHALLOW:
@@ -43,7 +47,7 @@ def _folded(source: Source, stack: Stack, whole: Callable[[], Analysis]) -> Anal
 
 @dataclass(frozen=True)
 class SizesOf:
-    """Other sizes of the call that an analysis is of."""
+    """Predictions for other sizes of a source's call."""
 
     source: Source
 
@@ -51,7 +55,7 @@ class SizesOf:
         """The costs as sympy expressions.
 
         Raises:
-            NotSizedError: the model does other things at other sizes.
+            NotSizedError: the model runs different operations at other sizes.
         """
         return self._symbolic
 
@@ -60,19 +64,24 @@ class SizesOf:
         return symbolic(self.source)
 
     def largest(self, size: str, budget: int) -> int:
-        """The largest batch or sequence whose peak is within ``budget`` bytes; raises when not even 1 is."""
-        found = self.symbolic().largest(size, budget)
+        """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget`` bytes.
+
+        Raises:
+            NotSizedError: the model runs different operations at other sizes.
+            ShardGraphError: not even 1 fits.
+        """
+        estimate = self.symbolic().largest(size, budget)
         sizes = {"batch": self.source.batch, "sequence": self.source.sequence}
 
         def fits(value: int) -> bool:
             return analyze_source(self.source.resized(**(sizes | {size: value}))).peak_memory <= budget
 
-        # The allocator rounds every tensor up, and a capacity may be a rounded part of a sequence: no expression
-        # knows. What it gives is near, so less is tried in steps that grow.
+        # The expression ignores that the allocator rounds every tensor up, and that a capacity may be a rounded
+        # fraction of a sequence. Its estimate is close, so the search goes down from there in growing steps.
         step = 1
-        while found > 1 and not fits(found):
-            found, step = max(1, found - step), 2 * step
-        low, high = found, found + step // 2
+        while estimate > 1 and not fits(estimate):
+            estimate, step = max(1, estimate - step), 2 * step
+        low, high = estimate, estimate + step // 2
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

@@ -1,4 +1,4 @@
-"""What an analysis is of: a model, a call of it, a plan and a cluster, to be analysed again in other sizes."""
+"""The source of an analysis: a model, a call of it, a plan and a cluster; it can be resized and analysed again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardgraph.report.folding import Stack, find_stack, treats_alike
 
 @dataclass(frozen=True)
 class Source:
-    """A question to the cost models; see :func:`shardgraph.analyze` for its fields."""
+    """The arguments of an analysis; see :func:`shardgraph.analyze` for its fields."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -64,16 +64,17 @@ class Source:
 
     @cached_property
     def parameters(self) -> dict[str, ParameterPlan]:
-        """What the plan does with each of them.
+        """The plan of each parameter by name.
 
         Raises:
-            PlanError: it does not fit the model.
+            PlanError: the plan does not fit the model.
         """
         return self.plan.resolve(self.shapes)
 
     @cached_property
     def stack(self) -> Stack | None:
-        """The equal layers of which a few need to be looked at, if there are any that the plan does not tell apart."""
+        """The stack of equal layers of which only a few need to be analysed; None without one that the plan treats
+        uniformly."""
         stack = find_stack(self.model) if self.fold else None
         return stack if stack is not None and treats_alike(self.plan, self.model, stack) else None
 
@@ -81,12 +82,12 @@ class Source:
 
     @property
     def batch(self) -> int:
-        """Rows of the first tensor among the inputs; 0 where there is none."""
+        """Rows of the first input tensor; 0 without one."""
         return next((tensor.shape[0] for tensor in self._tensors() if tensor.dim()), 0)
 
     @property
     def sequence(self) -> int:
-        """Columns of the first tensor among the inputs if it holds sequences: of tokens, or of vectors; else 0."""
+        """Length of the sequences in the first input tensor, if it holds token ids or vectors; else 0."""
         first = next((tensor for tensor in self._tensors() if tensor.dim()), None)
         if first is None:
             return 0
@@ -94,8 +95,8 @@ class Source:
         return first.shape[1] if tokens or first.dim() == 3 else 0
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
-        """The same question about a call of other sizes: inputs with the rows of the first have ``batch`` rows, and
-        those with its columns ``sequence`` columns."""
+        """The same source with a call of other sizes: inputs with as many rows as the first one get ``batch`` rows,
+        and those with as many columns ``sequence`` columns."""
         now = (self.batch, self.sequence)
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,8 @@ class Source:
                 shape[0] = batch
             if sequence and len(shape) > 1 and shape[1] == now[1]:
                 shape[1] = sequence
-            made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            return made.requires_grad_(tensor.requires_grad)
+            resized = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return resized.requires_grad_(tensor.requires_grad)
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)

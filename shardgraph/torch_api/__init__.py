@@ -213,7 +213,8 @@ def _with_builtins(captured: fx.GraphModule) -> fx.GraphModule:
 
     torch 2.11 runs it with the globals of the model's forward alone, and refuses a name that is not among them.
     """
-    for bytecode in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+    bytecodes: Any = (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten)
+    for bytecode in bytecodes:
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
     return captured
 
@@ -245,6 +246,7 @@ def _by_greedy_steps(found: Callable[..., Any]) -> Callable[..., Any]:
         except ValueError as error:
             if "unable to be interpreted" not in str(error):
                 raise
+            assert source.tensor_meta is not None
             planner = _redistribute.get_redistribute_planner(source.mesh, source.tensor_meta)
             return planner.generate_greedy_transform_infos(source, target)
 
