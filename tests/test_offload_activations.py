@@ -18,7 +18,7 @@ from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.liveness import profile_memory, profile_step
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.lowering import build_program
-from shardgraph.passes.offload.offload_activations import offload_activations
+from shardgraph.passes.offload import offload_activations
 from shardgraph.passes.offload.window import awaited, started, staying
 from shardgraph.passes.program import Program
 from shardgraph.plans.pipeline_plan import Pipeline
