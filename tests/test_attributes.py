@@ -34,7 +34,7 @@ KEPT = {  # besides by copies, which keep everything
     "mean_of": set(),
     "cast_of": set(),
     "placements": {"PASSED", "REWRITTEN", "DIVIDED"},
-    "recompute": {"REWRITTEN", "DIVIDED"},
+    "recomputed": {"REWRITTEN", "DIVIDED"},
     "offloaded_by": {"REWRITTEN", "DIVIDED", "CHUNKED"},
     "scores": {"REWRITTEN", "DIVIDED"},
     "chunk": {"REWRITTEN", "DIVIDED"},
@@ -53,7 +53,7 @@ KEPT = {  # besides by copies, which keep everything
 SAMPLES = {
     "roles": [None],
     "placements": {},
-    "recompute": False,
+    "recomputed": False,
     "offloaded_by": frozenset({"a"}),
     "scores": 7,
     "chunk": 7,
@@ -108,7 +108,7 @@ def test_what_is_no_attribute_is_refused_and_not_dropped():
 
 
 def test_an_attribute_of_another_type_is_refused():
-    with pytest.raises(TypeError, match=r"'recompute' of .* is whether backward recomputes it"):
+    with pytest.raises(TypeError, match=r"'recomputed' of .* is whether backward recomputes it"):
         RECOMPUTE.set(one_node(), 1)
 
 
