@@ -16,8 +16,8 @@ import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, Precision, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Saved, collectives, outputs
-from shardgraph.passes.lowering import build_program
-from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.ir.attributes import SUBJECT
+from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import program_memory
@@ -25,6 +25,8 @@ from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.stages import place_stages
 from tests.machines import toy_cluster
 from tests.zoo import Loss, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
 CHUNK = 61 * 8 * 5  # at most five rows of 61 scores in double precision
@@ -221,7 +223,7 @@ def test_a_sharded_head_is_gathered_once_for_all_chunks_of_a_half():
     program = build_program(Language(), replace(preset("fsdp", DP), loss_chunk=CHUNK), words())
     for half in (program.forward, program.backward):
         gathers = [node for node in collectives(half) if node.target is ALL_GATHER]
-        assert sum("head.weight" in str(node.meta["subject"]) for node in gathers) == 1
+        assert sum("head.weight" in str(SUBJECT.of(node)) for node in gathers) == 1
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -236,7 +238,7 @@ def test_backward_in_two_halves_hands_on_no_scores_from_one_to_the_other():
     model = Loss(model)
     joint, shapes = capture(model, (), kwargs, device=torch.device("cpu")), named_shapes(model)
     plan = place_stages(joint, replace(preset("pp", {"pp": 2}, Pipeline(2)), loss_chunk=CHUNK), shapes)
-    inputs, _ = lower_pipeline(joint, plan, shapes).stages[-1].kept.parts
+    inputs, _ = lower(joint, plan, shapes).stages[-1].kept.parts
     handed = tree_leaves([node.meta["val"] for role, node in outputs(inputs) if isinstance(role, Saved)])
     gradient = shapes["model.transformer.wte.weight"]  # of the head, summed over chunks
     assert [value.shape for value in handed if isinstance(value, torch.Tensor) and 61 in value.shape] == [gradient]

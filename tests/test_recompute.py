@@ -24,10 +24,10 @@ from shardgraph import (
     save,
 )
 from shardgraph.capture.capture import capture
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
-from shardgraph.passes.base import Context
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.partition.split import split
 from shardgraph.passes.program import Program
@@ -36,15 +36,18 @@ from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds
 from shardgraph.passes.recompute.names import Name, chosen_by, names_of, rules_for
 from shardgraph.passes.recompute.problem import problem_of
 from shardgraph.passes.recompute.values import draws, values_of
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Recomputation
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.planner import choose_plan, plans_of
 from shardgraph.search.recomputation import Recomputations
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Deep, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 CPU = torch.device("cpu")
 DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
@@ -329,7 +332,7 @@ def test_layers_that_rules_tell_apart_are_analysed_one_by_one():
 
 @pytest.mark.timeout(120)
 def test_ranks_compile_the_recomputation_that_the_first_finds():
-    found = shardgraph.launch(ranks.within_memory, 2, args=(ROWS,), timeout=100)
+    found = on_ranks(ranks.within_memory, 2, args=(ROWS,), timeout=100)
     assert found[0] == found[1] and found[0][0] not in ("none", "budget") and found[0][1]
 
 
@@ -360,12 +363,11 @@ class Dropped(nn.Module):
 
 
 def test_a_program_that_would_draw_other_numbers_in_backward_is_refused():
-    joint, shapes = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU), named_shapes(Dropped())
+    joint = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU)
     for node in joint.module.graph.nodes:
         if node.op == "call_function":
-            node.meta["again"] = True
-    plan = preset("single", ())
-    halves = split(joint.module, Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode))
+            RECOMPUTE.set(node, True)
+    halves = split(joint.module)
     with pytest.raises(RandomStateError, match=r"test_recompute\.py:\d+\) draws random numbers in forward"):
         check_random_state(*halves)
 

@@ -23,9 +23,11 @@ aten = torch.ops.aten
 
 # The attention kernels that torch's counter has no formula for; it counts their CUDA counterparts the same way.
 EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        *_equal_heads((q, k, v))
+    ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(*_equal_heads((grad, q, k, v)))
     ),
 }
 
@@ -151,7 +153,7 @@ def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     if packet in flop_registry:
         return lambda args, kwargs, value: flop_registry[packet](*given(args), **kwargs, out_val=value)
     if packet in EXTRA_FLOPS:
-        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*given(args), **kwargs)
+        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*args, **kwargs)
     return None
 
 

@@ -41,6 +41,7 @@ from shardgraph.ir import (
     placeholders,
     trim_shard,
 )
+from shardgraph.ir.attributes import MEMORY_KIND, ON_DISK, REDUCES, ROLE
 from shardgraph.ir.copies import WAIT_COPY
 from shardgraph.passes.analysis.places import on_host
 
@@ -204,7 +205,7 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], gra
     for node in on_host(gm):
         for storage in held[node]:
             if storage.place == "device":  # a storage of an earlier graph may be on disk already
-                storage.place = "disk" if node.meta.get("in_file") else "host"
+                storage.place = "disk" if ON_DISK.get(node) else "host"
     _set_kinds(gm, {n: [s for s in each if id(s) not in known] for n, each in held.items()})
     _set_deaths(nodes, held, start)
     for role, node in placeholders(gm).items():
@@ -242,8 +243,8 @@ def _storages(
     given: dict[torch.UntypedStorage, Storage] = {}
     for index, node in enumerate(nodes, start):
         tensors = _tensors(node.meta.get("val"))
-        if node.op == "placeholder" and node.meta["role"] in left:
-            held[node] = left[node.meta["role"]]
+        if node.op == "placeholder" and ROLE.of(node) in left:
+            held[node] = left[ROLE.of(node)]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
             held[node] = [given.setdefault(t.untyped_storage(), Storage(_nbytes(t, granule), start)) for t in tensors]
@@ -315,7 +316,7 @@ def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[Storage]], st
     end = start + len(nodes) - 1
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            handed_over = isinstance(node.meta.get("role"), (Saved, Tangent, Forwarded, Returned)) and node.users
+            handed_over = isinstance(ROLE.get(node), (Saved, Tangent, Forwarded, Returned)) and node.users
             last = max(index[user] for user in node.users) if handed_over else end
         else:
             last = max((index[user] for user in _uses(node)), default=index[node])
@@ -345,13 +346,13 @@ def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[Storage]]) -> No
     """Set the kind of each storage by its most specific node; later rules are more specific."""
     nodes = list(gm.graph.nodes)
     rules: list[tuple[fx.Node, str]] = []
-    rules += [(node, "communication buffers") for node in nodes if "reduces" in node.meta]
+    rules += [(node, "communication buffers") for node in nodes if node in REDUCES]
     results = [(role, value) for role, value in outputs(gm) if role is not None and isinstance(value, fx.Node)]
     rules += sorted(((value, KINDS[type(role)]) for role, value in results), key=lambda rule: rule[1] == "saved")
-    rules += [(node, "saved") for node in nodes if node.meta.get("kind") == "saved"]
-    rules += [(node, "gathered parameters") for node in nodes if node.meta.get("kind") == "gathered"]
+    rules += [(node, "saved") for node in nodes if MEMORY_KIND.get(node) == "saved"]
+    rules += [(node, "gathered parameters") for node in nodes if MEMORY_KIND.get(node) == "gathered"]
     rules += [(node, "buffers") for node in nodes if node.op == "get_attr"]
-    rules += [(node, KINDS[type(node.meta["role"])]) for node in nodes if node.op == "placeholder"]
+    rules += [(node, KINDS[type(ROLE.of(node))]) for node in nodes if node.op == "placeholder"]
     for node, kind in rules:
         for storage in storages[node]:
             storage.kind = kind

@@ -8,11 +8,12 @@ from __future__ import annotations
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError
+from shardgraph.ir.attributes import ON_HOST
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 
 
 def on_host(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose values are in host memory: placeholders with ``meta["host"]``, and values computed from them.
+    """The nodes whose values are in host memory: placeholders with ``ON_HOST``, and values computed from them.
 
     Raises:
         GraphInvariantError: an operation has operands in both memories, or a copy's operand is already in its target.
@@ -32,7 +33,7 @@ def on_host(gm: fx.GraphModule) -> set[fx.Node]:
                 )
             host = given == {True}
         else:
-            host = bool(node.meta.get("host"))
+            host = bool(ON_HOST.get(node))
         if host:
             found.add(node)
     return found

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from shardgraph.errors import RandomStateError
+from shardgraph.ir.attributes import SOURCE
 
 
 def draws(node: fx.Node) -> bool:
@@ -32,6 +33,6 @@ def check_random_state(forward: fx.GraphModule, backward: fx.GraphModule | None)
     for node in backward.graph.nodes if backward is not None else ():
         if draws(node) and node.name in drawn:
             raise RandomStateError(
-                f"{node.name} ({node.meta.get('source') or 'no line known'}) draws random numbers in forward, and in "
-                "backward, which computes it again, it would draw others: save its result, without meta['again']"
+                f"{node.name} ({SOURCE.get(node) or 'no line known'}) draws random numbers in forward, and in "
+                "backward, which computes it again, it would draw others: save its result, without RECOMPUTE"
             )

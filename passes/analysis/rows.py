@@ -12,6 +12,7 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.ir import group_of, is_started, is_wait
+from shardgraph.ir.attributes import SOURCE, SUBJECT
 from shardgraph.ir.copies import DIRECTIONS
 from shardgraph.mesh import Mesh, size_along
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
@@ -126,8 +127,8 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
                 node=node.name,
                 operation=str(getattr(node.target, "__name__", node.target)),
                 module=module_of(node),
-                source=node.meta.get("source", ""),
-                label=f"{operation_of(node)} of {node.meta.get('subject', node.name)}" if beside else node.name,
+                source=SOURCE.get(node, ""),
+                label=f"{operation_of(node)} of {SUBJECT.get(node, node.name)}" if beside else node.name,
                 kind=cost.kind,
                 dtype=cost.dtype,
                 stream=group_of(node) if collective else DIRECTIONS.get(node.target, ""),

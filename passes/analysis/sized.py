@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from shardgraph import ir
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Parameter, Role, copy_graph, outputs, placeholders
+from shardgraph.ir.attributes import MEMORY_KIND, REDUCES, SUBJECT
 from shardgraph.mesh import Mesh
 from shardgraph.passes.base import Context
 
@@ -154,7 +155,7 @@ def size_program(
     """
     saved: dict[Role, _Part] = {}
     storages: dict[int, _SizedStorage] = {}
-    found = {}
+    found: dict[str, fx.GraphModule] = {}
     for name, first in samples[0].items():
         copy = copy_graph(first)
         columns = [list(each[name].graph.nodes) for each in samples]
@@ -221,7 +222,7 @@ def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Ro
         elif role in saved:
             found[node] = saved[role]
     for node in gm.graph.nodes:
-        name = node.meta.get("reduces") or (node.meta.get("subject") if node.meta.get("kind") == "gathered" else None)
+        name = REDUCES.get(node) or (SUBJECT.get(node) if MEMORY_KIND.get(node) == "gathered" else None)
         if name not in shards or node in found:
             continue
         source = found.get(node.args[0])

@@ -1,7 +1,7 @@
-"""The split of a joint graph into a forward and a backward graph.
+"""The partition of a joint graph into a forward and a backward graph.
 
 Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
-forward's values is either saved, or, for nodes with ``meta["again"]`` and the views and casts of them,
+forward's values is either saved, or, for nodes with ``RECOMPUTE`` and the views and casts of them,
 computed again: a parameter that is resharded after forward is gathered a second time this way. The graph is
 split once; nothing partitions it again.
 """
@@ -9,24 +9,45 @@ split once; nothing partitions it again.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from shardgraph.ir import Role, Saved, of_backward, outputs, placeholders
+from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders
+from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 
 
-def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+@dataclass(frozen=True)
+class Partition:
+    """Takes joint graphs; gives for each a forward graph and, where it is differentiable, a backward graph.
+
+    Must not change: what either computes.
+    """
+
+    name: ClassVar[str] = "partition"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"split"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "joint"):
+            forward, backward = split(graphs.pop(name))
+            graphs[sibling(name, "forward")] = forward
+            if backward is not None:
+                graphs[sibling(name, "backward")] = backward
+
+
+def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """``(forward, backward)`` of a joint graph; ``backward`` is None when nothing is differentiable.
 
     The forward graph takes what the joint graph takes but tangents and returns its non-gradient
     results, then the values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and
     ``Tangent(i)`` and returns the ``Gradient`` results. Of a pipeline stage ``Returned`` values are as these.
     """
-    context.facts.add("split")
     inside = forward_nodes(gm)
     gradients = [(role, value) for role, value in outputs(gm) if of_backward(role)]
     results = [(role, value) for role, value in outputs(gm) if not of_backward(role) and role is not None]
@@ -63,20 +84,18 @@ def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role 
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        takes = node.op == "placeholder" and not of_backward(node.meta["role"])
+        takes = node.op == "placeholder" and not of_backward(ROLE.of(node))
         if takes or (node in inside and node.op not in ("placeholder", "output")):
             env[node] = graph.node_copy(node, env.__getitem__)
     return _finish(gm, graph, env, results)
 
 
 def _finish(gm: fx.GraphModule, graph: fx.Graph, env: dict[Any, fx.Node], results: list[Any]) -> fx.GraphModule:
-    values = tuple(env[value] if isinstance(value, fx.Node) else value for _, value in results)
-    output = graph.output(values)
-    output.meta["roles"] = [role for role, _ in results]
+    add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
     for node in [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and not n.users]:
         graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 class _Backward:
@@ -128,7 +147,7 @@ class _Backward:
         stack = [node]
         while stack:
             node = stack.pop()
-            tangent = node.op == "placeholder" and of_backward(node.meta["role"])
+            tangent = node.op == "placeholder" and of_backward(ROLE.of(node))
             if node in needed or tangent or node.op == "get_attr" or node in self.seen:
                 continue
             self.seen.add(node)
@@ -151,10 +170,9 @@ class _Backward:
         return self.env[node]
 
     def _placeholder(self, name: str, role: Role, like: fx.Node) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta.update({k: v for k, v in like.meta.items() if k in ("val", "source", "subject", "equals")}, role=role)
+        node = new_placeholder(self.graph, name, role, like)
         if like in self.host:
-            node.meta["host"] = True
+            ON_HOST.set(node, True)
         return node
 
 
@@ -162,7 +180,7 @@ def _again(node: fx.Node) -> bool:
     """Whether backward computes the node a second time: it is marked, or a view or cast of one that is."""
     if node.op != "call_function":
         return False
-    if "again" in node.meta:
-        return bool(node.meta["again"])
+    if node in RECOMPUTE:
+        return RECOMPUTE.of(node)
     cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
     return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])

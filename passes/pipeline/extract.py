@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from shardgraph.errors import PlanError
 from shardgraph.ir import (
+    Buffer,
     Forwarded,
     Gradient,
     IntermediateBase,
+    Mutation,
     Output,
     Parameter,
     Returned,
     Role,
     Tangent,
+    UnboundGraph,
+    add_output,
     outputs,
     placeholders,
 )
-from shardgraph.passes.pipeline.assign import Assignment
+from shardgraph.ir.attributes import ROLE, VALUE, Change, carried, new_placeholder, write
+from shardgraph.passes.base import Context, Graphs
+from shardgraph.passes.pipeline.assign import Assignment, assign_stages
+from shardgraph.passes.pipeline.batch_norm import batch_norms
+from shardgraph.passes.pipeline.cuts import beginnings_of
 
 aten = torch.ops.aten
 Results = list[tuple[Role | None, Any]]
+
+
+@dataclass(frozen=True)
+class DivideIntoStages:
+    """Takes the joint graph of a microbatch; gives a joint graph for every stage of a pipeline, with what it takes from
+    its neighbours and gives them. The stages after the first begin with the modules named.
+
+    Must not change: what is computed.
+    """
+
+    begin: tuple[str, ...]
+
+    name: ClassVar[str] = "divide-into-stages"
+    requires: ClassVar[frozenset[str]] = frozenset({"recomputed"})
+    provides: ClassVar[frozenset[str]] = frozenset({"divided-into-stages"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"divided-into-stages", "sharded-parameters", "split"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        gm = graphs.pop("joint")
+        stages = stage_graphs(gm, assign_stages(gm, beginnings_of(gm, self.begin)))
+        _check_buffers(stages)
+        for number, stage in enumerate(stages):
+            graphs[f"stage{number}/joint"] = stage
+            context.batch_norms[number] = tuple(batch_norms(stage))
+
+
+def _check_buffers(stages: list[fx.GraphModule]) -> None:
+    """Raise PlanError where one stage would not see what another writes into a buffer."""
+    read: dict[str, set[int]] = {}
+    for number, gm in enumerate(stages):
+        for role in placeholders(gm):
+            if isinstance(role, Buffer):
+                read.setdefault(role.fqn, set()).add(number)
+    for number, gm in enumerate(stages):
+        written = [role.of.fqn for role, _ in outputs(gm) if isinstance(role, Mutation) and isinstance(role.of, Buffer)]
+        for fqn in written:
+            if others := read.get(fqn, set()) - {number}:
+                raise PlanError(
+                    f"the buffer {fqn!r} is written in stage {number} and read in stage {min(others)}, whose ranks "
+                    "would not see what is written: let stages begin so that both are in one"
+                )
 
 
 def stage_graphs(gm: fx.GraphModule, assignment: Assignment) -> list[fx.GraphModule]:
@@ -99,7 +150,7 @@ def _sum(gm: fx.GraphModule, assignment: Assignment, number: int, terms: list[fx
     for term in terms[1:]:
         with gm.graph.inserting_before(gm.graph.output_node()):
             added = gm.graph.call_function(aten.add.Tensor, (total, term))
-        added.meta.update(val=term.meta["val"], source=term.meta.get("source", ""))
+        write(added, carried(Change.MERGED, total, term) | {VALUE: term.meta["val"]})
         assignment.home[added] = number
         total = added
     return total
@@ -165,20 +216,19 @@ def _graph(gm: fx.GraphModule, assignment: Assignment, parts: list[_Part], numbe
         if not isinstance(role, Tangent) or number == last:
             env[node] = graph.node_copy(node)
     for i, node in enumerate(part.received):
-        env[node] = _placeholder(graph, f"received_{node.name}", Forwarded(i), node)
+        env[node] = new_placeholder(graph, f"received_{node.name}", Forwarded(i), node)
     for i, node in enumerate(part.tangents):
-        env[node] = _placeholder(graph, f"returned_{node.name}", Returned(i), node)
+        env[node] = new_placeholder(graph, f"returned_{node.name}", Returned(i), node)
     own = _own(gm, assignment, number, env, results)
     for node in gm.graph.nodes:
         if node in own:
             env[node] = graph.node_copy(node, env.__getitem__)
-    output = graph.output(tuple(env[value] if isinstance(value, fx.Node) else value for _, value in results))
-    output.meta["roles"] = [role for role, _ in results]
+    add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
     for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
-        if not isinstance(node.meta["role"], (Forwarded, Returned, Tangent)):
+        if not isinstance(ROLE.of(node), (Forwarded, Returned, Tangent)):
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 def _own(
@@ -195,10 +245,3 @@ def _own(
         own.add(node)
         stack.extend(node.all_input_nodes)
     return own
-
-
-def _placeholder(graph: fx.Graph, name: str, role: Role, like: fx.Node) -> fx.Node:
-    node = graph.placeholder(name)
-    kept = ("val", "source", "nn_module_stack", "placed")
-    node.meta.update({key: value for key, value in like.meta.items() if key in kept}, role=role)
-    return node

@@ -7,15 +7,34 @@ from typing import ClassVar
 
 from torch import fx
 
-from shardgraph.ir import CHUNK
-from shardgraph.passes.base import Context
+from shardgraph.ir import copy_graph, of_backward, placeholders
+from shardgraph.ir.attributes import CHUNK, MEMORY_KIND, RECOMPUTE
+from shardgraph.passes.base import Context, Graphs, of_kind
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.values import computed_once
 
 
 @dataclass(frozen=True)
+class CopyToRecompute:
+    """Takes the joint graphs of stages; adds for each that is trained a copy ``recompute/joint``.
+
+    It becomes the graphs of those microbatches that compute forward again in backward. Must not change: the others.
+    """
+
+    name: ClassVar[str] = "copy-to-recompute"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute", "split"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "joint"):
+            if any(of_backward(role) for role in placeholders(graphs[name])):
+                graphs[name.replace("/joint", "/recompute/joint")] = copy_graph(graphs[name])
+
+
+@dataclass(frozen=True)
 class RecomputeStage:
-    """Takes the joint graph of a stage; marks with ``meta["again"]`` all that forward computes from what it is given.
+    """Takes the joint graph of a stage; marks with ``RECOMPUTE`` all that forward computes from what it is given.
 
     What is kept for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
     numbers, and what is computed from buffers that forward writes; of a loss in chunks what it keeps anyhow, a number
@@ -23,12 +42,13 @@ class RecomputeStage:
     """
 
     name: ClassVar[str] = "recompute-stage"
-    requires: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute"})
     provides: ClassVar[frozenset[str]] = frozenset({"recomputed-stage"})
     excludes: ClassVar[frozenset[str]] = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         inside, once = forward_nodes(gm), computed_once(gm)
         for node in gm.graph.nodes:
-            if node.op == "call_function" and node in inside and not {"kind", CHUNK} & node.meta.keys():
-                node.meta["again"] = node not in once
+            pinned = node in MEMORY_KIND or node in CHUNK
+            if node.op == "call_function" and node in inside and not pinned:
+                RECOMPUTE.set(node, node not in once)

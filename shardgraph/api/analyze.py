@@ -14,13 +14,13 @@ from torch import nn
 from shardgraph.capture.capture import own_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
-from shardgraph.passes.pipeline.program import lower_pipeline
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.passes.lowering import lower
 from shardgraph.plans.dtype_support import check_described
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.from_source import analyze_source
@@ -135,5 +135,5 @@ def _analyze_pipeline(source: Source, memory: int | str | None) -> PipelineAnaly
     joint = replace(source, args=args, kwargs=kwargs, loss_fn=loss_fn).joint()
     plan = place_stages(joint, plan, source.shapes, cluster)
     plan = with_recomputation(joint, plan, source.shapes, cluster, memory, source.optimizer)
-    program = lower_pipeline(joint, plan, source.shapes)
+    program = lower(joint, plan, source.shapes)
     return analyze_pipeline(program, cluster, optimizer=source.optimizer, fused=source.fused)

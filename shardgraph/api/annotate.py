@@ -14,7 +14,7 @@ from shardgraph.plans.annotations.kinds import (
     output,
 )
 from shardgraph.plans.annotations.match import Annotated, matches
-from shardgraph.plans.annotations.remembered import check_annotations, remember, remembered
+from shardgraph.plans.remembered import check_annotations, remember, remembered
 
 
 def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[Annotation]]) -> None:

@@ -24,15 +24,16 @@ from shardgraph.module.parameters import ParameterSlots, as_dtensor, own_part
 from shardgraph.module.pipelined import PipelinedModule
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import place_operators
-from shardgraph.plans.annotations.remembered import annotated, remembered
 from shardgraph.plans.dtype_support import check_present
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.remembered import annotated, remembered
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.device import accelerator, current_device
 from shardgraph.runtime.mesh import resolve_mesh
 from shardgraph.search.asked import Asked
 from shardgraph.search.machine import machine_for
@@ -277,9 +278,9 @@ def _agree_on_plan(
 def _device(mesh: DeviceMesh | None, model: nn.Module, offloads: bool) -> torch.device:
     """What computes. Without a mesh it is where the model is; of one that is on the host to stay, an accelerator."""
     if mesh is not None:
-        return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        return current_device(mesh.device_type)
     real = None if offloads else next((p.device for p in model.parameters() if not p.is_meta), None)
-    return real or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return real or accelerator() or torch.device("cpu")
 
 
 class _Stages:

@@ -16,7 +16,6 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
-from shardgraph.passes.pipeline.program import PipelineProgram
 from shardgraph.passes.program import Program
 from shardgraph.pictures.boxes import draw_boxes
 from shardgraph.pictures.flow import Edges, trace_flow
@@ -26,8 +25,8 @@ from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.page import html_page
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import Tree, build_tree
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_alike
@@ -117,7 +116,7 @@ def _plan_of(
     """The modules and their data flow; None for an analysis without a model."""
     if isinstance(what, ShardedModule):
         program = what.program
-        if isinstance(program, PipelineProgram):
+        if program.plan.pipeline is not None:
             program = lower(program.joint, program.plan.of_stage, program.shapes)
         return _outline(program)
     if isinstance(what, (Analysis, PipelineAnalysis)):
@@ -145,8 +144,8 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
     stack = find_stack(model)
     if stack is not None and treats_alike(plan, model, stack):
         try:
-            with shortened(model, stack, SHALLOW[-1]), torch.enable_grad():
-                tree, flow = _outline(build_program(model, plan, *call))
+            with torch.enable_grad():
+                tree, flow = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
             tree.lengthen(stack.path, SHALLOW[-1], stack.layers)
             return tree, flow
         except CaptureError:
@@ -174,7 +173,7 @@ def _analysis_of(
         program = what.program
         return (
             analyze_pipeline(program, machine)
-            if isinstance(program, PipelineProgram)
+            if program.plan.pipeline is not None
             else analyze_program(program, machine)
         )
     assert model is not None

@@ -18,12 +18,14 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.numbers import Numbers, constant_key, shown
 from shardgraph.passes.lowering import STAGES, build_program
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.progress import Progress
 from shardgraph.runtime.agreement import Agreement
-from shardgraph.runtime.executor import Executable, State
+from shardgraph.runtime.autograd import Differentiable
+from shardgraph.runtime.executor import Executor, State
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # programs kept; the least recently used goes first
@@ -59,10 +61,11 @@ class ShardedModule(nn.Module):
         self.loss_fn = loss_fn
         self._agreement = agreement
         self._progress = progress
-        self._state = State(model, mesh, {}, device)
-        self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._latest: tuple[list[Any], list[Any]] | None = None
-        self._numbers = _Numbers()
+        self._state = State(model, mesh, device)
+        self._programs: OrderedDict[Any, Executor] = OrderedDict()
+        self._latest: tuple[list[Any], list[Executor]] | None = None
+        self._agreed: list[str] | None = None  # what the programs that ranks last agreed on send and receive
+        self._numbers = Numbers()
         self._sync = True
 
     def __getattr__(self, name: str) -> Any:
@@ -153,21 +156,39 @@ class ShardedModule(nn.Module):
         """What runs calls with these flattened inputs, all of one structure; compiled where it is not yet."""
         for leaves in calls:
             self._numbers.see(leaves, spec)
-        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn) for leaves in calls]
+        state = self._state_key()
+        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state) for leaves in calls]
         if self._latest is not None and self._latest[0] == keys:
             return self._latest[1]
-        # Ranks change programs together or not at all: one that went on alone would block the others.
-        self._agreement.agree(
-            "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
-        )
+        if not self._switches_freely(keys):
+            # Ranks change programs together or not at all: one that went on alone would block the others.
+            self._agreement.agree(
+                "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
+            )
         for key, leaves in zip(keys, calls, strict=True):
             if key not in self._programs:
-                self._programs[key] = self._compile(leaves, spec, loss_fn)
+                program = self._compile(leaves, spec, loss_fn)
+                after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state)
+                self._programs[after] = program
+                if after != key:  # its numbers cannot be lifted as they were, and all keys are others
+                    return self._executables(calls, spec, loss_fn)
                 if len(self._programs) > _MAX_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
         self._latest = keys, [self._programs[key] for key in keys]
+        self._agreed = self._communication(keys) or self._agreed
         return self._latest[1]
+
+    def _switches_freely(self, keys: Sequence[Any]) -> bool:
+        """Whether this rank may run these programs without asking: they are compiled, and send and receive nothing, or
+        what those do that all ranks last agreed on."""
+        if any(key not in self._programs for key in keys):
+            return False
+        return self._communication(keys) in ([], self._agreed)
+
+    def _communication(self, keys: Sequence[Any]) -> list[str]:
+        """What calls of these programs send and receive, in order."""
+        return [text for key in keys if (text := self._programs[key].program.communication)]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
         model, text = self.__dict__["original"], ""
@@ -182,58 +203,59 @@ class ShardedModule(nn.Module):
         self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
         return self._bound(program)
 
-    def _bound(self, program: Any) -> Any:
-        """What this rank runs of a program."""
-        return Executable(program, self._state)
+    def _bound(self, program: Program) -> Executor:
+        """What runs a program on this rank."""
+        return Differentiable(program, self._state)
 
     def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
         def build(values: list[Any]) -> Any:
             args, kwargs = pytree.tree_unflatten(values, spec)
             return self._program(model, args, kwargs, loss_fn, show)
 
-        lifted = self._numbers.lift(leaves, spec)
-        try:
-            return build(lifted)
-        except CaptureError:
-            if not self._numbers.give_up(spec):
-                raise
-            return build(leaves)  # the number decides shapes or control flow: a constant after all
+        while True:
+            try:
+                return build(self._numbers.lift(leaves, spec))
+            except CaptureError:
+                if not self._numbers.give_up(spec):
+                    raise
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
+    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
         return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
 
-    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any) -> tuple[Any, ...]:
-        model = self.__dict__["original"]
+    def _state_key(self) -> tuple[Any, ...]:
+        """What a program depends on besides the inputs."""
+        layout = self._state.layout
+        layout.refresh()
+        return layout.modes, layout.trained, torch.is_grad_enabled(), torch_api.autocast_state(self._state.device.type)
+
+    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         kinds = tuple(
             (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
-            else leaf
+            else constant_key(leaf)
             for leaf in leaves
         )
-        modes = tuple(module.training for module in model.modules())
-        frozen = tuple(parameter.requires_grad for parameter in model.parameters())
-        autocast = torch_api.autocast_state(self._state.device.type)
-        return spec, kinds, modes, frozen, torch.is_grad_enabled(), autocast, loss_fn is not None
+        return spec, kinds, *state, loss_fn is not None
 
     # -- looking -----------------------------------------------------------------------------------
 
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The forward graph of the latest program, as this rank runs it."""
-        return self._compiled().forward.module
+        return self._compiled().graph("forward").module
 
     @property
     def backward_graph(self) -> fx.GraphModule | None:
         """The backward graph of the latest program, or None for one without gradients."""
         executable = self._compiled()
-        return None if executable.program.backward is None else executable.backward("reduce").module
+        return None if executable.program.backward is None else executable.graph("backward").module
 
     @property
     def program(self) -> Program:
-        """The latest program: its graphs as all ranks have them, and its plan."""
+        """The latest program: its graphs as all ranks have them, of all stages of a pipeline, and its plan."""
         return self._compiled().program
 
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Executor:
         if self._latest is None:
             raise ShardGraphError(
                 "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"
@@ -280,38 +302,8 @@ def _describe(key: tuple[Any, ...]) -> str:
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
         is_tensor = isinstance(kind, tuple) and len(kind) == 4
-        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {kind!r}")
+        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
     lines.append(f"{sum(frozen)} of {len(frozen)} parameters require a gradient")
     lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
     return "\n".join(lines)
-
-
-class _Numbers:
-    """Python numbers among the inputs: constants of a program, until one is seen to change.
-
-    A number that changes becomes a 0-dimensional tensor input, so that a new value is not a new program.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[Any, int], Any] = {}
-        self._changing: set[tuple[Any, int]] = set()
-        self._constant: set[Any] = set()
-
-    def see(self, leaves: list[Any], spec: Any) -> None:
-        for i, leaf in enumerate(leaves):
-            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-            if number and self._seen.setdefault((spec, i), leaf) != leaf:
-                self._changing.add((spec, i))
-
-    def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
-        if spec in self._constant or not self._changing:
-            return leaves
-        return [torch.tensor(leaf) if (spec, i) in self._changing else leaf for i, leaf in enumerate(leaves)]
-
-    def give_up(self, spec: Any) -> bool:
-        """Treat this structure's numbers as constants from now on; whether that changes anything."""
-        if spec in self._constant or not any(where == spec for where, _ in self._changing):
-            return False
-        self._constant.add(spec)
-        return True

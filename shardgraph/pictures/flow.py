@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from shardgraph.ir import Input, IntermediateBase, Output, Parameter, outputs
+from shardgraph.ir.attributes import ROLE, SUBJECT
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.wire import operation_of
 from shardgraph.pictures.tree import Module, Site
@@ -48,7 +49,7 @@ class _Tracer:
 
     def follow(self, node: fx.Node) -> None:
         """Determine the origin of the value of ``node``."""
-        role = node.meta.get("role")
+        role = ROLE.get(node)
         self.origin[node] = self.inputs if isinstance(role, Input) else None
         self._made_of[node] = (role.fqn,) if isinstance(role, Parameter) else ()
         if node.op != "call_function":
@@ -56,7 +57,7 @@ class _Tracer:
         sources = list(dict.fromkeys(site for each in node.all_input_nodes if (site := self.origin[each])))
         sources.sort(key=self._order.__getitem__)
         made_of = tuple(dict.fromkeys(fqn for each in node.all_input_nodes for fqn in self._made_of[each]))
-        if "subject" in node.meta:  # added by a pass: it moves a value and computes nothing
+        if node in SUBJECT:  # added by a pass: it moves a value and computes nothing
             self._made_of[node], self.origin[node] = made_of, sources[-1] if sources else None
             return
         if made_of:

@@ -15,9 +15,8 @@ from shardgraph.cost_models.balance import balance
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
-from shardgraph.passes.lowering import place_operators
+from shardgraph.passes.lowering import lower, place_operators
 from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of
-from shardgraph.passes.pipeline.program import lower_pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.pipeline.microbatches import microbatches
@@ -93,4 +92,4 @@ def place_pipeline(
     plan = place_stages(joint, plan, shapes, cluster)
     plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
     plan = with_recomputation(joint, plan, shapes, cluster, memory)
-    return plan, lower_pipeline(joint, plan, shapes).owners
+    return plan, lower(joint, plan, shapes).owners

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import SOURCE
 from shardgraph.plans.annotations.kinds import Placement, replicate, shard
 
 
@@ -68,4 +69,4 @@ def placement_of(node: fx.Node) -> Placement:
 
 def describe(node: fx.Node) -> str:
     """The annotation of a ``constrain`` node, for errors."""
-    return str(node.args[-1]) or f"constrain(..., {placement_of(node)}) at {node.meta.get('source', '')}"
+    return str(node.args[-1]) or f"constrain(..., {placement_of(node)}) at {SOURCE.get(node, '')}"
