@@ -36,6 +36,7 @@ MESHES = {
     "hsdp+tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "zero2+tp+sp": {"dp": 2, "tp": 4},
 }
+FURTHER = [plan for plan in MESHES if plan not in ("tp", "fsdp+tp+sp")]
 
 
 # -- numerics ----------------------------------------------------------------------------------------------
@@ -47,8 +48,14 @@ def check(model: str, plan: str, mesh: dict[str, int]) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("plan", MESHES)
-@pytest.mark.parametrize("model", ["odd-mlp", "conv-batch-norm", "tied-transformer"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *((model, plan) for model in ("odd-mlp", "tied-transformer") for plan in MESHES),
+        *(("conv-batch-norm", plan) for plan in ("tp", "fsdp+tp+sp")),
+        *(pytest.param("conv-batch-norm", plan, marks=pytest.mark.slow) for plan in FURTHER),
+    ],
+)
 def test_training_equals_the_unsharded_model(model, plan):
     check(model, plan, MESHES[plan])
 
@@ -57,8 +64,9 @@ def test_training_equals_the_unsharded_model(model, plan):
     ("model", "plan"),
     [
         ("llama", "fsdp+tp+sp"),
-        ("bert", "hsdp+tp"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("gpt2", "zero2+tp+sp"), ("vit", "fsdp+tp")]),
+        pytest.param("gpt2", "zero2+tp+sp", marks=pytest.mark.slow),
+        pytest.param("bert", "hsdp+tp", marks=pytest.mark.slow),
+        pytest.param("vit", "fsdp+tp", marks=pytest.mark.slow),
     ],
 )
 def test_training_models_of_transformers_equals_the_unsharded_model(model, plan):
@@ -91,7 +99,10 @@ def test_fewer_heads_of_keys_than_ranks_are_right():
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("model", "plan", "mesh"),
-    [("tied-transformer", "tp", {"tp": 2}), ("gpt2", "fsdp+tp+sp", {"dp": 2, "tp": 2})],
+    [
+        pytest.param("tied-transformer", "tp", {"tp": 2}, marks=pytest.mark.slow),
+        ("gpt2", "fsdp+tp+sp", {"dp": 2, "tp": 2}),
+    ],
 )
 def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mesh):
     world = torch.Size(mesh.values()).numel()

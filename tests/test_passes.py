@@ -19,7 +19,8 @@ from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.bind import bind
-from tests import zoo
+from tests import ranks, zoo
+from tests.standing import on_ranks
 
 
 def model() -> nn.Sequential:
@@ -121,9 +122,12 @@ def test_a_collective_names_its_parameter_and_the_users_line():
     assert "(module 0, Linear)" in text[0]
 
 
-def test_the_text_of_a_program_does_not_depend_on_the_rank():
-    plan = preset("fsdp", {"dp": 3})
-    assert build(plan).text == build(plan).text
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 4}), ("fsdp+tp+sp", {"dp": 2, "tp": 2})])
+def test_the_text_of_a_program_does_not_depend_on_the_rank(plan, mesh):
+    built = on_ranks(ranks.program_text, 4, args=("odd-mlp", plan, mesh))
+    assert [rank for rank, _ in built] == [0, 1, 2, 3]
+    assert len({text for _, text in built}) == 1
 
 
 def test_a_pass_out_of_order_is_refused_by_name():

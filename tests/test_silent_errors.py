@@ -96,7 +96,7 @@ def test_one_row_for_each_rank_is_enough():
 def test_with_sequences_cut_what_is_kept_for_backward_falls_by_the_degree(degree):
     def kept(plan: str, ranks: int) -> int:
         model = llama(
-            2, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, vocab_size=64
+            4, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, vocab_size=64
         )
         cluster = shardgraph.Cluster.of("H100")
         found = shardgraph.analyze(

@@ -50,7 +50,8 @@ def test_three_ranks_with_shards_of_different_lengths():
 
 def test_what_a_sharded_module_offers():
     for facts in on_ranks(ranks.features, 2):
-        assert facts["names"] and facts["dtensors"] and facts["structure"] and facts["eval"] and facts["cached"]
+        assert facts["names"] and facts["dtensors"] and facts["structure"] and facts["cached"]
+        assert facts["eval"] and facts["train"]
         assert facts["output"] < EXACT
         assert facts["no_sync leaves no gradient"]
         assert facts["accumulated"] < EXACT

@@ -1,4 +1,4 @@
-"""Which module of the user's model a node belongs to."""
+"""The module of the user's model that a node belongs to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SUBJECT
 
 
 def module_of(node: fx.Node) -> str:
-    """The module's fully qualified name, ``""`` for the model itself or where nothing is known.
+    """The fully qualified name of the node's module; ``""`` for the model itself, or if unknown.
 
-    Nodes that a pass made for a parameter or a buffer belong to the module that owns it.
+    Nodes that a pass adds for a parameter or a buffer belong to the module that owns it.
     """
     if node in SUBJECT:
         fqn = str(SUBJECT.of(node)).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardgraph.errors import GraphInvariantError
 from shardgraph.ir.attributes import MADE_BY, VALUE
-from shardgraph.ir.fake_values import Propagation
+from shardgraph.ir.fake_values import Propagation, layout_of
 from shardgraph.passes.base import Context, Pass
 
 
@@ -49,7 +49,7 @@ class CheckValues:
             if not tensors or _same(self._known.get(tensors[0]), call):
                 continue
             due = values.value(node.target, node.args, node.kwargs)
-            if _layout(value) != _layout(due):
+            if layout_of(value) != layout_of(due):
                 maker = f", made by {MADE_BY.of(node)}" if node in MADE_BY else ""
                 raise GraphInvariantError(
                     f"{node.format_node()}{maker}, has the value {_text(value)}, and its operation gives {_text(due)}"
@@ -70,21 +70,6 @@ def _same(known: list[Any] | None, call: list[Any]) -> bool:
         mine is theirs or (not isinstance(mine, (torch.Tensor, tuple, list)) and mine == theirs)
         for mine, theirs in zip(known, call, strict=True)
     )
-
-
-def _layout(value: Any) -> list[Any]:
-    """Each tensor's shape, dtype, device and strides, where they matter; other values as such."""
-    leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
-    return [
-        (tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf)) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    if not tensor.numel():
-        return ()
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def _text(value: Any) -> str:

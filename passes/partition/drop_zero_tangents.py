@@ -10,6 +10,7 @@ from torch import fx
 
 from shardgraph.ir import WAIT, Tangent, is_collective, local_part, placeholders
 from shardgraph.ir.attributes import REDUCES, Change, carried
+from shardgraph.ir.fake_values import layout_of
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
 
@@ -57,7 +58,7 @@ class DropZeroTangents:
         for node in gm.graph.nodes:
             if node.op == "call_function" and node not in REDUCES:
                 if (rest := _other_term(node, zero)) is not None:
-                    node.replace_all_uses_with(rest)
+                    node.replace_all_uses_with(_laid_out(gm, rest, node, context))
                 elif _is_zero(node, zero):
                     zero.add(node)
         for node in [n for n in gm.graph.nodes if n in zero]:
@@ -78,6 +79,14 @@ def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
         return None
     value, total = rest.meta["val"], node.meta["val"]
     return rest if (value.shape, value.dtype) == (total.shape, total.dtype) else None
+
+
+def _laid_out(gm: fx.GraphModule, term: fx.Node, total: fx.Node, context: Context) -> fx.Node:
+    """The term with the strides of the sum, which views of it rely on."""
+    value = total.meta["val"]
+    if layout_of(term.meta["val"]) == layout_of(value):
+        return term
+    return Builder(gm.graph, context.values, carried(Change.REWRITTEN, total), after=total).laid_out(term, value)
 
 
 def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:

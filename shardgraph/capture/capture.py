@@ -1,14 +1,13 @@
 """Capture: an unmodified module and example inputs become a :class:`~shardgraph.ir.JointGraph`.
 
-Nothing is computed and no memory is taken for the model: parameters, buffers and inputs are stood in
-for by fake tensors while the module is traced, then put back.
+Nothing is computed and no memory is taken for the model: what is traced is a private copy of its modules, in which fake
+tensors stand in for parameters and buffers. The model itself is only read, and may run in other threads meanwhile.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.constraints import check_met, constrained
 from shardgraph.capture.numbers import check_numbers, is_number
+from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.pytrees import register_types
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import (
@@ -114,16 +114,17 @@ def capture(
         (args, kwargs),
     )
     dtypes = computed_dtypes(model, precision, annotations)
+    private = _stand_in(model, fake_mode, device, dtypes)
+    canonical = _first_names(private)
     with (
-        casting(model, precision, annotations),
-        _fake_state(model, fake_mode, device, dtypes) as canonical,
-        constrained(model, annotations),
+        casting(private, precision, annotations),
+        constrained(private, annotations),
         same_kernels(),
         fake_mode,
     ):
-        traced = model if loss_fn is None else WithLoss(model, loss_fn)
+        traced = private if loss_fn is None else WithLoss(private, loss_fn)
         traced.training = model.training
-        exported = _export(traced, fake_args, fake_kwargs, model)
+        exported = _export(traced, fake_args, fake_kwargs, private)
     check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
@@ -172,60 +173,38 @@ def _fake(
     return made.requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def _fake_state(
+def _stand_in(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Mapping[str, torch.dtype]
-) -> Iterator[dict[str, str]]:
-    """Put fake tensors of ``dtypes`` in the place of the model's; yields, for every name of a tensor, its first name.
+) -> nn.Module:
+    """A private copy of ``model`` with fake tensors, of ``dtypes`` by their first names.
 
     Parameters become contiguous, as they are once they have been sharded and gathered. Plain tensor
     attributes are presented as buffers, so that they are inputs of the graph rather than constants.
     """
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     fakes: dict[int, torch.Tensor] = {}
-    undo: list[Callable[[], None]] = []
 
-    def stand_in(holder: dict[str, Any], key: str, parameter: bool) -> None:
-        real = holder[key]
-        if id(real) not in fakes:
-            fake = _fake(mode, real, device, not parameter, dtypes.get(names[id(real)]))
+    def stand_in(real: Any, parameter: bool) -> None:
+        if isinstance(real, torch.Tensor) and id(real) not in fakes:
+            fake = _fake(mode, real, device, not parameter, dtypes.get(names.get(id(real), "")))
             fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameter else fake
-        holder[key] = fakes[id(real)]
-        undo.append(lambda: holder.__setitem__(key, real))
 
-    try:
-        for module in model.modules():
-            for key, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor):
-                    _present_as_buffer(module, key, undo)
-        canonical = _first_names(model)
-        names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        for module in model.modules():
-            for holder in (module._parameters, module._buffers):
-                for key in [key for key, value in holder.items() if value is not None]:
-                    stand_in(holder, key, parameter=holder is module._parameters)
-        yield canonical
-    finally:
-        for step in reversed(undo):
-            step()
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, vars(module)):
+            for value in holder.values():
+                stand_in(value, parameter=holder is module._parameters)
+    private = private_copy(model, fakes)
+    for module in private.modules():
+        for key in [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
+            module._buffers[key] = vars(module).pop(key)
+            module._non_persistent_buffers_set.add(key)
+    return private
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-def _present_as_buffer(module: nn.Module, key: str, undo: list[Callable[[], None]]) -> None:
-    value = vars(module).pop(key)
-    module._buffers[key] = value
-    module._non_persistent_buffers_set.add(key)
-
-    def restore() -> None:
-        module._buffers.pop(key)
-        module._non_persistent_buffers_set.discard(key)
-        vars(module)[key] = value
-
-    undo.append(restore)
 
 
 # -- tracing ---------------------------------------------------------------------------------------

@@ -63,3 +63,18 @@ class Propagation:
     def ranks(self, axis: str) -> int:
         """How many ranks there are along an axis, or several together."""
         return size_along(self.mesh, axis)
+
+
+def layout_of(value: Any) -> list[Any]:
+    """Each tensor's shape, dtype, device and strides, where they matter; other values as such."""
+    leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
+    return [
+        (tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    if not tensor.numel():
+        return ()
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)

@@ -9,12 +9,12 @@ the caller can analyse the whole model instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shardgraph.capture.private_copy import private_copy
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
@@ -67,18 +67,14 @@ def _form(layer: nn.Module) -> tuple[object, ...]:
     return modules, shapes, tuple(module.training for module in layer.modules())
 
 
-@contextmanager
-def shortened(model: nn.Module, stack: Stack, layers: int) -> Iterator[None]:
-    """A context in which the stack has only its first ``layers`` layers."""
-    owner = model.get_submodule(stack.path.rpartition(".")[0])
-    name = stack.path.rpartition(".")[2]
-    whole = owner.get_submodule(name)
+def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
+    """A copy of the model with the same tensors, of whose stack there are only the first ``layers`` layers."""
+    copy = private_copy(model)
+    owner, _, name = stack.path.rpartition(".")
+    whole = copy.get_submodule(stack.path)
     assert isinstance(whole, nn.ModuleList)
-    setattr(owner, name, nn.ModuleList(list(whole)[:layers]))
-    try:
-        yield
-    finally:
-        setattr(owner, name, whole)
+    setattr(copy.get_submodule(owner), name, nn.ModuleList(list(whole)[:layers]))
+    return copy
 
 
 def extend(shallow: Sequence[Sequence[Row]], layers: int) -> list[Row]:

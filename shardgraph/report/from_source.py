@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch import nn
+
 from shardgraph.errors import CaptureError
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
@@ -21,9 +23,9 @@ def analyze_source(source: Source) -> Analysis:
     """
     _ = source.parameters  # a plan that does not fit is refused before the long work
 
-    def whole() -> Analysis:
+    def whole(model: nn.Module = source.model) -> Analysis:
         return analyze_program(
-            source.program(),
+            replace(source, model=model).program(),
             source.cluster,
             optimizer=source.optimizer,
             fused=source.fused,
@@ -33,13 +35,10 @@ def analyze_source(source: Source) -> Analysis:
     return whole() if source.stack is None else _folded(source, source.stack, whole)
 
 
-def _folded(source: Source, stack: Stack, whole: Callable[[], Analysis]) -> Analysis:
+def _folded(source: Source, stack: Stack, whole: Callable[..., Analysis]) -> Analysis:
     """The analysis extrapolated from a few layers of the stack, or of the whole model if it is not periodic."""
     try:
-        shallow = []
-        for layers in SHALLOW:
-            with shortened(source.model, stack, layers):
-                shallow.append(whole())
+        shallow = [whole(shortened(source.model, stack, layers)) for layers in SHALLOW]
         return replace(shallow[0], rows=tuple(extend([each.rows for each in shallow], stack.layers)))
     except (NotPeriodicError, CaptureError):
         return whole()  # layers that are counted, or indexed by number, do not fold

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import sympy
 from sympy.polys.rings import PolyElement
+from torch import nn
 
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ShardGraphError
@@ -138,8 +139,8 @@ def symbolic(source: Source) -> Symbolic:
     ]
     sizes = Sizes(mesh, sharded_rows)
 
-    def rows() -> list[Row]:
-        programs = [source.resized(batch, sequence).program() for batch, sequence in points]
+    def rows(model: nn.Module = source.model) -> list[Row]:
+        programs = [replace(source, model=model).resized(batch, sequence).program() for batch, sequence in points]
         return list(_rows(programs, points, sizes, source))
 
     try:
@@ -183,12 +184,9 @@ def _points(source: Source) -> list[Point]:
     return [(batch, sequence), (more, sequence), (batch, less), (more, less), (last, least)]
 
 
-def _folded(source: Source, rows: Callable[[], list[Row]]) -> list[Row]:
+def _folded(source: Source, rows: Callable[..., list[Row]]) -> list[Row]:
     assert source.stack is not None
-    shallow = []
-    for layers in SHALLOW:
-        with shortened(source.model, source.stack, layers):
-            shallow.append(rows())
+    shallow = [rows(shortened(source.model, source.stack, layers)) for layers in SHALLOW]
     return extend(shallow, source.stack.layers)
 
 
