@@ -98,3 +98,8 @@ def test_a_plan_that_names_a_kernel_of_another_device_means_what_it_computes():
         for name in ("attention", "scaled_dot_product_efficient_attention")
     ]
     assert texts[0] == texts[1] != build_program(model, plan, args, kwargs).text
+
+
+def test_attention_that_is_written_out_keeps_what_a_boolean_mask_leaves_out():
+    model = Attention(dropout=0.2, mask=torch.ones(6, 6, dtype=torch.bool).tril())
+    shardgraph.verify(model, (torch.randn(2, 6, 8),), "single", world_size=1, fp64=True).raise_if_failed()
