@@ -66,8 +66,12 @@ def test_attention_that_a_device_has_no_kernel_for_is_written_out_on_all(model):
     assert "attention" not in found and "bmm" in found
 
 
-def test_written_out_attention_draws_what_the_original_draws():
-    model = Attention(0.5)
+MASKS = {"none": None, "boolean": torch.tril(torch.ones(6, 6, dtype=torch.bool)), "added": torch.randn(6, 6)}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_written_out_attention_computes_and_draws_what_the_original_does(mask):
+    model = Attention(0.5, MASKS[mask])
     report = shardgraph.verify(model, (torch.randn(2, 6, 8),), "single", world_size=1)
     assert report.ok, report
 
@@ -98,8 +102,3 @@ def test_a_plan_that_names_a_kernel_of_another_device_means_what_it_computes():
         for name in ("attention", "scaled_dot_product_efficient_attention")
     ]
     assert texts[0] == texts[1] != build_program(model, plan, args, kwargs).text
-
-
-def test_attention_that_is_written_out_keeps_what_a_boolean_mask_leaves_out():
-    model = Attention(dropout=0.2, mask=torch.ones(6, 6, dtype=torch.bool).tril())
-    shardgraph.verify(model, (torch.randn(2, 6, 8),), "single", world_size=1, fp64=True).raise_if_failed()
