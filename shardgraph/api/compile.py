@@ -173,7 +173,9 @@ def _decided(
     try:
         resolved, shapes = resolve_plan(plan, axes, pipeline, precision), named_shapes(model)
         annotated(resolved, model)
-        undecided = bool(resolved.undecided(shapes)) and dist.is_initialized()
+        # Without inputs each rank places operations at its first call, where the plan has parameters' placements.
+        undecided = bool(resolved.undecided(shapes)) or (inputs is not None and not resolved.decided)
+        undecided = undecided and dist.is_initialized()
     except ShardGraphError:
         return plan, {}  # all ranks are told of it together when they agree on the plan
     plan = asked.of(resolved)
