@@ -33,6 +33,7 @@ from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.device import accelerator, current_device
 from shardgraph.runtime.mesh import resolve_mesh
 from shardgraph.search.asked import Asked
 from shardgraph.search.machine import machine_for
@@ -277,9 +278,9 @@ def _agree_on_plan(
 def _device(mesh: DeviceMesh | None, model: nn.Module, offloads: bool) -> torch.device:
     """What computes. Without a mesh it is where the model is; of one that is on the host to stay, an accelerator."""
     if mesh is not None:
-        return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        return current_device(mesh.device_type)
     real = None if offloads else next((p.device for p in model.parameters() if not p.is_meta), None)
-    return real or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return real or accelerator() or torch.device("cpu")
 
 
 class _Stages:

@@ -26,6 +26,7 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir.copies import TO_DEVICE, WAIT_COPY
 from shardgraph.progress import Progress
+from shardgraph.runtime.device import current_device, group_device_type
 from shardgraph.runtime.host import empty_on_host
 from shardgraph.runtime.launch import launch
 from shardgraph.runtime.mesh import resolve_mesh
@@ -87,8 +88,8 @@ def _merge(measured: Sequence[Measurements]) -> Measurements:
 
 def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress: bool | None) -> Measurements:
     ranks = dist.get_world_size()
-    on_cuda = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = current_device(group_device_type())
+    on_cuda = device.type == "cuda"
     mesh = resolve_mesh({"dp": ranks}, "fsdp") if ranks > 1 else None
     share = seconds / (len(dtypes) + (ranks > 1))
     samples: list[Sample] = []

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardgraph.runtime.device import accelerator
+
 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a sharded model: an inf or NaN in any rank's gradients skips the step on all.
@@ -22,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
     axes that shard the first of the gradients.
 
     Args:
-        device: of the gradients; default: CUDA where there is one.
+        device: of the gradients; default: the accelerator's, where there is one.
         init_scale: the first factor of the loss.
         growth_factor: by which it grows after ``growth_interval`` steps without an overflow.
         backoff_factor: by which it changes at an overflow.
@@ -41,7 +43,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or (accelerator() or torch.device("cpu")).type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._group = group
 

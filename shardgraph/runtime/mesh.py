@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgraph.errors import PlanError
 from shardgraph.plans.plan import Plan
+from shardgraph.runtime.device import group_device_type
 from shardgraph.torch_api import ordered_gloo
 
 
@@ -20,7 +21,8 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
     """The device mesh of this run; None without a process group.
 
     ``mesh`` may be a DeviceMesh with named dimensions or axis sizes by name, outermost first. By default it is all
-    ranks along one axis ``dp``; for ``"hsdp"``, nodes times the ranks of a node.
+    ranks along one axis ``dp``; for ``"hsdp"``, nodes times the ranks of a node. Its device is the accelerator if the
+    process group communicates the accelerator's tensors, else the CPU.
 
     Raises:
         PlanError: the mesh does not fit the ranks that there are.
@@ -48,8 +50,8 @@ def resolve_mesh(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Path |
             f"the mesh {wanted} is for {math.prod(wanted.values())} ranks and {world} are running: "
             f"axis sizes must multiply to {world}"
         )
-    if "nccl" in dist.get_backend():
-        return init_device_mesh("cuda", tuple(wanted.values()), mesh_dim_names=tuple(wanted))
+    if (device_type := group_device_type()) != "cpu":
+        return init_device_mesh(device_type, tuple(wanted.values()), mesh_dim_names=tuple(wanted))
     override: dict[Any, Any] = dict.fromkeys(wanted, ordered_gloo())
     return init_device_mesh("cpu", tuple(wanted.values()), mesh_dim_names=tuple(wanted), backend_override=override)
 

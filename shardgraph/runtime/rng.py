@@ -49,6 +49,6 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
         return
     accelerators = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
+    with torch.random.fork_rng(accelerators, device_type=device.type):
         torch.manual_seed(seed)
         yield

@@ -1,0 +1,40 @@
+"""Which device this process computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+_NOT_ON_THE_DEVICE = ("gloo", "fake")  # one copies tensors of a device through host memory, the other moves nothing
+
+
+def accelerator() -> torch.device | None:
+    """This process's current accelerator, with its index; None without one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return None if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def current_device(device_type: str) -> torch.device:
+    """The device of a kind that this process uses."""
+    return torch.device(device_type) if device_type == "cpu" else accelerator() or torch.device(device_type)
+
+
+def device_type_of(backends: Mapping[str, str], accelerator: str | None) -> str:
+    """The kind of device that ranks compute on: the accelerator's, if their group communicates its tensors, else cpu.
+
+    ``backends`` has the group's backend for each kind of device, as ``{"cpu": "gloo", "cuda": "nccl"}``;
+    ``accelerator`` is None on a machine without one.
+    """
+    if accelerator is None or backends.get(accelerator, "gloo") in _NOT_ON_THE_DEVICE:
+        return "cpu"
+    return accelerator
+
+
+def group_device_type() -> str:
+    """The kind of device that the ranks of the default process group compute on, however it was initialised."""
+    # A group that was made without naming a backend calls its own "undefined"; its configuration names one per device.
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return device_type_of(backends, None if kind is None else kind.type)
