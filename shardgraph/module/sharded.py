@@ -15,12 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.ir import JointGraph
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_grad_norm_
-from shardgraph.passes.lowering import STAGES, build_program
+from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.shards import named_shapes
 from shardgraph.progress import Progress
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.executor import Executable, State
@@ -47,6 +50,7 @@ class ShardedModule(nn.Module):
         loss_fn: Callable[..., torch.Tensor] | None,
         agreement: Agreement,
         progress: bool | None,
+        captures: Captures,
     ) -> None:
         super().__init__()
         # The very dictionaries of the original: one set of names, no prefix, nothing to keep in step.
@@ -59,6 +63,7 @@ class ShardedModule(nn.Module):
         self.loss_fn = loss_fn
         self._agreement = agreement
         self._progress = progress
+        self._captures = captures
         self._state = State(model, mesh, {}, device)
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._latest: tuple[list[Any], list[Any]] | None = None
@@ -140,6 +145,11 @@ class ShardedModule(nn.Module):
 
     # -- compiling ---------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        """Drop all programs."""
+        self._programs.clear()
+        self._latest = None
+
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these inputs now, without running; only shapes, dtypes and numbers of them matter."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -200,7 +210,14 @@ class ShardedModule(nn.Module):
             return build(leaves)  # the number decides shapes or control flow: a constant after all
 
     def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
-        return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
+        joint = self._captured(model, args, kwargs, loss_fn, show)
+        return lower(joint, self.plan, named_shapes(model), show)
+
+    def _captured(
+        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]
+    ) -> JointGraph:
+        show("capture")
+        return self._captures.take(Call(model, args, kwargs, loss_fn, torch.is_grad_enabled()), self.plan)
 
     def _key(self, leaves: list[Any], spec: Any, loss_fn: Any) -> tuple[Any, ...]:
         model = self.__dict__["original"]

@@ -6,15 +6,18 @@ waiting has a limit, and a rank that fails can say so while others still work.
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import ModuleType
 
 import torch.distributed as dist
 
+from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.torch_api import default_store
 
@@ -69,14 +72,59 @@ class Agreement:
             try:
                 verdict = self._verdict(self._store, topic, value or "", error)
             except RuntimeError as lost:
-                verdict = (
-                    f"rank {self._rank} lost the store of the process group at {topic}: {lost}. "
-                    "The process that serves it has ended, usually rank 0: look for the error of that rank"
-                )
+                verdict = self._lost(topic, lost)
         if error is not None:
             raise error
         if verdict != _AGREED:
             raise RankMismatchError(verdict)
+
+    def from_first_rank(self, topic: str, make: Callable[[], str]) -> str:
+        """What ``make()`` returns on the first rank of the group, which alone calls it, on every rank.
+
+        Args:
+            topic: what is made, as a noun for messages.
+            make: returns the text; the other ranks wait for it as long as the agreement's timeout.
+
+        Raises:
+            RankMismatchError: on every rank: the first rank did not come, or was not done, in time.
+            Exception: what ``make`` raised, on every rank: of the same class, with the same message.
+        """
+        if self._store is None:
+            return make()
+        self._round += 1
+        key = f"{self._round}/made"
+        try:
+            if self._rank != self._ranks[0]:
+                return self._made_elsewhere(self._store, topic, key)
+            return self._made_here(self._store, key, make)
+        except dist.DistError as lost:
+            raise RankMismatchError(self._lost(topic, lost)) from lost
+
+    def _made_here(self, store: dist.Store, key: str, make: Callable[[], str]) -> str:
+        failure: Exception | None = None
+        try:
+            post = {"text": make()}
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            post, failure = {"error": _class_of(error), "message": str(error)}, error
+        stands = store.compare_set(key, "", json.dumps(post)).decode()
+        if failure is not None:
+            raise failure
+        return _unpacked(stands)
+
+    def _made_elsewhere(self, store: dist.Store, topic: str, key: str) -> str:
+        try:
+            store.wait([key], timedelta(seconds=self._timeout))
+        except dist.DistError:  # not in time, or no store any more: the next line tells which
+            late = (
+                f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
+                "ended, or is still busy: allow more time with timeout="
+            )
+            store.compare_set(key, "", json.dumps({"error": RankMismatchError.__name__, "message": late}))
+        text = _unpacked(store.get(key).decode())
+        if store.add(f"{key}/read", 1) == len(self._ranks) - 1:
+            for spent in (key, f"{key}/read"):
+                store.delete_key(spent)
+        return text
 
     def first_failure(self, text: str) -> str:
         """What the first rank that failed said of it: ``text``, if that is this one. Without a round."""
@@ -86,6 +134,12 @@ class Agreement:
             return self._store.compare_set("failure", "", text).decode()
         except RuntimeError:  # the store is gone with the rank that served it
             return text
+
+    def _lost(self, topic: str, lost: Exception) -> str:
+        return (
+            f"rank {self._rank} lost the store of the process group at {topic}: {lost}. "
+            "The process that serves it has ended, usually rank 0: look for the error of that rank"
+        )
 
     def _verdict(self, store: dist.Store, topic: str, value: str, error: BaseException | None) -> str:
         key = f"{self._round}/verdict"
@@ -141,6 +195,29 @@ class Agreement:
     def _came(self, store: dist.Store, rank: int) -> bool:
         post = f"post/{rank}"
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
+
+
+def _class_of(error: Exception) -> str:
+    """The name of the nearest class of an error that every rank knows."""
+    return next(kind.__name__ for kind in type(error).__mro__ if getattr(_module_of(kind), kind.__name__, None) is kind)
+
+
+def _module_of(kind: type) -> ModuleType:
+    return errors if issubclass(kind, errors.ShardGraphError) else builtins
+
+
+def _unpacked(post: str) -> str:
+    """The text that was made, or its error."""
+    found = json.loads(post)
+    if "text" in found:
+        return str(found["text"])
+    name, message = found["error"], found["message"]
+    kind = getattr(errors, name, None) or getattr(builtins, name)
+    try:
+        error = kind(message)
+    except TypeError:  # a class whose errors are made of more than a message
+        error = RuntimeError(f"{name}: {message}")
+    raise error
 
 
 def _digest(text: str) -> str:

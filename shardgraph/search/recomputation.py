@@ -31,7 +31,7 @@ from shardgraph.passes.recompute.names import names_of, rules_for
 from shardgraph.passes.recompute.problem import Problem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
-from shardgraph.plans.plan import Plan, Recomputation
+from shardgraph.plans.plan import Plan, Recomputation, in_patterns
 from shardgraph.report.analysis import analyze_program, program_memory
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
@@ -127,8 +127,9 @@ class Recomputations:
         return self._peaks[choice]
 
     def chosen(self, choice: Choice) -> Plan:
-        """The plan with a choice written into it."""
-        return replace(self.plan, recompute=choice.rules)
+        """The plan with a choice written into it, and the placements of parameters that it was priced with."""
+        placed = in_patterns(self._context.parameters) if self.plan.undecided(self.shapes) else self.plan.parameters
+        return replace(self.plan, recompute=choice.rules, parameters=placed)
 
     def seconds(self, choice: Choice) -> float:
         """The predicted time of a step under a choice."""

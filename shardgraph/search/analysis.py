@@ -1,44 +1,51 @@
-"""From a model, a plan and a cluster to the analysis, of a few of its equal layers where that is enough."""
+"""From a question to the analysis of its answer, of a few of the model's equal layers where that is enough."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardgraph.errors import CaptureError
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
-from shardgraph.report.source import Source
-from shardgraph.report.symbolic import Symbolic, symbolic
+from shardgraph.search.source import Source
+from shardgraph.search.symbolic import Symbolic, symbolic
 
 
 def analyze_source(source: Source) -> Analysis:
-    """The analysis of a call of a model under a plan on a cluster."""
-    _ = source.parameters  # a plan that does not fit is told before the long work
-
-    def whole() -> Analysis:
-        return analyze_program(
-            source.program(),
-            source.cluster,
-            optimizer=source.optimizer,
-            fused=source.fused,
-            other_sizes=SizesOf(source),
-        )
-
-    return whole() if source.stack is None else _folded(source, source.stack, whole)
+    """The analysis of one rank's step under the plan that is decided for it."""
+    stack = source.stack
+    if stack is not None:
+        try:
+            return _folded(source, stack)
+        except (NotPeriodicError, CaptureError):
+            pass  # layers that are counted, or indexed by number, do not fold
+    return _whole(source)
 
 
-def _folded(source: Source, stack: Stack, whole: Callable[[], Analysis]) -> Analysis:
-    """The analysis of all layers of a stack from those of a few, or of all where that cannot be."""
-    try:
-        shallow = []
-        for layers in SHALLOW:
-            with shortened(source.model, stack, layers):
-                shallow.append(whole())
-        return replace(shallow[0], rows=tuple(extend([each.rows for each in shallow], stack.layers)))
-    except (NotPeriodicError, CaptureError):
-        return whole()  # layers that are counted, or indexed by number, do not fold
+def _whole(source: Source) -> Analysis:
+    program, question = source.program(), source.question
+    return analyze_program(
+        program,
+        question.machine,
+        optimizer=question.optimizer,
+        fused=source.fused,
+        other_sizes=SizesOf(source.settled(program.plan)),
+    )
+
+
+def _folded(source: Source, stack: Stack) -> Analysis:
+    """The analysis of all layers of a stack from those of a few.
+
+    Raises:
+        NotPeriodicError, CaptureError: that cannot be.
+    """
+    shallow = []
+    for layers in SHALLOW:
+        with shortened(source.question.model, stack, layers):
+            shallow.append(_whole(source))
+    rows = tuple(extend([each.rows for each in shallow], stack.layers))
+    return replace(shallow[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class SizesOf:
     def largest(self, size: str, budget: int) -> int:
         """The largest batch or sequence whose peak is within ``budget`` bytes; raises when not even 1 is."""
         found = self.symbolic().largest(size, budget)
-        sizes = {"batch": self.source.batch, "sequence": self.source.sequence}
+        sizes = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 
         def fits(value: int) -> bool:
             return analyze_source(self.source.resized(**(sizes | {size: value}))).peak_memory <= budget
