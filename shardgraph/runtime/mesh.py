@@ -52,12 +52,14 @@ def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> M
 
 
 def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceMesh | None:
-    """The device mesh of ``axes``: ``mesh``, if it is one; None without axes. All ranks must call it.
+    """The device mesh of ``axes``: ``mesh``, if it is one; None without axes or process group. All ranks must call it.
 
     Its device is the accelerator if the process group communicates the accelerator's tensors, else the CPU.
     """
-    if isinstance(mesh, DeviceMesh) or not axes:
-        return mesh if isinstance(mesh, DeviceMesh) else None
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if not axes or not dist.is_initialized():
+        return None
     names, sizes = zip(*axes, strict=True)
     if (device_type := group_device_type()) != "cpu":
         return init_device_mesh(device_type, sizes, mesh_dim_names=names)
