@@ -5,6 +5,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+PART ?= 1/1
+# Two processes, the second of which takes over tests of the first when it has none left.
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint bench groundtruth clean
 
@@ -12,10 +15,11 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(PARALLEL)
 
+# A quarter of all tests: make test-all PART=2/4. Started again with the same sources, it leaves out what has passed.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" --part $(PART) --resume $(VENV)/passed
 
 # Types and imports are checked on an installed wheel: in the source tree the packages do not have their names.
 lint: $(VENV)/.lint

@@ -1,1 +1,1 @@
-"""Formulas that price what a graph does. Nothing here knows of graphs: numbers in, numbers out."""
+"""Formulas for the time and bytes of operations, collectives and schedules: numbers in, numbers out, no graphs."""

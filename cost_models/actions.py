@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do, action by action, and what each action and message waits for."""
+"""The actions of a pipeline schedule on each rank, and the actions and messages that each of them waits for."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Literal
 from shardgraph.errors import PlanError
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; the whole backward; or its two parts, the gradient of a stage's input and those of its weights."""
+"""Forward; the whole backward; or its two parts: the gradient of a stage's input, and those of its weights."""
 
 Message = Literal["send output", "send gradient"]
-"""To the next stage; to the one before."""
+"""To the next stage; to the previous one."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One stage's work of a ``kind`` on one microbatch.
+    """A forward, or a (part of a) backward, of one stage for one microbatch.
 
-    ``with_next``: this action and the next of its rank may overlap, so what both compute is sent when both are done.
+    ``with_next``: this action and the next one of its rank may overlap, so the results of both are sent when both are
+    done.
     """
 
     stage: int
@@ -32,14 +33,14 @@ class Action:
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""What each rank does, in its order. All actions of a stage are on one rank."""
+"""The actions of each rank, in order. All actions of a stage are on one rank."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An action or a message: ``work`` of a ``stage``, once the steps it is ``after`` (by index) have ended.
+    """An action or a message: ``work`` of a ``stage``, which starts once the steps in ``after`` (indices) have ended.
 
-    Steps of a ``stream``, a rank or the link from one to another, run one at a time and in order.
+    The steps of a ``stream`` (a rank, or the link from one rank to another) run one at a time and in order.
     """
 
     label: str
@@ -50,19 +51,19 @@ class Step:
 
 
 def lay_out(order: Order, stages: int, prefetch: bool) -> list[Step]:
-    """The actions of ``order`` with the messages between ranks, each after what it waits for.
+    """The actions of ``order`` and the messages between ranks, each after the steps that it waits for.
 
-    An action waits for the one before on its rank and for the messages with its operands. A message starts when its
-    sender has it; without ``prefetch`` not before its receiver has come to the action that needs it.
+    An action waits for the previous one on its rank and for the messages with its operands. A message starts when its
+    sender has computed the value; without ``prefetch``, not before its receiver reaches the action that needs it.
 
     Raises:
-        PlanError: no step ends in this order, because actions wait for each other.
+        PlanError: the order deadlocks, because actions wait for each other.
     """
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     steps: list[Step] = []
-    latest: dict[int, int] = {}  # the last step of a rank so far
+    latest: dict[int, int] = {}  # the last step of each rank so far
     leaves: dict[_Value, int] = {}  # the step after which a value may be sent
-    arrives: dict[_Value, int] = {}  # the step that sends it
+    arrives: dict[_Value, int] = {}  # the step that sends the value
 
     def send(value: _Value, receiver: int, *after: int) -> None:
         arrives[value] = len(steps)
@@ -72,7 +73,7 @@ def lay_out(order: Order, stages: int, prefetch: bool) -> list[Step]:
 
     for rank, together in _causally(order, stages):
         for action in together:
-            received = [value for value in _takes(action, stages) if rank_of[value.stage] != rank]
+            received = [value for value in _operands(action, stages) if rank_of[value.stage] != rank]
             for value in received:
                 if value not in arrives:
                     send(value, rank, leaves[value], *([latest[rank]] if rank in latest else []))
@@ -80,7 +81,7 @@ def lay_out(order: Order, stages: int, prefetch: bool) -> list[Step]:
             after = tuple(arrives[value] for value in received)
             steps.append(Step(str(action), f"rank {rank}", action.stage, action.kind, after))
         for action in together:
-            result = _makes(action)
+            result = _result(action)
             if result is not None:
                 leaves[result] = latest[rank]
                 receiver = rank_of.get(action.stage + (-1 if result.backward else 1), rank)
@@ -98,12 +99,13 @@ class _Value:
     microbatch: int
 
 
-def _makes(action: Action) -> _Value | None:
+def _result(action: Action) -> _Value | None:
     return None if action.kind == "W" else _Value(action.stage, action.kind != "F", action.microbatch)
 
 
-def _takes(action: Action, stages: int) -> list[_Value]:
-    """What an action needs: forward the output before, backward its own and the gradient behind it, weights theirs."""
+def _operands(action: Action, stages: int) -> list[_Value]:
+    """What an action needs: a forward, the previous stage's output; a backward, its own stage's output and the next
+    stage's gradient; the gradients of weights, the gradient of their stage."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
         return [_Value(stage - 1, False, microbatch)] if stage > 0 else []
@@ -114,15 +116,15 @@ def _takes(action: Action, stages: int) -> list[_Value]:
 
 
 def _causally(order: Order, stages: int) -> Iterator[tuple[int, list[Action]]]:
-    """Every action with its rank, after those that it waits for; actions that overlap come together."""
-    made: set[_Value | None] = set()
+    """Every action with its rank, in an order that respects dependencies; overlapping actions come together."""
+    computed: set[_Value | None] = set()
     waiting = [_together(actions) for actions in order]
     while any(waiting):
         stuck = True
         for rank, places in enumerate(waiting):
-            while places and all(made.issuperset(_takes(action, stages)) for action in places[-1]):
+            while places and all(computed.issuperset(_operands(action, stages)) for action in places[-1]):
                 stuck = False
-                made.update(map(_makes, places[-1]))
+                computed.update(map(_result, places[-1]))
                 yield rank, places.pop()
         if stuck:
             where = ", ".join(f"rank {rank} at {places[-1][0]}" for rank, places in enumerate(waiting) if places)
@@ -134,7 +136,7 @@ def _causally(order: Order, stages: int) -> Iterator[tuple[int, list[Action]]]:
 
 
 def _together(actions: Sequence[Action]) -> list[list[Action]]:
-    """The actions of a rank, the last first, each in one list with those that overlap with it."""
+    """The actions of a rank in reverse order, each in one list with those that overlap with it."""
     places: list[list[Action]] = []
     joins = False
     for action in actions:

@@ -1,6 +1,6 @@
-"""The few functions that a formula needs besides ``+ - * /``, for numbers and for expressions.
+"""The few functions that a formula needs besides ``+ - * /``, for numbers and for sympy expressions.
 
-A cost formula is written once: on numbers it gives a number, on sympy's expressions an expression.
+A cost formula is written once: for numbers it returns a number, for sympy expressions an expression.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Arithmetic:
 
 NUMBERS = Arithmetic(max, min, math.log2, math.ceil, Fraction)
 EXPRESSIONS = Arithmetic(
-    lambda a, b: sympy.Max(a, b, evaluate=False),  # to find out which is larger takes long, and mostly depends
+    lambda a, b: sympy.Max(a, b, evaluate=False),  # comparing them takes long, and is mostly undecided
     lambda a, b: sympy.Min(a, b, evaluate=False),
     lambda x: sympy.log(x) / sympy.log(2),
     sympy.ceiling,

@@ -1,4 +1,4 @@
-"""Which blocks of a model make which pipeline stage: the cuts with the shortest step within a memory limit."""
+"""Balancing pipeline stages: the cuts of a model with the shortest simulated step within a memory limit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simul
 from shardgraph.errors import PlanError
 from shardgraph.sizes import format_bytes
 
-_IMPROVED = 3  # of the partitions to begin with
-_SIMULATED = 200  # of the moves from one partition, those that leave the busiest rank the least to do
+_IMPROVED = 3  # how many of the initial partitions are improved by moves
+_SIMULATED = 200  # how many moves from one partition are simulated: those that leave the busiest rank the least work
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage ``s`` is ``blocks[cuts[s] : cuts[s + 1]]``; ``simulated`` is a step of the ``stages`` that come of it."""
+    """Stage ``s`` is ``blocks[cuts[s] : cuts[s + 1]]``; ``simulated`` is a step of the resulting ``stages``."""
 
     cuts: tuple[int, ...]
     stages: tuple[StageCost, ...]
@@ -30,15 +30,15 @@ class Partition:
 
 
 def balance(blocks: Sequence[StageCost], order: Order, *, limit: float = math.inf, prefetch: bool = True) -> Partition:
-    """Divide a chain of ``blocks`` among the stages of ``order`` so that the simulated step is short.
+    """Partition a chain of ``blocks`` into the stages of ``order`` so that the simulated step is short.
 
-    A block costs what a stage of it alone would; ``limit`` are the bytes that a rank has. Dynamic programs give the
-    partitions to begin with (:meth:`Chain.starts`). The best of them by the simulated step are improved by moving one
-    cut anywhere, or several by a block or two, until no move shortens the step.
+    The cost of a block is that of a stage with only this block; ``limit`` is the memory of a rank in bytes. Dynamic
+    programs provide initial partitions (:meth:`Chain.starts`). The best of them by simulated step are improved by
+    local search, which moves one cut anywhere or several cuts by one or two blocks until no move shortens the step.
 
     Raises:
         PlanError: there are fewer blocks than stages, or no partition fits ``limit``; the message has the least memory
-            that would do, which is exact with one stage per rank, and otherwise the least that such moves lead to.
+            that would do, which is exact with one stage per rank, and otherwise the least that local search finds.
     """
     chain = Chain(blocks, order, prefetch)
     if len(blocks) < chain.stages:
@@ -73,7 +73,7 @@ def balance(blocks: Sequence[StageCost], order: Order, *, limit: float = math.in
 
 
 def merge(blocks: Sequence[StageCost]) -> StageCost:
-    """Consecutive blocks as one: together they take what each takes, and send what their ends send."""
+    """Consecutive blocks as one stage: seconds and bytes add up, messages are those of its two ends."""
     return StageCost(
         forward=sum(block.forward for block in blocks),
         backward=sum(block.backward for block in blocks),
@@ -90,32 +90,32 @@ def merge(blocks: Sequence[StageCost]) -> StageCost:
 # -- search ----------------------------------------------------------------------------------------
 
 _Score = Callable[[Array], list[Array]]
-"""Of partitions, in rows, what is to be small; the more important first."""
+"""For partitions (rows), the quantities to minimise, the most important first."""
 
 
 def _best_of(starts: Array, score: _Score, rough: _Score) -> Array:
-    """The best partition that the best of ``starts`` lead to."""
-    begin = _sorted(np.unique(starts, axis=0), score)[:_IMPROVED]
-    return _sorted(np.stack([_improve(cuts, score, rough) for cuts in begin]), score)[0]
+    """The best partition that local search reaches from the best of ``starts``."""
+    initial = _sorted(np.unique(starts, axis=0), score)[:_IMPROVED]
+    return _sorted(np.stack([_improve(cuts, score, rough) for cuts in initial]), score)[0]
 
 
 def _improve(cuts: Array, score: _Score, rough: _Score) -> Array:
-    """What the best move leads to, again until none is better; those that ``rough`` thinks well of are compared."""
+    """Make the best move until none improves ``score``; only the moves that are best by ``rough`` are scored."""
     while True:
-        tried = _sorted(_moves(cuts), rough)[:_SIMULATED]
-        best = _sorted(np.concatenate([cuts[None], tried]), score)[0]
+        candidates = _sorted(_moves(cuts), rough)[:_SIMULATED]
+        best = _sorted(np.concatenate([cuts[None], candidates]), score)[0]
         if (best == cuts).all():
             return cuts
         cuts = best
 
 
 def _sorted(partitions: Array, score: _Score) -> Array:
-    """The best first; of equals, the first."""
+    """``partitions`` by score, the best first; the sort is stable."""
     return partitions[np.lexsort(score(partitions)[::-1])]
 
 
 def _moves(cuts: Array) -> Array:
-    """Partitions with one cut elsewhere, neighbouring cuts further by a block, or two cuts by one or two."""
+    """The partitions with one cut moved anywhere, a range of cuts moved by one block, or two cuts by one or two."""
     moved = [cuts + _shifts(len(cuts))]
     for cut in range(1, len(cuts) - 1):
         to = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
@@ -128,7 +128,7 @@ def _moves(cuts: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def _shifts(cuts: int) -> Array:
-    """By how many blocks each of so many cuts moves when several move together; the first and the last never do."""
+    """Rows of offsets, in blocks, for moves of several of ``cuts`` cuts at once; the first and the last never move."""
     inner = range(1, cuts - 1)
     together = [dict.fromkeys(range(a, b + 1), by) for a, b in combinations(inner, 2) for by in (-1, 1)]
     two = [{a: x, b: y} for a, b in combinations(inner, 2) for x, y in product((-2, -1, 1, 2), repeat=2)]

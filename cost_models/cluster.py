@@ -1,9 +1,9 @@
-"""What a program runs on, as data: devices, the links between them, and how fast each kind of work goes.
+"""The hardware that a program runs on, as data: devices, links between them, and a rate for each kind of work.
 
-A time is priced by a :class:`Rate`, ``overhead + work / per_second``. Small operations then run below the rate and
-large ones approach it, which is what an efficiency that depends on size amounts to. The rates of known devices
-are datasheet peaks times fitted efficiencies (``devices.yaml`` says where each number is from); those of the machine at
-hand are measured (``shardgraph calibrate``).
+Work takes ``overhead + work / per_second`` seconds by its :class:`Rate`, so small operations run below the rate and
+large ones approach it, like an efficiency that depends on size. The rates of known devices are datasheet peaks times
+fitted efficiencies (``devices.yaml`` cites the source of each number); those of this machine are measured
+(``shardgraph calibrate``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "o
 """Kinds of work counted in bytes read and written."""
 
 VIEW = "view"
-"""Work that moves nothing: only the overhead of its rate counts. It costs the host, and a GPU does not wait for it."""
+"""Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
 
 MEMORY = "memory"
 """All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
@@ -33,8 +33,8 @@ MEMORY = "memory"
 class Rate:
     """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes.
 
-    What is counted in FLOPs may also cost by the bytes that it reads and writes, ``moved_per_second`` of them: kernels
-    of a CPU that first bring their operands into another order.
+    Work counted in FLOPs may have an additional cost per byte read and written, at ``moved_per_second``: CPU kernels
+    that first repack their operands.
     """
 
     per_second: float
@@ -55,9 +55,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Link:
-    """What one device can send: ``bandwidth`` bytes/s in one direction, ``latency`` seconds per message.
+    """A device's link: ``bandwidth`` in bytes/s in one direction, ``latency`` in seconds per message.
 
-    ``latencies`` are the seconds of operations whose messages take another time (such as ``all_reduce``).
+    ``latencies`` overrides the latency, in seconds, for individual operations (such as ``all_reduce``).
     """
 
     bandwidth: float
@@ -74,7 +74,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine beside a device: the ``link`` to its memory, and the ``optimizer``'s rate there in bytes read and
+    """The host of a device: the ``link`` to its memory, and the rate of ``optimizer`` updates on it in bytes read and
     written."""
 
     link: Link
@@ -88,19 +88,19 @@ class Device:
     ``memory``
         Bytes that a program may use.
     ``peak``
-        Dense FLOP/s by dtype name as the maker states them, the denominator of MFU.
+        Dense FLOP/s by dtype name as the manufacturer states them, the denominator of MFU.
     ``rates``
         What a kernel attains: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes.
     ``sustained``
-        The part of those rates that a whole training step attains, by kind counted in FLOPs and ``"memory"`` for all
-        counted in bytes: a kernel timed alone runs at a higher clock, and in frameworks' favourite shapes. 1 where
-        nothing is said, as after ``shardgraph calibrate``, which times operations among others.
+        The fraction of those rates that a whole training step attains, by kind for kinds counted in FLOPs and as
+        ``"memory"`` for all counted in bytes: a kernel timed alone runs at a higher clock, and in favourable shapes.
+        The default is 1, also after ``shardgraph calibrate``, which times operations in place in a program.
     ``allocation``
-        The granule of the memory allocator, bytes: every tensor's size is rounded up to it.
+        The granularity of the memory allocator in bytes: every tensor's size is rounded up to a multiple of it.
     ``source``
-        Where the numbers are from.
+        Where the numbers come from.
     ``host``
-        What is beside it; None where nothing is known of it, and a plan that offloads cannot be priced.
+        The host; if None, plans that offload cannot be priced.
     """
 
     name: str
@@ -127,10 +127,10 @@ class Device:
 
     @property
     def linked_host(self) -> Host:
-        """What is beside the device.
+        """The host of the device.
 
         Raises:
-            ClusterError: nothing is known of it.
+            ClusterError: the device does not describe one.
         """
         if self.host is None:
             raise ClusterError(
@@ -141,10 +141,10 @@ class Device:
         return self.host
 
     def rate(self, kind: str, dtype: str = "") -> Rate | None:
-        """The rate of a kind of work; None for a FLOP kind in a dtype that the device has no figure for.
+        """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.
 
-        Kinds that a device does not tell apart cost what the plainer kind costs: attention and convolution as
-        matmul, every kind counted in bytes as pointwise. Views cost nothing where nothing is said.
+        A kind without a rate of its own falls back to a simpler one: attention and convolution to matmul, every kind
+        counted in bytes to pointwise. Views without a rate cost nothing.
         """
         if kind == VIEW:
             return self.rates.get(VIEW, Rate(1.0))
@@ -165,10 +165,10 @@ class Cluster:
     """Equal nodes of equal devices.
 
     ``intra`` joins the devices of a node, ``inter`` is a device's share of the node's network (None: one node).
-    ``overlap`` is the part of a collective's time during which computation goes on unhindered: 1 where
-    communication has engines of its own, less where it takes cores from the computation.
-    ``efficiency`` is the part of a link's bandwidth that a collective attains, by operation (such as
-    ``all_gather_into_tensor``); 1 where nothing is said.
+    ``overlap`` is the fraction of a collective's time during which computation is not slowed: 1 if communication has
+    engines of its own, less if it takes cores from the computation.
+    ``efficiency`` is the fraction of a link's bandwidth that a collective attains, by operation (such as
+    ``all_gather_into_tensor``); by default 1.
     """
 
     name: str
@@ -193,7 +193,7 @@ class Cluster:
     @staticmethod
     def of(name: str, nodes: int = 1, devices_per_node: int | None = None) -> Cluster:
         """Nodes of a known device; see :func:`shardgraph.cost_models.cluster_files.known_cluster`."""
-        from shardgraph.cost_models.cluster_files import known_cluster  # which makes clusters
+        from shardgraph.cost_models.cluster_files import known_cluster  # which imports this module
 
         return known_cluster(name, nodes, devices_per_node)
 
@@ -219,11 +219,15 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return self.devices_per_node * self.nodes
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raise ClusterError when ``mesh`` needs more devices than there are."""
+        """Check that there are enough devices.
+
+        Raises:
+            ClusterError: ``mesh`` needs more devices than there are.
+        """
         needed = math.prod(size for _, size in mesh)
         if needed > self.world_size:
             raise ClusterError(
@@ -232,12 +236,10 @@ class Cluster:
             )
 
     def link_of(self, mesh: Mesh, axis: str) -> Link:
-        """What a rank can send to its neighbour in a ring over ``axis`` of ``mesh`` (or several, as ``"dp+ep"``).
+        """The link of a rank to its neighbour in a ring over ``axis`` of ``mesh`` (or several axes, as ``"dp+ep"``).
 
-        Ranks fill node by node.
-
-        A group inside a node uses ``intra``. One that spans nodes runs through the network: as many rings as the
-        group has members in a node share their network interfaces, so the bandwidth is that many shares, at most
+        Ranks fill node by node. A group within a node uses ``intra``. A group that spans nodes uses the network, with
+        as many rings as it has members in a node, so its bandwidth is that many members' shares of the network, at most
         ``intra``'s (how NCCL builds its rings: https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/).
         """
         spans = [
@@ -251,7 +253,7 @@ class Cluster:
 
 
 def nearest_device(name: str, known: Mapping[str, Device]) -> ClusterError:
-    """The error for a device that nobody has described."""
+    """The error for a device that is not described."""
     return ClusterError(
         f"there is no device {name!r}; known are {', '.join(known)}{nearest(name, known)}. "
         "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"

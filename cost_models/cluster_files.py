@@ -1,6 +1,6 @@
 """Clusters as files, and by the name of a device.
 
-A cluster file is complete: it holds the device, and reads back as exactly what was saved::
+A cluster file includes its device, and round-trips exactly::
 
     schema: 1
     name: lab
@@ -17,7 +17,7 @@ A cluster file is complete: it holds the device, and reads back as exactly what 
         pointwise: {per_second: 2.9e12, overhead: 5e-6}
       host: {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 2e10}}  # for offloading
 
-Known devices are in ``devices.yaml``, which says where each of its numbers is from.
+Known devices are in ``devices.yaml``, which cites the source of each number.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ SCHEMA = 1
 
 
 def device(name: str) -> Device:
-    """A known device by its name or another name for it, in any case.
+    """A known device by its name or an alias, in any case.
 
     Raises:
-        ClusterError: nobody has described the device; the message names the nearest.
+        ClusterError: the device is not described; the message names the nearest one.
     """
     return _known_node(name).device
 
@@ -70,20 +70,20 @@ def known_devices() -> dict[str, Device]:
 
 
 def known_cluster(name: str, nodes: int = 1, devices_per_node: int | None = None) -> Cluster:
-    """``nodes`` nodes of a known device, linked as such nodes usually are.
+    """``nodes`` nodes of a known device, with the usual links of such nodes.
 
     Args:
         name: name of a known device, in any case.
         nodes: number of nodes.
-        devices_per_node: devices in a node; by default as many as usual.
+        devices_per_node: devices in a node; by default the usual number.
 
     Raises:
-        ClusterError: nobody has described the device, or a number is not positive.
+        ClusterError: the device is not described, or a number is not positive.
     """
     node = _known_node(name)
     attained = node.efficiency
     if nodes != 1:
-        # More than the link comes from a switch that reduces, within a node: across nodes no more than the link does.
+        # An efficiency above 1 comes from a switch that reduces within a node; across nodes the link is the limit.
         attained = {operation: min(part, 1.0) for operation, part in attained.items()}
     here = node.devices_per_node if devices_per_node is None else devices_per_node
     return replace(node, nodes=nodes, devices_per_node=here, efficiency=attained)
@@ -98,7 +98,7 @@ def _known_node(name: str) -> Cluster:
 
 @functools.cache
 def _registry() -> tuple[dict[str, Cluster], dict[str, str]]:
-    """One node of each known device, and the name of the device by each of its names in plain form."""
+    """One node of each known device by name, and the device's name by each of its normalised names and aliases."""
     content = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     nodes: dict[str, Cluster] = {}
     names: dict[str, str] = {}
@@ -120,7 +120,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ClusterError: there is no such file, or a field of it is not what it may be.
+        ClusterError: there is no such file, or a field has a value that is not allowed.
     """
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
     Path(path).write_text(content, encoding="utf-8")
 
 
-# -- what a file may hold ----------------------------------------------------------------------------------
+# -- the fields of a file ----------------------------------------------------------------------------------
 
 
 def _is_rate(name: str) -> bool:

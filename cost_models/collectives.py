@@ -1,21 +1,21 @@
-"""How many bytes a collective puts on the wire, and how long it takes.
+"""Bytes that a collective puts on the wire, and the seconds that it takes.
 
-Per rank, sent (as many are received), by the ring algorithms, which are optimal in bandwidth; in a group of
-``n`` ranks, ``B`` the bytes of the larger of what one rank gives and gets:
+Bytes sent per rank (as many are received) by the ring algorithms, which are optimal in bandwidth, in a group of ``n``
+ranks, where ``B`` is the larger of one rank's input and output in bytes:
 
 * all-gather and reduce-scatter ``(n - 1) / n * B`` and all-reduce, one after the other, ``2 (n - 1) / n * B``:
   R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
   Int. J. of High Performance Computing Applications 19(1), 2005; that no algorithm sends less in an all-reduce:
   P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
   J. of Parallel and Distributed Computing 69(2), 2009.
-* all-to-all ``(n - 1) / n * B``: all but a rank's own part leaves it (Thakur et al., pairwise exchange).
+* all-to-all ``(n - 1) / n * B``: a rank sends all but its own part (Thakur et al., pairwise exchange).
 * send ``B``, to one other rank.
 
-Time is alpha-beta: as many latencies as the algorithm has steps, and the bytes over the bandwidth (R. Hockney, "The
-communication challenge for MPP", Parallel Computing 20(3), 1994), both by operation where something is said of it. An
-all-reduce takes the better of a ring and of a double binary tree, whose steps grow with the logarithm of the ranks
-(P. Sanders, J. Speck, J. L. Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-Computing 35(12), 2009).
+Time follows the alpha-beta model: one latency per step of the algorithm, plus bytes over bandwidth (R. Hockney, "The
+communication challenge for MPP", Parallel Computing 20(3), 1994), both per operation where the link or the cluster has
+a value for it. An all-reduce uses the better of a ring and a double binary tree, whose steps grow with the logarithm
+of the ranks (P. Sanders, J. Speck, J. L. Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+scan", Parallel Computing 35(12), 2009).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardgraph.cost_models.cluster import Link
 from shardgraph.errors import ShardGraphError, nearest
 
 WireRule = Callable[[int, int, int], int]
-"""From the bytes of a rank's input, of its output and the number of ranks to bytes on the wire, times the ranks."""
+"""``(input bytes of a rank, output bytes of a rank, ranks)`` -> bytes on the wire of all ranks together."""
 
 WIRE_RULES: dict[str, WireRule] = {
     "all_gather_into_tensor": lambda given, gotten, ranks: (ranks - 1) * gotten,
@@ -41,15 +41,15 @@ WIRE_RULES: dict[str, WireRule] = {
 def wire_bytes(operation: str, given: int, gotten: int, ranks: int, on: Arithmetic = NUMBERS) -> int:
     """Bytes that each of ``ranks`` sends in one ``operation``, rounded up.
 
-    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``on`` says whether numbers or expressions
-    are given.
+    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``on`` is the arithmetic of their type,
+    numbers or expressions.
 
     Raises:
         ShardGraphError: no rule is registered for the operation.
     """
     if operation not in WIRE_RULES:
         raise ShardGraphError(
-            f"no formula says how many bytes {operation!r} sends: add a line for it to WIRE_RULES, which has "
+            f"there is no formula for the bytes that {operation!r} sends: add a line for it to WIRE_RULES, which has "
             f"{', '.join(WIRE_RULES)}{nearest(operation, WIRE_RULES)}"
         )
     return on.ceiling(on.ratio(WIRE_RULES[operation](given, gotten, ranks), ranks))
@@ -66,8 +66,8 @@ def collective_seconds(
 ) -> float:
     """Seconds of one ``operation`` among ``ranks`` joined by ``link``; 0 for a group of one.
 
-    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``efficiency`` is the part of the
-    bandwidth that each operation attains, 1 where it says nothing; ``on`` as for :func:`wire_bytes`.
+    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``efficiency`` is the fraction of the
+    bandwidth that each operation attains, by default 1; ``on`` as for :func:`wire_bytes`.
 
     Raises:
         ShardGraphError: no rule is registered for the operation.

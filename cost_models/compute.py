@@ -1,4 +1,4 @@
-"""How long a piece of work takes on a device: a roofline whose attained rates depend on size, dtype and kind.
+"""Seconds of an operation on a device: a roofline whose attained rates depend on size, dtype and kind of work.
 
 The roofline is S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", Communications of the ACM 52(4), 2009.
@@ -10,13 +10,13 @@ from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.cost_models.cluster import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
-_BLOCK = 128  # keys that a flash kernel takes at a time: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
+_BLOCK = 128  # keys per block of a flash kernel: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
 
 
 def causal_part(length: int, on: Arithmetic = NUMBERS) -> float:
-    """The part of attention's FLOPs that a flash kernel carries out for ``length`` positions under a causal mask.
+    """The fraction of attention's FLOPs that a flash kernel executes for ``length`` positions under a causal mask.
 
-    It skips the blocks that are masked whole; FLOPs, as they are counted, are those of all blocks.
+    It skips blocks that are fully masked, whereas FLOPs are counted for all blocks.
     """
     return on.minimum(1.0, (1 + _BLOCK / length) / 2)
 
@@ -24,11 +24,11 @@ def causal_part(length: int, on: Arithmetic = NUMBERS) -> float:
 def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float, on: Arithmetic = NUMBERS) -> float:
     """Seconds for one operation of ``flops`` FLOPs that reads and writes ``moved`` bytes.
 
-    Work counted in FLOPs takes as long as the slower of its arithmetic and its memory traffic; all else is traffic.
-    ``on`` says whether the work is numbers or expressions.
+    Work counted in FLOPs takes the longer of its arithmetic and its memory traffic; everything else is memory traffic.
+    ``on`` is the arithmetic of the type of ``flops`` and ``moved``, numbers or expressions.
 
     Raises:
-        ClusterError: the device has no rate for this kind of arithmetic in this dtype.
+        ClusterError: the device has no rate for this kind of work in this dtype.
     """
     if kind not in FLOP_KINDS:
         rate = device.rate(kind)

@@ -1,4 +1,4 @@
-"""The cluster that this machine is, as far as it can be told without measuring."""
+"""This machine as a cluster, as far as it can be described without measuring."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from shardgraph.cost_models.cluster_files import known_cluster
 
 
 def detect_cluster() -> Cluster:
-    """This machine: its GPUs if they are known ones, else its CPU with one rank for each core.
+    """This machine: its GPUs if it has any, otherwise its CPU with one rank per core.
 
     The CPU's rates are guesses, as its ``source`` says, until ``shardgraph calibrate`` measures them.
 
     Raises:
-        ClusterError: it has a GPU that nobody has described.
+        ClusterError: it has a GPU that is not described.
     """
     if not torch.cuda.is_available():
         return _cpu_cluster()
-    found = known_cluster(torch.cuda.get_device_name(0), devices_per_node=torch.cuda.device_count())
+    cluster = known_cluster(torch.cuda.get_device_name(0), devices_per_node=torch.cuda.device_count())
     memory = torch.cuda.get_device_properties(0).total_memory
-    return replace(found, device=replace(found.device, memory=memory))
+    return replace(cluster, device=replace(cluster.device, memory=memory))
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory that are available; where the system does not say, all there are."""
-    if found := re.search(r"^MemAvailable:\s*(\d+) kB", _system_text("/proc/meminfo"), re.MULTILINE):
-        return int(found[1]) * 1024
+    """Available bytes of this machine's memory; all of its memory if the system does not report that."""
+    if available := re.search(r"^MemAvailable:\s*(\d+) kB", _system_text("/proc/meminfo"), re.MULTILINE):
+        return int(available[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -61,13 +61,13 @@ def _cpu_cluster() -> Cluster:
 
 
 def _cpu_hertz(info: str) -> float:
-    """The clock of the CPU that ``/proc/cpuinfo`` tells of; 2 GHz where it does not say."""
-    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", info, re.MULTILINE)
-    return float(found[1]) * 1e6 if found else 2e9
+    """The clock of the CPU in Hz by the text of ``/proc/cpuinfo``; 2 GHz if it has none."""
+    megahertz = re.search(r"^cpu MHz\s*:\s*([\d.]+)", info, re.MULTILINE)
+    return float(megahertz[1]) * 1e6 if megahertz else 2e9
 
 
 def _flops_per_cycle(info: str) -> int:
-    """float32 FLOPs of one core in a cycle: two units, each a fused multiply-add of a vector."""
+    """float32 FLOPs of one core per cycle, assuming two units that each do a fused multiply-add of a vector."""
     flags = set(re.findall(r"\w+", info))
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
     return 2 * 2 * lanes

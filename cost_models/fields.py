@@ -1,4 +1,4 @@
-"""Reading the fields of a file: each is what it may be, or an error names its place and what it may be."""
+"""Reading the fields of a file: a value that is not allowed is an error that names its place and the allowed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardgraph.sizes import SIZE, parse_bytes
 
 @dataclass(frozen=True)
 class At:
-    """A place in a file, as errors name it."""
+    """A position in a file, as errors name it."""
 
     file: str
     path: str = ""
@@ -27,7 +27,7 @@ class At:
 
 
 Reader = Callable[[Any, At], Any]
-"""From what a file holds at a place to the value that it means."""
+"""Converts the raw value at a position of a file, or raises ClusterError."""
 
 
 def text(value: Any, at: At) -> str:
@@ -50,13 +50,13 @@ def whole(value: Any, at: At) -> int:
 def number(allowed: str, fits: Callable[[float], bool]) -> Reader:
     def read(value: Any, at: At) -> float:
         try:
-            # PyYAML takes 3e9 for a text, as YAML 1.1 does: only 3.0e+9 is a number there.
-            found = math.nan if isinstance(value, bool) else float(value)
+            # PyYAML reads 3e9 as a string, as YAML 1.1 does: only 3.0e+9 is a number there.
+            converted = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
-            found = math.nan
-        if not (math.isfinite(found) and fits(found)):
+            converted = math.nan
+        if not (math.isfinite(converted) and fits(converted)):
             at.refuse(value, allowed)
-        return found
+        return converted
 
     return read
 
@@ -67,7 +67,7 @@ PART = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 def mapping(what: str, read: Reader, known: Callable[[str], bool] = lambda key: True) -> Reader:
-    """A mapping of names to what ``read`` gives; ``what`` says which names are ``known``."""
+    """A mapping of names to what ``read`` returns; ``what`` describes the ``known`` names in errors."""
 
     def read_all(value: Any, at: At) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""What training keeps between operations, in closed form: parameters, gradients and the optimizer's state.
+"""Bytes of the model's state in training, in closed form: parameters, gradients and optimizer state.
 
 S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", arXiv:1910.02054,
-section 3.1 and figure 1. Activations and what is gathered for a moment are not in it; see
+section 3.1 and figure 1. Activations and gathered parameters are not included; see
 :mod:`shardgraph.passes.analysis.liveness` for a program's whole memory.
 """
 
@@ -20,13 +20,13 @@ SHARDED: dict[str, frozenset[str]] = {
     "zero2": frozenset({"optimizer", "gradients"}),
     "fsdp": frozenset({"optimizer", "gradients", "parameters"}),
 }
-"""What is cut among the ranks, by plan; ``fsdp`` is ZeRO-3."""
+"""What each plan shards over the ranks; ``fsdp`` is ZeRO-3."""
 
 
 def model_state(parameters: int, ranks: int, plan: str, kept: Mapping[str, int] = MIXED_ADAM) -> dict[str, float]:
-    """Bytes that each of ``ranks`` keeps for ``parameters`` elements, by kind.
+    """Bytes of each of ``ranks`` for a model with ``parameters`` elements, by kind.
 
-    ``kept`` has the bytes per element of each kind, before it is cut.
+    ``kept`` has the bytes per element of each kind, before sharding.
 
     Raises:
         ShardGraphError: the plan is none of ``SHARDED``, or a number is not positive.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps and moves, by name."""
+"""The state and the memory traffic of optimizers, by name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardgraph.errors import ShardGraphError, nearest
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """An optimizer's memory and traffic, in tensors of the size of a parameter's shard.
+    """An optimizer's memory and traffic, counted in tensors of the size of a parameter's shard.
 
-    ``states`` are kept beside every parameter, and ``counters`` are scalar tensors of 4 bytes; ``temporaries`` live
-    while one parameter is updated; ``moved`` are read or written in its update.
+    ``states`` are kept for every parameter, and ``counters`` are scalar tensors of 4 bytes; ``temporaries`` are live
+    while one parameter is updated; ``moved`` are read or written by its update.
     """
 
     states: int
@@ -34,7 +34,7 @@ def optimizer_cost(name: str) -> OptimizerCost:
     """The costs of an optimizer.
 
     Raises:
-        ShardGraphError: nobody has described it.
+        ShardGraphError: the optimizer is not described.
     """
     if name not in OPTIMIZERS:
         raise ShardGraphError(

@@ -1,4 +1,4 @@
-"""A chain of blocks that is cut into pipeline stages: time and memory of many partitions at once, and good ones."""
+"""Partitions of a chain of blocks into pipeline stages: time and memory of many at once, and good initial ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardgraph.cost_models.schedules import StageCost
 Array = NDArray[Any]
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-_SECONDS, _SAVED, _KEPT, _FIXED = slice(0, 4), 4, 5, 6  # the columns of what blocks take
-_BOUNDS = np.linspace(1.0, 1.5, 11) + 1e-9  # on the slowest stage, in parts of the least possible
-_AT_ONCE = 4_000_000  # simulated steps that are in memory together, 8 bytes each
+_SECONDS, _SAVED, _KEPT, _FIXED = slice(0, 4), 4, 5, 6  # the columns of the costs of blocks
+_BOUNDS = np.linspace(1.0, 1.5, 11) + 1e-9  # on the time of the slowest stage, relative to the least possible
+_AT_ONCE = 4_000_000  # simulated steps that are in memory at once, 8 bytes each
 
 
 class Chain:
-    """``blocks`` for the stages of an order.
+    """``blocks`` to be partitioned into the stages of ``order``.
 
-    Partitions are rows: where each stage begins, then the number of blocks.
+    Partitions are rows of ``[partitions, stages + 1]``: the first block of each stage, then the number of blocks.
     """
 
     def __init__(self, blocks: Sequence[StageCost], order: Order, prefetch: bool) -> None:
@@ -34,29 +34,29 @@ class Chain:
         counts = Counter((action.stage, action.kind) for actions in order for action in actions)
         self._times = np.array([[counts[stage, kind] for kind in _KINDS] for stage in range(self.stages)])
         rows = [[*map(block.seconds, _KINDS), block.saved, -block.held("W"), block.fixed] for block in blocks]
-        self._before = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])  # what all blocks before one take
+        self._before = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])  # costs of all blocks before one
         self._output = np.array([block.send_output for block in blocks])
         self._gradient = np.array([block.send_gradient for block in blocks])
 
     def seconds(self, cuts: Array) -> Array:
-        """The step of each partition, as :func:`simulate_schedule` has it."""
+        """The seconds of a step of each partition, as :func:`simulate_schedule` computes them."""
         parts = np.array_split(cuts, 1 + len(cuts) * len(self._steps) // _AT_ONCE)
         return np.concatenate([self._simulate(part) for part in parts])
 
     def memory(self, cuts: Array) -> Array:
         """The peak bytes of each partition (rows) on each rank (columns)."""
-        taken = self._before[cuts[:, 1:]] - self._before[cuts[:, :-1]]
-        return np.stack([_peak(taken[:, own], held) for own, held in zip(self._own, self._held, strict=True)], axis=1)
+        costs = self._before[cuts[:, 1:]] - self._before[cuts[:, :-1]]
+        return np.stack([_peak(costs[:, own], held) for own, held in zip(self._own, self._held, strict=True)], axis=1)
 
     def busiest(self, cuts: Array) -> Array:
-        """The seconds of computation of the rank that has most."""
-        taken = self._before[cuts[:, 1:], _SECONDS] - self._before[cuts[:, :-1], _SECONDS]
-        stages = (taken * self._times).sum(axis=2)
+        """The seconds of computation of the busiest rank, for each partition."""
+        costs = self._before[cuts[:, 1:], _SECONDS] - self._before[cuts[:, :-1], _SECONDS]
+        stages = (costs * self._times).sum(axis=2)
         return np.max([stages[:, own].sum(axis=1) for own in self._own], axis=0)
 
     def _simulate(self, cuts: Array) -> Array:
-        taken = (self._before[cuts[:, 1:]] - self._before[cuts[:, :-1]]).T
-        work = dict(zip(_KINDS, taken[_SECONDS], strict=True)) | {
+        costs = (self._before[cuts[:, 1:]] - self._before[cuts[:, :-1]]).T
+        work = dict(zip(_KINDS, costs[_SECONDS], strict=True)) | {
             "send output": self._output[cuts[:, 1:] - 1].T,
             "send gradient": self._gradient[cuts[:, :-1]].T,
         }
@@ -70,18 +70,19 @@ class Chain:
             ends.append(free[step.stream])
         return np.max(list(free.values()), axis=0)
 
-    # -- partitions to begin with ------------------------------------------------------------------
+    # -- initial partitions ------------------------------------------------------------------------
 
     def smallest(self) -> Array:
-        """The partition whose largest stage takes the least memory."""
+        """The partition whose largest stage needs the least memory."""
         return _cheapest(self._stage_memory(), np.maximum)[1]
 
     def starts(self, limit: float) -> Iterator[Array]:
-        """The most even partitions, and those with the quickest messages.
+        """The most even partitions within ``limit`` bytes per rank, and those with the fastest messages.
 
-        The most even has the least sum of squares of what stages compute. As stages of one rank share its ``limit``,
-        there is one for each of several parts of it that a stage may take. Messages are compared under several bounds
-        on the slowest stage, which makes up most of a step of many microbatches.
+        The most even partition has the least sum of squares of the stages' seconds. Since the stages of a rank share
+        its ``limit``, there is one partition for each of several fractions of it that a stage may use. The time of
+        messages is minimised under several bounds on the slowest stage, which makes up most of a step with many
+        microbatches.
         """
         blocks, memory = self._of_blocks(), self._stage_memory()
         busy = np.stack([blocks[:, :, _SECONDS] @ times for times in self._times])
@@ -97,11 +98,12 @@ class Chain:
                 yield _cheapest(np.where(busy <= bound, messages, np.inf), np.add)[1]
 
     def _of_blocks(self) -> Array:
-        """What the blocks from one (first dimension) up to another (second) take together."""
+        """The costs of the blocks from one (first dimension) up to another (second), added up."""
         return self._before[None, :] - self._before[:, None]
 
     def _stage_memory(self) -> Array:
-        """The peak bytes of each stage (first dimension) of the blocks from one up to another; infinity of none."""
+        """The peak bytes of each stage (first dimension) made of the blocks from one (second) up to another (third);
+        infinity for an empty range."""
         blocks = self._of_blocks()
         memory = np.full((self.stages, *blocks.shape[:2]), np.inf)
         upper = np.triu_indices(len(blocks), 1)
@@ -112,17 +114,18 @@ class Chain:
 
 
 def _cheapest(costs: Array, combine: np.ufunc) -> tuple[float, Array]:
-    """The partition that costs least, and what; infinity where none is allowed.
+    """The least cost of a partition, and that partition; the cost is infinity if none is allowed.
 
-    ``costs[s, j, i]`` is the cost of stage ``s`` of the blocks from ``j`` up to ``i``; ``combine`` is maximum or add.
+    ``costs[s, j, i]`` is the cost of stage ``s`` made of the blocks from ``j`` up to ``i``; ``combine`` is maximum or
+    add.
     """
     best = np.full(costs.shape[1], np.inf)
     best[0] = 0.0
     came_from = []
     for cost in costs:
-        tried = combine(best[:, None], cost)
-        came_from.append(tried.argmin(axis=0))
-        best = tried.min(axis=0)
+        totals = combine(best[:, None], cost)
+        came_from.append(totals.argmin(axis=0))
+        best = totals.min(axis=0)
     cuts = [len(best) - 1]
     for before in reversed(came_from):
         cuts.append(int(before[cuts[-1]]))
@@ -130,7 +133,7 @@ def _cheapest(costs: Array, combine: np.ufunc) -> tuple[float, Array]:
 
 
 def _held(actions: Sequence[Action], stages: Sequence[int]) -> Array:
-    """How much a rank has in flight, each combination that occurs: of each stage microbatches saved, then kept."""
+    """Each combination of microbatches in flight that occurs on a rank: those saved, then those kept, by stage."""
     saved, kept = StageCost(saved=1, kept=0), StageCost(saved=0, kept=1)
     rows = np.zeros((len(actions), 2 * len(stages)))
     for row, action in zip(rows, actions, strict=True):
@@ -139,7 +142,7 @@ def _held(actions: Sequence[Action], stages: Sequence[int]) -> Array:
     return np.unique(np.cumsum(rows, axis=0), axis=0)
 
 
-def _peak(taken: Array, held: Array) -> Array:
-    """The most bytes of stages (the last dimension but one of ``taken``) that are on one rank."""
-    each = np.concatenate([taken[..., _SAVED], taken[..., _KEPT]], axis=-1)
-    return taken[..., _FIXED].sum(axis=-1) + (each @ held.T).max(axis=-1)
+def _peak(costs: Array, held: Array) -> Array:
+    """The peak bytes of a rank with the stages in the last but one dimension of ``costs``."""
+    each = np.concatenate([costs[..., _SAVED], costs[..., _KEPT]], axis=-1)
+    return costs[..., _FIXED].sum(axis=-1) + (each @ held.T).max(axis=-1)

@@ -1,7 +1,7 @@
-"""A pipeline schedule on the clock: each rank's timeline, its bubbles and the activations that it holds.
+"""A simulated pipeline schedule: each rank's timeline, its bubbles and the activations that it holds.
 
-An order says what every rank does, one action after the other; a stage's cost says how long its actions take and what
-they hold. So one simulator serves every schedule, of uniform stages and of any others, with the time of messages.
+An order lists the actions of every rank; a stage's cost has the seconds of its actions and messages and the bytes that
+it holds. So one simulator serves every schedule, with uniform stages or any others.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from shardgraph.cost_models.timeline import Task, Timeline, simulate
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one microbatch takes on one stage, in seconds and bytes.
+    """The cost of one microbatch on one stage, in seconds and bytes.
 
-    ``backward`` is the whole of it; a schedule that splits it runs ``backward_input`` and ``backward_weight`` instead,
-    each half of it unless given. ``send_output`` is the time of a message to the next stage, ``send_gradient`` of one
-    to the stage before; between stages of one rank they do not count.
+    ``backward`` is the whole backward; a schedule that splits it runs ``backward_input`` and ``backward_weight``
+    instead, each by default half of it. ``send_output`` is the time of a message to the next stage, ``send_gradient``
+    of one to the previous stage; between stages of one rank they do not count.
 
-    ``saved`` are the bytes that forward leaves for backward, from the beginning of forward to the end of backward. In a
-    split backward ``kept`` bytes stay from the end of its first part to the end of its second, all of them unless
-    given. ``fixed`` are the bytes that the stage takes at any time: parameters, gradients, optimizer state, workspace.
+    ``saved`` are the bytes saved for backward, live from the start of forward to the end of backward. If backward is
+    split, ``kept`` of these bytes (by default all) stay from the end of its first part to the end of its second.
+    ``fixed`` are the bytes that the stage always needs: parameters, gradients, optimizer state, workspace.
     """
 
     forward: float = 0.0
@@ -37,7 +37,7 @@ class StageCost:
     fixed: int = 0
 
     def seconds(self, work: Kind | Message) -> float:
-        """How long an action or a message of the stage takes."""
+        """Seconds of an action or a message of the stage."""
         half = self.backward / 2
         parts: dict[Kind | Message, float] = {
             "F": self.forward,
@@ -50,7 +50,7 @@ class StageCost:
         return parts[work]
 
     def held(self, kind: Kind) -> int:
-        """By how many bytes an action changes what is held: a forward as it begins, a backward as it ends."""
+        """By how many bytes an action changes what the stage holds: a forward at its start, a backward at its end."""
         kept = self.saved if self.kept is None else self.kept
         return {"F": self.saved, "B": -self.saved, "I": kept - self.saved, "W": -kept}[kind]
 
@@ -66,10 +66,10 @@ class Ran:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """A step of a pipeline: what ran when on each rank, and the bytes that each rank held.
+    """A simulated step of a pipeline: when each action ran, and the bytes that each rank held.
 
-    ``memory`` has for each rank the seconds at which its bytes change, with the bytes from then on. ``timeline`` has
-    the messages too, on a stream for each pair of ranks.
+    ``memory`` has, for each rank, the times in seconds at which its bytes change, with the bytes from then on.
+    ``timeline`` includes the messages, on one stream per ordered pair of ranks.
     """
 
     ranks: tuple[tuple[Ran, ...], ...]
@@ -82,29 +82,29 @@ class SimulatedSchedule:
         return max(spans[-1].end for spans in self.ranks)
 
     def bubble(self, rank: int) -> float:
-        """The part of the step in which a rank waits, from 0 to 1."""
+        """The fraction of the step in which a rank is idle, from 0 to 1."""
         return 1 - sum(ran.end - ran.start for ran in self.ranks[rank]) / self.seconds
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of the step in which ranks wait, over all of them."""
+        """The mean of :meth:`bubble` over all ranks."""
         return sum(map(self.bubble, range(len(self.ranks)))) / len(self.ranks)
 
     def peak(self, rank: int) -> tuple[int, float]:
-        """The most bytes that a rank holds, and the second of the step from which it does."""
+        """The peak bytes of a rank, and the time in seconds at which it reaches them."""
         seconds, nbytes = max(self.memory[rank], key=lambda change: change[1])
         return nbytes, seconds
 
 
 def simulate_schedule(order: Order, stages: Sequence[StageCost], *, prefetch: bool = True) -> SimulatedSchedule:
-    """Run ``order`` with what each of its ``stages`` costs.
+    """Simulate ``order`` with the costs of its ``stages``.
 
-    An action starts when its rank has done the one before and its operands are there. Messages from one rank to another
-    go one after the other, each as soon as its sender has it, while both compute. Without ``prefetch`` a rank asks for
-    a message only when it comes to the action that needs it, so that the message is always waited for.
+    An action starts when its rank has finished the previous one and its operands have arrived. Messages from one rank
+    to another are sent one at a time, each as soon as its sender has the value, while both ranks compute. Without
+    ``prefetch`` a rank posts a receive only when it reaches the action that needs it, so it always waits for it.
 
     Raises:
-        PlanError: no step ends in this order, because actions wait for each other.
+        PlanError: the order deadlocks, because actions wait for each other.
     """
     tasks = [
         Task(step.label, step.stream, stages[step.stage].seconds(step.work), step.after)
@@ -121,13 +121,13 @@ def simulate_schedule(order: Order, stages: Sequence[StageCost], *, prefetch: bo
 
 
 def most_in_flight(order: Order) -> tuple[int, ...]:
-    """The most microbatches of which each rank holds activations, counted for each stage that it runs."""
+    """The maximum number of microbatches in flight on each rank, counted once for each stage that it runs."""
     stages = [StageCost(saved=1)] * (1 + max(action.stage for actions in order for action in actions))
     return tuple(max(nbytes for _, nbytes in _memory([Ran(a, 0, 0) for a in each], stages)) for each in order)
 
 
 def _memory(spans: Sequence[Ran], stages: Sequence[StageCost]) -> tuple[tuple[float, int], ...]:
-    """The bytes of a rank from the beginning of the step and after every action that changes them."""
+    """The bytes that a rank holds: at the start of the step, and after every action that changes them."""
     held = sum(stages[stage].fixed for stage in {ran.action.stage for ran in spans})
     changes = [(0.0, held)]
     for ran in spans:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 COMPUTE = "compute"
 COPIES = ("to host", "to device")
-"""The streams of copies between host and device, which engines of their own make."""
+"""The streams of copies between host and device, which run on copy engines."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     """The seconds of one step on one rank.
 
-    ``communication`` is the time of all collectives; ``exposed`` what of it no computation hides, ``hidden`` the rest.
-    ``bubble`` is the time that a pipeline stage waits for others; 0 without a pipeline.
+    ``communication`` is the time of all collectives; ``exposed`` is the part that does not overlap with computation,
+    ``hidden`` the rest. ``bubble`` is the idle time of a pipeline rank; 0 without a pipeline.
     """
 
     compute: float
@@ -26,7 +26,7 @@ class StepTime:
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication behind computation."""
+        """Seconds of communication that overlap with computation."""
         return max(0.0, self.communication - self.exposed)
 
     @property
@@ -37,9 +37,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Task:
-    """``seconds`` of work on a ``stream``, which starts once the tasks it is ``after`` (by index) have ended.
+    """``seconds`` of work on a ``stream``, which starts once the tasks in ``after`` (indices) have ended.
 
-    ``label`` is for people; ``node`` names what the task stands for.
+    ``label`` is for people; ``node`` is the name of the task's graph node.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Span:
-    """When a task ran: ``start`` and ``end`` in seconds from the beginning."""
+    """When a task ran: ``start`` and ``end`` in seconds from the start of the timeline."""
 
     task: Task
     start: float
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every task with its time, in the order in which they were issued."""
+    """Every task with its start and end, in the order in which the tasks were issued."""
 
     spans: tuple[Span, ...]
 
@@ -70,20 +70,20 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def on(self, stream: str) -> list[Span]:
-        """What a stream runs, in order."""
+        """The tasks of a stream, in order."""
         return [span for span in self.spans if span.task.stream == stream]
 
     def busy(self, stream: str) -> float:
-        """Seconds that a stream works."""
+        """Seconds in which a stream is busy."""
         return sum(span.end - span.start for span in self.on(stream))
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing computes: communication that no computation hides."""
+        """Seconds in which the compute stream is idle: communication and copies that do not overlap with it."""
         return self.seconds - self.busy(COMPUTE)
 
     def to_chrome_trace(self) -> dict[str, object]:
-        """The trace-event format that chrome://tracing and ui.perfetto.dev open; times there are microseconds.
+        """The timeline in the trace-event format of chrome://tracing and ui.perfetto.dev, whose times are microseconds.
 
         Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
         """
@@ -111,15 +111,15 @@ class Timeline:
 def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
     """Run ``tasks``, issued in this order.
 
-    Each stream runs its own one after the other. ``overlap`` below 1 says that computation slows while a collective is
-    under way: the share ``1 - overlap`` of a collective's time is taken from the computation.
+    Each stream runs its own tasks one after the other. An ``overlap`` below 1 slows computation during a collective:
+    the fraction ``1 - overlap`` of a collective's time is added to the compute stream.
     """
     free: dict[str, float] = {}
     spans: list[Span] = []
     for task in tasks:
         start = max([free.get(task.stream, 0.0), *(spans[i].end for i in task.after)])
         if task.stream not in (COMPUTE, *COPIES) and overlap < 1:
-            # The cores that move the bytes are missing to the computation that goes on.
+            # The cores that move the bytes are not available to the computation.
             free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
         end = start + task.seconds
         free[task.stream] = end

@@ -1,12 +1,11 @@
-"""The step of a transformer in closed form: what a layout of ranks would take, without a model or a graph.
+"""The step time of a transformer in closed form for a layout of ranks, without a model or a graph.
 
-The same devices, links and formulas as for a captured program price the operations that a decoder is known to run, so
-that figures published for programs of others can be checked, and layouts that no one has compiled can be compared.
-Operations of a layer, and what each rank of a tensor-parallel group does of them: M. Shoeybi et al., "Megatron-LM",
-arXiv:1909.08053; the pipeline and its bubble: D. Narayanan et al., "Efficient large-scale language model training on
-GPU clusters", arXiv:2104.04473; recomputation and sequence parallelism: V. Korthikanti et al., "Reducing activation
-recomputation in large transformer models", arXiv:2205.05198; sharded parameters: S. Rajbhandari et al., "ZeRO",
-arXiv:1910.02054.
+The operations of a decoder are priced with the same devices, links and formulas as a captured program, so that figures
+published for other programs can be checked, and layouts can be compared without compiling them. Sources: operations of
+a layer, and each tensor-parallel rank's shard of them: M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053; the pipeline
+and its bubble: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters", arXiv:2104.04473;
+recomputation and sequence parallelism: V. Korthikanti et al., "Reducing activation recomputation in large transformer
+models", arXiv:2205.05198; sharded parameters: S. Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from shardgraph.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
 SHARDING = ("ddp", "zero1", "zero2", "fsdp")
-_TRAFFIC_BACKWARD = 2  # backward of a pointwise operation reads the gradient and an input, and writes a gradient
-_FLASH_BACKWARD = 2.5  # five matrix products where forward has two: T. Dao, arXiv:2307.08691, section 4.1
+_TRAFFIC_BACKWARD = 2  # the backward of a pointwise operation reads a gradient and an input, and writes a gradient
+_FLASH_BACKWARD = 2.5  # five matrix products, forward has two: T. Dao, arXiv:2307.08691, section 4.1
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder: ``layers`` of ``width``, ``heads`` queries and ``kv_heads`` keys, an MLP of ``hidden``.
+    """A decoder: ``layers`` of ``width``, with ``heads`` query heads, ``kv_heads`` key heads and an MLP of ``hidden``.
 
-    ``gated``: the MLP has a third matrix (SwiGLU). ``flash``: attention is one kernel that writes no scores.
+    ``gated``: the MLP has a third matrix (SwiGLU). ``flash``: attention is one kernel that does not write its scores.
     """
 
     layers: int
@@ -50,13 +49,13 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Elements of all matrices, with one of the vocabulary: that of the head."""
+        """Elements of all matrices, including one of the vocabulary: that of the head."""
         return self.layers * self.layer_parameters + self.vocabulary * self.width
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a step.
+    """A parallel layout of ranks.
 
     ``data``, ``tensor``, ``pipeline``
         Ranks along each axis; tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
@@ -65,13 +64,13 @@ class Layout:
     ``interleave``
         Stages that each pipeline rank holds.
     ``sharding``
-        One of ``SHARDING``, of the data-parallel ranks; ``shard`` of them (0: all) share one copy.
+        One of ``SHARDING``, over the data-parallel ranks; groups of ``shard`` ranks (0: all) share one copy.
     ``recompute``
-        One of ``RECOMPUTE``: nothing, the attention's scores, or every layer.
+        One of ``RECOMPUTE``: nothing, attention's scores, or every layer.
     ``sequence_parallel``
-        Norms and residuals are shared by the tensor-parallel ranks too.
+        Norms and residuals are sharded over the tensor-parallel ranks too.
     ``reduced``
-        Bytes of an element in which gradients are reduced.
+        Bytes per element of the gradients that are reduced.
     """
 
     data: int
@@ -99,7 +98,7 @@ class Layout:
 
 
 def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluster, dtype: str) -> StepTime:
-    """Predicted seconds of a training step with AdamW, of the slowest rank.
+    """Predicted seconds of a training step with AdamW on the slowest rank.
 
     Raises:
         ClusterError: the cluster has too few devices, or the device no rate for ``dtype``.
@@ -112,7 +111,7 @@ def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluste
     reduce = price.tensor_parallel()
     gather, scatter = price.data_parallel()
 
-    # Sums over a tensor-parallel group hold the computation; what shards or replicates parameters runs beside it.
+    # All-reduces of a tensor-parallel group block the computation; data-parallel collectives overlap with it.
     blocking = layers * sum(reduce) + price.send()
     beside = {
         "ddp": (0.0, 0.0),
@@ -121,7 +120,7 @@ def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluste
         "fsdp": (gather, gather + scatter),
     }[layout.sharding]
     shown = sum(_shown(c + r, b, cluster.overlap) for c, r, b in zip(layer, reduce, beside, strict=True))
-    # Replicas sum their gradients once, behind the last microbatch, and gather what they updated before the first.
+    # Replicas reduce gradients once, after the last microbatch, and gather updated parameters before the first.
     once = (0.0, 0.0) if any(beside) else (gather, scatter)
     shown_once = sum(_shown(c + r, b, cluster.overlap) for c, r, b in zip(layer, reduce, once, strict=True))
 
@@ -137,13 +136,13 @@ def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluste
 
 
 def _shown(computation: float, communication: float, overlap: float) -> float:
-    """Seconds that ``communication`` adds to a ``computation`` that it runs beside, as a timeline has it."""
+    """Seconds that ``communication`` adds to a ``computation`` that it overlaps with, as in a timeline."""
     return max(communication - computation, (1 - overlap) * communication)
 
 
 @dataclass(frozen=True)
 class _Price:
-    """Seconds of the parts of one microbatch on one rank, and of what is done once."""
+    """Seconds of the parts of one microbatch on one rank, and of the work per step."""
 
     model: Transformer
     sequence: int
@@ -160,7 +159,7 @@ class _Price:
         return self.layout.rows * self.sequence
 
     def layer(self) -> tuple[float, float]:
-        """Forward, and backward with what it recomputes."""
+        """Seconds of forward, and of backward with its recomputation."""
         model, tensor = self.model, self.layout.tensor
         keys = model.width * model.kv_heads // model.heads
         columns = [(model.width, (model.width + 2 * keys) // tensor), (model.width // tensor, model.width)]
@@ -171,11 +170,11 @@ class _Price:
         traffic = self.traffic()
         forward = products + core + traffic
         backward = 2 * products + core_backward + _TRAFFIC_BACKWARD * traffic
-        again = {"none": 0.0, "selective": 0.0 if model.flash else core, "full": forward}[self.layout.recompute]
-        return forward, backward + again
+        recomputed = {"none": 0.0, "selective": 0.0 if model.flash else core, "full": forward}[self.layout.recompute]
+        return forward, backward + recomputed
 
     def attention(self) -> tuple[float, float]:
-        """Scores and the sum that they weigh, forward and backward."""
+        """The two products of attention and the softmax between them, forward and backward."""
         model, layout = self.model, self.layout
         dtype = "bfloat16" if self.dtype.startswith("float8") else self.dtype  # only matrices are in 8 bits
         flops = 4 * self.tokens * self.sequence * model.width / layout.tensor
@@ -212,13 +211,13 @@ class _Price:
         return seconds(self.device, "matmul", self.dtype, 2 * rows * inner * outer, moved)
 
     def tensor_parallel(self) -> tuple[float, float]:
-        """The sums of partial results of one layer: two in forward, two in backward, two more where it recomputes."""
+        """The all-reduces of one layer: two in forward, two in backward, two more if it recomputes everything."""
         nbytes = 2 * self.tokens * self.model.width
         one = self.collective("all_reduce", nbytes, nbytes, "tp")
         return 2 * one, (4 if self.layout.recompute == "full" else 2) * one
 
     def data_parallel(self) -> tuple[float, float]:
-        """Gathering one layer's parameters, and reducing its gradients."""
+        """Seconds to all-gather one layer's parameters, and to reduce its gradients."""
         layout = self.layout
         whole = self.model.layer_parameters // layout.tensor
         shard = dict(layout.mesh)["shard"]
@@ -230,7 +229,7 @@ class _Price:
         return gather, scatter + self.collective("all_reduce", reduced // shard, reduced // shard, "replicate")
 
     def send(self) -> float:
-        """Activations to the next stage and their gradients back, of every stage that a rank holds."""
+        """Seconds to send activations to the next stage and gradients back, for every stage of a rank."""
         if self.layout.pipeline == 1:
             return 0.0
         nbytes = 2 * self.tokens * self.model.width / (self.layout.tensor if self.layout.sequence_parallel else 1)
@@ -242,7 +241,7 @@ class _Price:
         return collective_seconds(operation, given, gotten, ranks, link, self.cluster.efficiency)
 
     def optimizer(self) -> float:
-        """AdamW in float32 on the rank's part of the parameters."""
+        """Seconds of AdamW in float32 on the rank's shard of the parameters."""
         layout = self.layout
         held = self.model.parameters / (layout.tensor * layout.pipeline)
         held /= 1 if layout.sharding == "ddp" else dict(layout.mesh)["shard"]

@@ -4,7 +4,8 @@ A pass is a frozen dataclass with a ``name`` and one method, ``run``, which chan
 options are its fields, so that a pass prints as the text that makes it again and a pipeline is a tuple
 of passes. The contract, checked between passes by :func:`run_passes`:
 
-* the graph is valid before and after (it lints; every value has ``meta["val"]``);
+* the graph is valid before and after (it lints; every value has ``meta["val"]``, and nodes have no other facts than
+  the attributes of :mod:`shardgraph.ir.attributes`);
 * what the graph takes and returns keeps its roles, and a result that a pass does not own keeps its
   shape and dtype;
 * a pass finds the facts that it ``requires``, none that it ``excludes``, and leaves those it ``provides``.
@@ -12,8 +13,10 @@ of passes. The contract, checked between passes by :func:`run_passes`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,33 +24,104 @@ from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
 from shardgraph.ir import Gradient, Role, outputs
+from shardgraph.ir.attributes import MADE_BY, REGISTRY
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.plans.plan import ParameterPlan, Plan
+
+
+@dataclass
+class Findings:
+    """What passes add to and change, for passes after them: all that is mutable in a :class:`Context`.
+
+    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
+    whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
+    are decisions that people should know of. ``sums`` has the axes of operators over which a parameter's gradient is
+    yet to be summed.
+    """
+
+    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    facts: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def copy(self) -> Findings:
+        """The same, to add to on its own; every entry is immutable and shared."""
+        return Findings(dict(self.parameters), dict(self.shapes), set(self.facts), list(self.notes), dict(self.sums))
 
 
 @dataclass(frozen=True)
 class Context:
     """What passes may know besides the graph.
 
-    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
-    whole, or the part that operators use once a pass has split them. ``fake_mode`` is the mode in which new
-    ``meta["val"]`` tensors are made. ``notes`` are decisions that people should know of. ``sums`` has the axes of
-    operators over which a parameter's gradient is yet to be summed. ``stored`` is the dtype in which each parameter is
-    kept between steps, where it may be another than the graph's.
+    ``fake_mode`` is the mode in which values of new nodes are computed. ``stored`` is the dtype in which each parameter
+    is kept between steps, where it may be another than the graph's. These and the ``plan`` do not change; ``findings``
+    is what passes add, and the names below are short for its entries.
     """
 
     plan: Plan
-    parameters: dict[str, ParameterPlan]
-    shapes: dict[str, torch.Size]
     fake_mode: Any
-    facts: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    sums: dict[str, list[str]] = field(default_factory=dict)
-    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
+    stored: Mapping[str, torch.dtype] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        shapes: Mapping[str, torch.Size],
+        fake_mode: Any,
+        stored: Mapping[str, torch.dtype] | None = None,
+    ) -> Context:
+        """What is known before the first pass, of a model whose parameters have ``shapes``.
+
+        Raises:
+            PlanError: the plan does not fit them.
+        """
+        findings = Findings(dict(plan.resolve(shapes)), dict(shapes))
+        return cls(plan, fake_mode, findings, MappingProxyType(dict(stored or {})))
+
+    def copy(self, plan: Plan | None = None) -> Context:
+        """The same with findings of its own, and with another plan if one is given."""
+        return replace(self, plan=plan or self.plan, findings=self.findings.copy())
+
+    def of_graph(self, *facts: str) -> Context:
+        """The same findings, but for facts: those of one graph of several that further passes run on."""
+        return replace(self, findings=replace(self.findings, facts={*self.facts, *facts}))
+
+    @property
+    def parameters(self) -> dict[str, ParameterPlan]:
+        """See :class:`Findings`."""
+        return self.findings.parameters
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """See :class:`Findings`."""
+        return self.findings.shapes
+
+    @property
+    def facts(self) -> set[str]:
+        """See :class:`Findings`."""
+        return self.findings.facts
+
+    @property
+    def notes(self) -> list[str]:
+        """See :class:`Findings`."""
+        return self.findings.notes
+
+    @property
+    def sums(self) -> dict[str, tuple[str, ...]]:
+        """See :class:`Findings`."""
+        return self.findings.sums
 
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis sizes by name."""
         return dict(self.plan.mesh)
+
+    @property
+    def values(self) -> Propagation:
+        """What computes values of new nodes."""
+        return Propagation(self.fake_mode, self.plan.mesh)
 
 
 class Pass(Protocol):
@@ -84,12 +158,27 @@ def run_passes(
         step.run(gm, context)
         for node in gm.graph.nodes:
             if node.name not in known:
-                node.meta.setdefault("made_by", step.name)
+                MADE_BY.set(node, MADE_BY.get(node, step.name))
         _check_graph(step, gm, before)
+        for check in _checks:
+            check(step, gm, context)
         context.facts.update(step.provides)
         if after_each is not None:
             after_each(step, gm)
-    gm.recompile()
+
+
+Check = Callable[[Pass, fx.GraphModule, Context], None]
+_checks: list[Check] = []
+
+
+@contextmanager
+def checking(check: Check) -> Iterator[None]:
+    """Within, ``check`` also sees the graph after every pass: what takes too long to check in every compilation."""
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
 
 
 def _check_order(step: Pass, facts: set[str]) -> None:
@@ -121,6 +210,11 @@ def _check_graph(step: Pass, gm: fx.GraphModule, before: list[tuple[Role | None,
     for node in gm.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise GraphInvariantError(f"the pass {step.name!r} made the node {node.name!r} without meta['val']")
+        if unknown := node.meta.keys() - REGISTRY.keys():
+            raise GraphInvariantError(
+                f"the pass {step.name!r} wrote meta[{min(unknown)!r}] of the node {node.name!r}, which is no "
+                "attribute: register it in shardgraph.ir.attributes"
+            )
     for (role, old), (new_role, new) in zip(before, _signature(gm), strict=True):
         if role != new_role or old != new:
             raise GraphInvariantError(

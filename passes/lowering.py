@@ -103,7 +103,7 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     Raises:
         PlanError: the plan does not fit the model's parameters.
     """
-    context = Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode, stored=joint.stored)
+    context = Context.of(plan, shapes, joint.fake_mode, joint.stored)
     gm = copy_graph(joint.module)
     run_passes(gm, placing_passes(plan), context)
     return gm, context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -96,7 +96,7 @@ class Program(Emitted):
         steps: list[Pass] = [DropZeroTangents(absent)] if absent else []
         steps += _ENDINGS[name]
         variant = ir.copy_graph(self.backward)
-        run_passes(variant, steps, replace(self.context, facts=set(self.context.facts)))
+        run_passes(variant, steps, self.context.of_graph())
         return variant
 
 

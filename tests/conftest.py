@@ -3,7 +3,15 @@
 import multiprocessing
 import os
 
+import pytest
 import torch
+
+from tests.parts import (  # noqa: F401  hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_makereport,
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,3 +28,28 @@ multiprocessing.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
     ]
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def values_are_checked_between_passes():
+    """Every value is computed again after the pass that writes it or what it follows from."""
+    from shardgraph.passes.analysis.values import CheckValues
+    from shardgraph.passes.base import checking
+
+    with checking(CheckValues()):
+        yield
+
+
+def pytest_sessionfinish():
+    from tests import standing
+
+    standing.end_all()
+
+
+@pytest.fixture(scope="module")
+def shared_captures():
+    """Equal models are captured once; for modules whose tests are of what is done with a captured graph."""
+    from tests.captures import sharing_captures
+
+    with sharing_captures():
+        yield

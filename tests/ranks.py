@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardgraph
 from shardgraph import Plan, preset
+from shardgraph.passes.lowering import build_program
 from shardgraph.report.analysis import program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
@@ -244,8 +245,9 @@ def features() -> dict[str, Any]:
     with torch.no_grad():
         facts["inference"] = (sharded(*args, **kwargs)["out"].requires_grad, sharded.backward_graph)
     sharded.eval()
-    facts["eval"] = not any(m.training for m in original.modules()) or not any(m.training for m in model.modules())
+    facts["eval"] = not any(module.training for module in (*sharded.modules(), *model.modules()))
     sharded.train()
+    facts["train"] = all(module.training for module in (*sharded.modules(), *model.modules()))
     programs = len(sharded._programs)
     sharded(*args, **kwargs)
     facts["cached"] = len(sharded._programs) == programs
@@ -257,6 +259,14 @@ def features() -> dict[str, Any]:
     full = sharded.full_state_dict()
     facts["full state"] = sorted(full) == (sorted(original.state_dict()) if dist.get_rank() == 0 else [])
     return facts
+
+
+def program_text(name: str, plan: str, mesh: dict[str, int]) -> tuple[int, str]:
+    """This rank, and the text of the program that it builds from its own batch."""
+    model, call = prepared(name, 2 * dist.get_world_size())
+    chosen = preset(plan, mesh)
+    program = build_program(model, chosen, *part(call, chosen))
+    return dist.get_rank(), program.text
 
 
 def numbers_that_change() -> int:

@@ -19,6 +19,8 @@ from shardgraph.report.folding import find_stack
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def llama(layers: int, **sizes) -> LlamaForCausalLM:
     options = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -28,6 +28,7 @@ from shardgraph import (
 )
 from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Parameter, collectives, copy_graph, placeholders
+from shardgraph.ir.attributes import MODULES, SUBJECT
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.lowering import build_program, place_operators
 from shardgraph.passes.program import Program
@@ -36,14 +37,17 @@ from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 from shardgraph.plans.annotations.kinds import KINDS, Annotation, input, parse, precision, stage
 from shardgraph.plans.annotations.match import matches
-from shardgraph.plans.annotations.remembered import annotated, remembered
+from shardgraph.plans.remembered import annotated, remembered
 from shardgraph.plans.shards import named_shapes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 TP = {"tp": 2}
 BOTH = {"dp": 2, "tp": 2}
@@ -96,7 +100,7 @@ def placed(model: nn.Module, args: tuple = (), plan: str = "tp", mesh: dict[str,
     """The parameters' placements, and the local shape of every marked value, of forward and of backward."""
     chosen = annotated(preset(plan, mesh), model)
     joint = capture(model, args, kwargs, device=CPU, annotations=chosen.annotations)
-    context = Context(chosen, chosen.resolve(named_shapes(model)), named_shapes(model), joint.fake_mode)
+    context = Context.of(chosen, named_shapes(model), joint.fake_mode)
     gm = copy_graph(joint.module)
     run_passes(gm, [ShardOperators(axis, style == "sequence") for axis, style in chosen.operators], context)
     marks = [tuple(node.meta["val"].shape) for node in gm.graph.nodes if node.target is CONSTRAIN]
@@ -251,7 +255,7 @@ def test_a_parameter_of_ddp_is_stored_in_shards_where_that_is_annotated():
 
 @pytest.mark.timeout(200)
 def test_annotated_models_on_real_processes_equal_the_unsharded_model():
-    for worst in shardgraph.launch(ranks.annotated_parity, 2):
+    for worst in on_ranks(ranks.annotated_parity, 2):
         assert worst < 1e-5
 
 
@@ -259,7 +263,7 @@ def test_annotated_models_on_real_processes_equal_the_unsharded_model():
 
 
 def gathers(program: Program) -> list[str]:
-    return [node.meta["subject"] for node in collectives(program.backward) if node.target is ALL_GATHER]
+    return [SUBJECT.of(node) for node in collectives(program.backward) if node.target is ALL_GATHER]
 
 
 def test_a_parameter_that_is_kept_gathered_is_not_gathered_again_in_backward():
@@ -341,7 +345,7 @@ def products(program: Program) -> Counter:
     mine = [
         n for n in program.backward.graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     ]
-    return Counter(list(n.meta["nn_module_stack"].values())[-1][0] for n in mine if n.meta.get("nn_module_stack"))
+    return Counter(list(MODULES.of(n).values())[-1][0] for n in mine if MODULES.get(n))
 
 
 def test_only_what_is_inside_of_a_recomputed_module_is_computed_again_and_not_its_result():

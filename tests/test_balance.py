@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -123,8 +122,9 @@ def test_fewer_blocks_than_stages_are_an_error():
         balance([StageCost(1.0, 2.0)] * 3, ORDERS["gpipe"])
 
 
-def test_200_blocks_in_16_stages_take_about_a_second():
-    blocks, order = chain(0, 200), pipeline_order("1f1b", 16, 16, 64)
-    began = time.process_time()
-    balance(blocks, order)
-    assert time.process_time() - began < 5
+def test_200_blocks_in_16_stages_are_balanced_by_simulating_few_of_their_partitions(monkeypatch):
+    simulated = []
+    simulate = Chain.seconds
+    monkeypatch.setattr(Chain, "seconds", lambda self, cuts: simulated.append(len(cuts)) or simulate(self, cuts))
+    balance(chain(0, 200), pipeline_order("1f1b", 16, 16, 64))
+    assert 0 < sum(simulated) < 5_000  # of some 10^22; each is a part of a millisecond

@@ -16,6 +16,7 @@ import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, Precision, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Saved, collectives, outputs
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.pipeline.program import lower_pipeline
 from shardgraph.passes.program import Program
@@ -25,6 +26,8 @@ from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.stages import place_stages
 from tests.machines import toy_cluster
 from tests.zoo import Loss, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
 CHUNK = 61 * 8 * 5  # at most five rows of 61 scores in double precision
@@ -221,7 +224,7 @@ def test_a_sharded_head_is_gathered_once_for_all_chunks_of_a_half():
     program = build_program(Language(), replace(preset("fsdp", DP), loss_chunk=CHUNK), words())
     for half in (program.forward, program.backward):
         gathers = [node for node in collectives(half) if node.target is ALL_GATHER]
-        assert sum("head.weight" in str(node.meta["subject"]) for node in gathers) == 1
+        assert sum("head.weight" in str(SUBJECT.of(node)) for node in gathers) == 1
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

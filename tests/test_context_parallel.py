@@ -14,19 +14,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardgraph
 from shardgraph import Plan, PlanError
+from shardgraph.capture.capture import capture
 from shardgraph.ir import WAIT, collectives, send
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Operation, operands, results
 from shardgraph.passes.sharding.placements import local_shape
 from shardgraph.passes.sharding.rules import RULES
-from shardgraph.passes.sharding.writer import Writer
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import Loss, make, shorter
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 aten = torch.ops.aten
 
@@ -172,7 +177,7 @@ def test_kernels_for_cuda_are_given_arguments_of_their_shapes(attention):
     assert len(kernels) == 2
     for node in kernels:
         option = next(option for option in RULES[node.target](Operation(node, 2)) if option.lowering)
-        write = Writer(fx.Graph(), mode, "cp", 2)
+        write = AxisBuilder(fx.Graph(), Propagation(mode, (("cp", 2),)), "cp")
         given = [write.placeholder(*placed) for placed in zip(operands(node), option.operands, strict=True)]
         made = LOWERINGS[option.lowering](write, node, option, given)
         for part, placement, whole in zip(made, option.results, results(node), strict=True):
@@ -230,7 +235,7 @@ def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
 
 @pytest.mark.timeout(280)
 def test_five_steps_on_real_processes_equal_the_unsharded_model():
-    for worst in shardgraph.launch(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
+    for worst in on_ranks(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
         assert worst < 1e-5
 
 
@@ -284,3 +289,9 @@ def test_a_plan_round_trips_and_leaves_nothing_to_be_found():
 def test_what_cannot_be_is_refused_with_what_can(make_it, message):
     with pytest.raises(PlanError, match=message):
         make_it()
+
+
+def test_attention_in_double_precision_is_captured_with_logarithms_in_double_precision():
+    joint = capture(Attention(is_causal=True).double(), (X.double(),), {}, device=torch.device("cpu"))
+    (node,) = (n for n in joint.module.graph.nodes if "attention_for_cpu.default" in str(n.target))
+    assert [value.dtype for value in node.meta["val"]] == [torch.float64, torch.float64]

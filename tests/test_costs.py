@@ -18,6 +18,8 @@ from shardgraph.report.analysis import program_halves
 from tests.machines import toy_device
 from tests.zoo import ZOO, make, scalar
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def forward_of(model, *args):
     return build_program(model, preset("single", ()), args).forward

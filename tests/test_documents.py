@@ -25,6 +25,19 @@ def test_links_lead_to_files(document: Path) -> None:
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_named_files_and_folders_exist(document: Path) -> None:
+    named = re.findall(r"`((?:shardgraph|passes|cost_models|tests|benchmarks)/[\w/.]*)`", document.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_prose_is_at_most_100_characters_wide(document: Path) -> None:
+    without_code = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    prose = [line for line in without_code.splitlines() if not line.startswith(("|", "![", "    "))]
+    assert [line for line in prose if len(line) > 100] == []
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md"])
 def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:

@@ -17,13 +17,16 @@ from shardgraph.nn import MoE
 from shardgraph.passes.analysis.wire import node_wire_bytes
 from shardgraph.passes.lowering import build_program, place_operators
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import ParameterPlan
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import analyze_program
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import make, mixtral
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 MESHES = {
     "ep": {"ep": 2},
@@ -114,24 +117,26 @@ def test_whatever_stands_between_the_products_is_right(between):
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("plan", "mesh"), [("ep", {"ep": 2}), ("fsdp+ep", {"dp": 2, "ep": 2})])
+@pytest.mark.parametrize(
+    ("plan", "mesh"), [pytest.param("ep", {"ep": 2}, marks=pytest.mark.slow), ("fsdp+ep", {"dp": 2, "ep": 2})]
+)
 def test_five_clipped_steps_on_real_processes_equal_the_unsharded_model(plan, mesh):
     world = torch.Size(mesh.values()).numel()
-    for worst in shardgraph.launch(ranks.parity, world, args=("mixture", plan, mesh, 0.1)):
+    for worst in on_ranks(ranks.parity, world, args=("mixture", plan, mesh, 0.1)):
         assert worst < 1e-5
 
 
 @pytest.mark.timeout(280)
 def test_gradients_added_up_over_microbatches_and_their_norm_equal_those_of_the_whole_batch():
-    for worst, norm in shardgraph.launch(ranks.accumulated_norm, 4, args=("mixture", "fsdp+ep", MESHES["fsdp+ep"])):
+    for worst, norm in on_ranks(ranks.accumulated_norm, 4, args=("mixture", "fsdp+ep", MESHES["fsdp+ep"])):
         assert worst < 1e-8 and norm < 1e-8
 
 
 @pytest.mark.timeout(280)
 def test_a_checkpoint_of_divided_experts_loads_under_another_plan(tmp_path):
-    shardgraph.launch(ranks.save_sharded, 4, args=("mixture", "fsdp+ep", {"dp": 2, "ep": 2}, str(tmp_path)))
+    on_ranks(ranks.save_sharded, 4, args=("mixture", "fsdp+ep", {"dp": 2, "ep": 2}, str(tmp_path)))
     for plan, mesh in (("fsdp", {"dp": 2}), ("ep", {"ep": 2})):
-        assert shardgraph.launch(ranks.load_sharded, 2, args=("mixture", plan, mesh, str(tmp_path))) == [[], []]
+        assert on_ranks(ranks.load_sharded, 2, args=("mixture", plan, mesh, str(tmp_path))) == [[], []]
 
 
 # -- exchanges ---------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-import shardgraph
 from tests import clipping
 from tests.clipping import Case, Found
+from tests.standing import on_ranks
 
 DATA: list[Case] = [
     ("odd-mlp", "ddp", {"dp": 4}),
@@ -42,7 +42,7 @@ def check(found: list[list[Found]], what: str) -> None:
     ids=["data", "divided operators", "stages", "operators and experts"],
 )
 def test_clipping_by_any_order_is_that_of_the_unsharded_model(cases):
-    found = shardgraph.launch(clipping.clipped, 4, args=(cases, ("ddp", "fsdp+tp")))
+    found = on_ranks(clipping.clipped, 4, args=(cases, ("ddp", "fsdp+tp")))
     for what in found[0]:
         check([each[what] for each in found], what)
 
@@ -50,13 +50,13 @@ def test_clipping_by_any_order_is_that_of_the_unsharded_model(cases):
 @pytest.mark.timeout(280)
 def test_parameters_of_several_meshes_are_clipped_in_one_call():
     cases = [DATA[3], DATA[4]]
-    check(shardgraph.launch(clipping.clipped_together, 4, args=(cases,)), "two meshes")
+    check(on_ranks(clipping.clipped_together, 4, args=(cases,)), "two meshes")
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 2})])
 def test_what_is_not_finite_on_one_rank_is_so_on_all_and_an_error_on_all_if_asked(plan, mesh):
     values = [math.nan, math.inf]
-    for found in shardgraph.launch(clipping.not_finite, 2, args=(plan, mesh, values)):
+    for found in on_ranks(clipping.not_finite, 2, args=(plan, mesh, values)):
         for value, (*norms, raised) in zip(values, found, strict=True):
             assert raised and all(norm == value or (math.isnan(norm) and math.isnan(value)) for norm in norms)

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardgraph import ir
 from shardgraph.ir import Buffer, Gradient, Input, Output, Parameter, Saved, Tangent
+from shardgraph.ir.attributes import MEMORY_KIND, ROLE, ROLES, VALUE, Labels, write
 from shardgraph.passes.analysis.liveness import profile_memory
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.presets import preset
@@ -31,17 +32,17 @@ class Builder:
 
     def given(self, role: ir.Role, kilobytes: int) -> fx.Node:
         node = self.graph.placeholder(f"p{len(self.graph.nodes)}")
-        node.meta.update(role=role, val=self.vector(kilobytes))
+        write(node, {ROLE: role, VALUE: self.vector(kilobytes)})
         return node
 
-    def call(self, target: Callable, *args, kilobytes: int, **meta) -> fx.Node:
+    def call(self, target: Callable, *args, kilobytes: int, labels: Labels | None = None) -> fx.Node:
         node = self.graph.call_function(target, args)
-        node.meta.update(meta, val=self.vector(kilobytes))
+        write(node, {**(labels or {}), VALUE: self.vector(kilobytes)})
         return node
 
     def profile(self, *results: tuple[ir.Role, fx.Node]):
         output = self.graph.output(tuple(node for _, node in results))
-        output.meta["roles"] = [role for role, _ in results]
+        ROLES.set(output, [role for role, _ in results])
         return profile_memory(fx.GraphModule({}, self.graph))
 
     @staticmethod
@@ -116,8 +117,8 @@ def test_saved_values_that_share_a_storage_are_counted_once(build: Builder) -> N
 
 def test_the_peak_is_composed_by_kind(build: Builder) -> None:
     w, b, x = build.given(Parameter("w"), 1), build.given(Buffer("b"), 2), build.given(Input(0), 3)
-    gathered = build.call(ir.ALL_GATHER, w, 4, "dp", kilobytes=4, kind="gathered")
-    full = build.call(ir.WAIT, gathered, kilobytes=4, kind="gathered")
+    gathered = build.call(ir.ALL_GATHER, w, 4, "dp", kilobytes=4, labels={MEMORY_KIND: "gathered"})
+    full = build.call(ir.WAIT, gathered, kilobytes=4, labels={MEMORY_KIND: "gathered"})
     saved = build.call(aten.mul.Tensor, full, x, kilobytes=5)
     out = build.call(aten.mul.Tensor, saved, b, kilobytes=6)
     local = build.call(aten.mul.Tensor, out, full, kilobytes=7)
@@ -186,7 +187,7 @@ def test_the_prediction_equals_the_measurement(step: Callable, handed_over: bool
     gm = make_fx(step, tracing_mode="real")(*fake)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for index, node in enumerate(inputs):
-        node.meta["role"] = Saved(index) if handed_over else Input(index)
+        ROLE.set(node, Saved(index) if handed_over else Input(index))
     gm.graph.eliminate_dead_code()
     returned = gm.graph.output_node().args[0]
     returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)

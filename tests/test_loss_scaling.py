@@ -11,6 +11,7 @@ from torch import nn
 import shardgraph
 from shardgraph import Pipeline
 from tests import pipelines
+from tests.standing import on_ranks
 
 
 def test_gradients_are_scaled_and_the_loss_is_not():
@@ -38,7 +39,7 @@ def test_a_scaler_that_is_off_changes_nothing():
 
 @pytest.mark.timeout(120)
 def test_an_overflow_in_one_stage_skips_the_step_of_all_stages():
-    first, second = shardgraph.launch(pipelines.scaled_steps, 2, args=("pp", {"pp": 2}))
+    first, second = on_ranks(pipelines.scaled_steps, 2, args=("pp", {"pp": 2}))
     assert [step[1:] for step in first] == [step[1:] for step in second]  # changed or not, and the scale
     assert any(ours[0] and not theirs[0] for ours, theirs in zip(first, second, strict=True))
     for (_, changed, _), (finite, _, _) in zip(first, second, strict=True):
@@ -49,5 +50,5 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all_stages():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("plan", "mesh"), [("pp", {"pp": 2})])
 def test_a_scaled_step_of_a_pipeline_has_the_gradients_of_the_plain_one_once_unscaled(plan, mesh):
-    found = shardgraph.launch(pipelines.scaled_and_plain_gradients, 2, args=(plan, mesh, Pipeline(4)))
+    found = on_ranks(pipelines.scaled_and_plain_gradients, 2, args=(plan, mesh, Pipeline(4)))
     assert max(found) < 1e-12

@@ -363,3 +363,12 @@ def test_what_cannot_be_built_is_refused(arguments, message):
 def test_an_input_that_does_not_fit_is_refused(shape, message):
     with pytest.raises(shardgraph.ShardGraphError, match=message):
         MoE(5, 6, 4)(torch.randn(shape))
+
+
+def test_a_forward_that_asks_whether_there_is_autocast_is_captured():
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if torch.amp.is_autocast_available(x.device.type) else x
+
+    joint = capture(Asks(4, 4), (torch.randn(2, 4),), {}, device=torch.device("cpu"))
+    assert any("addmm" in str(node.target) for node in joint.module.graph.nodes)

@@ -21,14 +21,17 @@ from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import program_memory
 from shardgraph.runtime.host import is_in_file, is_on_host
 from shardgraph.runtime.measure import PeakMemory
 from tests import ranks
 from tests.machines import toy_cluster, toy_device
+from tests.standing import on_ranks
 from tests.zoo import Deep, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 DP = {"dp": 2}
 ROUNDED = ("llama", "t5")  # their norms compute in single precision, and along other axes in another order
@@ -128,7 +131,7 @@ def test_what_is_annotated_is_offloaded_and_the_rest_is_not():
 
 
 def test_two_ranks_train_with_offloaded_parameters_as_the_unsharded_model():
-    for found in shardgraph.launch(ranks.offloaded, 2, timeout=250):
+    for found in on_ranks(ranks.offloaded, 2, timeout=250):
         assert found["parity"] < 1e-9
         assert found["places"] == {"parameters": True, "gradients": True, "states": True}
         assert found["accumulated"] < 1e-9

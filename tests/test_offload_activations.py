@@ -18,18 +18,21 @@ from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.liveness import profile_memory, profile_step
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.lowering import build_program
+from shardgraph.passes.offload import offload_activations
 from shardgraph.passes.offload.window import awaited, started, staying
 from shardgraph.passes.program import Program
-from shardgraph.passes.rewrite import offload_activations
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.remembered import annotated
 from shardgraph.report.analysis import analyze_program, program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.torch_api import boxed
 from tests import pipelines, ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Deep, make, scalar, shorter
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 DP, PP = {"dp": 2}, {"pp": 2}
 ACTIVATIONS = Offload(activations=True)
@@ -100,12 +103,12 @@ def test_a_pipeline_trains_like_the_unsharded_model(pipeline):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_the_ranks_of_a_pipeline_train_like_the_unsharded_model(schedule):
-    assert max(shardgraph.launch(pipelines.offloaded_error, 2, args=(schedule,), timeout=100)) < 1e-9
+    assert max(on_ranks(pipelines.offloaded_error, 2, args=(schedule,), timeout=100)) < 1e-9
 
 
 @pytest.mark.timeout(120)
 def test_ranks_train_like_the_unsharded_model_also_with_gradients_that_are_added_up():
-    for worst, accumulated in shardgraph.launch(ranks.offloaded_activations, 2, timeout=100):
+    for worst, accumulated in on_ranks(ranks.offloaded_activations, 2, timeout=100):
         assert worst < 1e-9 and accumulated < 1e-9
 
 
@@ -326,7 +329,7 @@ def test_equal_layers_are_analysed_as_all_of_them_would_be():
 
 @pytest.mark.timeout(120)
 def test_a_pipelines_predicted_peak_is_the_measured_one():
-    for measured, predicted in shardgraph.launch(pipelines.offloaded_peaks, 2, timeout=100):
+    for measured, predicted in on_ranks(pipelines.offloaded_peaks, 2, timeout=100):
         assert measured == pytest.approx(predicted, rel=0.02)
 
 

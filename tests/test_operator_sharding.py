@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -11,16 +13,20 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardgraph
-from shardgraph import Plan, PlanError, ShardGraphError
+from shardgraph import Plan, PlanError, ShardGraphError, torch_api
 from shardgraph.ir import collectives, take_part
 from shardgraph.passes.lowering import build_program, place_operators
 from shardgraph.passes.program import Program
+from shardgraph.passes.sharding import dtensor_rules
 from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, local_shape, through_view
 from shardgraph.plans.parameter_plan import split_text
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
+from tests.standing import on_ranks
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import ZOO, Loss, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 MESHES = {
     "tp": {"tp": 2},
@@ -30,6 +36,7 @@ MESHES = {
     "hsdp+tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "zero2+tp+sp": {"dp": 2, "tp": 4},
 }
+FURTHER = [plan for plan in MESHES if plan not in ("tp", "fsdp+tp+sp")]
 
 
 # -- numerics ----------------------------------------------------------------------------------------------
@@ -41,14 +48,26 @@ def check(model: str, plan: str, mesh: dict[str, int]) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("plan", MESHES)
-@pytest.mark.parametrize("model", ["odd-mlp", "conv-batch-norm", "tied-transformer"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *((model, plan) for model in ("odd-mlp", "tied-transformer") for plan in MESHES),
+        *(("conv-batch-norm", plan) for plan in ("tp", "fsdp+tp+sp")),
+        *(pytest.param("conv-batch-norm", plan, marks=pytest.mark.slow) for plan in FURTHER),
+    ],
+)
 def test_training_equals_the_unsharded_model(model, plan):
     check(model, plan, MESHES[plan])
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama", "fsdp+tp+sp"), ("gpt2", "zero2+tp+sp"), ("bert", "hsdp+tp"), ("vit", "fsdp+tp")]
+    ("model", "plan"),
+    [
+        ("llama", "fsdp+tp+sp"),
+        pytest.param("gpt2", "zero2+tp+sp", marks=pytest.mark.slow),
+        pytest.param("bert", "hsdp+tp", marks=pytest.mark.slow),
+        pytest.param("vit", "fsdp+tp", marks=pytest.mark.slow),
+    ],
 )
 def test_training_models_of_transformers_equals_the_unsharded_model(model, plan):
     check(model, plan, MESHES[plan])
@@ -80,19 +99,22 @@ def test_fewer_heads_of_keys_than_ranks_are_right():
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("model", "plan", "mesh"),
-    [("tied-transformer", "tp", {"tp": 2}), ("gpt2", "fsdp+tp+sp", {"dp": 2, "tp": 2})],
+    [
+        pytest.param("tied-transformer", "tp", {"tp": 2}, marks=pytest.mark.slow),
+        ("gpt2", "fsdp+tp+sp", {"dp": 2, "tp": 2}),
+    ],
 )
 def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mesh):
     world = torch.Size(mesh.values()).numel()
-    for worst in shardgraph.launch(ranks.parity, world, args=(model, plan, mesh, 0.5)):
+    for worst in on_ranks(ranks.parity, world, args=(model, plan, mesh, 0.5)):
         assert worst < 1e-5
 
 
 @pytest.mark.timeout(280)
 def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
-    shardgraph.launch(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
+    on_ranks(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
     for plan, mesh in (("fsdp", {"dp": 2}), ("tp+sp", {"tp": 2})):
-        assert shardgraph.launch(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
+        assert on_ranks(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
 
 
 # -- collectives -------------------------------------------------------------------------------------------
@@ -100,6 +122,7 @@ def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
 BATCH, LENGTH, WIDTH = 2, 16, 64
 
 
+@functools.cache
 def program(plan: str, layers: int, ranks: int = 2) -> Program:
     model = llama(layers, hidden_size=WIDTH, vocab_size=64)
     return build_program(model, resolve_plan(plan, (("tp", ranks),)), (), text(BATCH, LENGTH))
@@ -154,7 +177,7 @@ def test_a_fused_projection_is_cut_in_its_three_blocks():
     assert fused["transformer.h.0.attn.c_attn.weight"].placements == ("split(1, blocks=3)",)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_memory_of_matrices_falls_by_the_degree(degree):
     whole, split = program("single", 2, 1), program("tp", 2, degree)
     matrices = [fqn for fqn, shape in whole.shapes.items() if len(shape) > 1]
@@ -173,6 +196,48 @@ def test_what_has_no_rule_is_said():
 
     made = build_program(Distances(), resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),))
     assert any("cdist" in note and "no rule" in note for note in made.notes)
+
+
+class Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.linear(x), -1)
+
+
+def notes_of_a_softmax() -> list[str]:
+    return build_program(Softmax(), resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),)).notes
+
+
+def test_strategies_that_work_need_no_note():
+    assert notes_of_a_softmax() == []
+
+
+def test_a_strategy_that_fails_is_noted_with_its_error(monkeypatch):
+    def changed(target, args, kwargs):
+        raise AttributeError(f"{target} is not what it was")
+
+    monkeypatch.setattr(torch_api, "ask_strategy", changed)
+    notes = notes_of_a_softmax()
+    assert any(re.search(r"^aten\._softmax\.default: \d+ combinations .*AttributeError: .*not what", n) for n in notes)
+
+
+def test_a_table_that_fails_is_noted_with_its_error(monkeypatch):
+    class Tables(dict):
+        def __getitem__(self, target):
+            raise TypeError("tables have another form")
+
+    monkeypatch.setattr(torch_api, "single_dim_strategies", lambda: Tables({torch.ops.aten.tanh.default: None}))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    notes = build_program(model, resolve_plan("tp", (("tp", 2),)), (torch.zeros(4, 8),)).notes
+    assert any(note.startswith("aten.tanh.default: ") and "TypeError: tables have" in note for note in notes)
+
+
+def test_combinations_that_are_not_tried_are_noted(monkeypatch):
+    monkeypatch.setattr(dtensor_rules, "_MOST_COMBINATIONS", 2)
+    assert any("_softmax.default" in note and "2 are tried at most" in note for note in notes_of_a_softmax())
 
 
 # -- placements --------------------------------------------------------------------------------------------

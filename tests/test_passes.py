@@ -7,17 +7,20 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
-from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset
+from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset, torch_api
 from shardgraph.capture.capture import capture
 from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
 from shardgraph.plans.shards import named_shapes
-from tests import zoo
+from shardgraph.runtime.bind import bind
+from tests import ranks, zoo
+from tests.standing import on_ranks
 
 
 def model() -> nn.Sequential:
@@ -36,7 +39,7 @@ def fresh(plan):
     module = model()
     joint = capture(module, (torch.randn(4, 5),), {}, device=torch.device("cpu"))
     shapes = named_shapes(module)
-    return joint.module, Context(plan, plan.resolve(shapes), shapes, joint.fake_mode)
+    return joint.module, Context.of(plan, shapes, joint.fake_mode)
 
 
 def test_fsdp_gathers_each_parameter_in_forward_and_again_in_backward_only_if_used_there():
@@ -87,7 +90,7 @@ def test_an_unused_parameter_is_not_gathered():
     module = model()
     module.register_parameter("unused", nn.Parameter(torch.ones(4)))
     program = build(preset("fsdp", {"dp": 2}), module)
-    assert not any("unused" in str(node.meta.get("subject")) for node in ir.collectives(program.forward))
+    assert not any("unused" in str(SUBJECT.get(node)) for node in ir.collectives(program.forward))
 
 
 def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited():
@@ -119,9 +122,12 @@ def test_a_collective_names_its_parameter_and_the_users_line():
     assert "(module 0, Linear)" in text[0]
 
 
-def test_the_text_of_a_program_does_not_depend_on_the_rank():
-    plan = preset("fsdp", {"dp": 3})
-    assert build(plan).text == build(plan).text
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 4}), ("fsdp+tp+sp", {"dp": 2, "tp": 2})])
+def test_the_text_of_a_program_does_not_depend_on_the_rank(plan, mesh):
+    built = on_ranks(ranks.program_text, 4, args=("odd-mlp", plan, mesh))
+    assert [rank for rank, _ in built] == [0, 1, 2, 3]
+    assert len({text for _, text in built}) == 1
 
 
 def test_a_pass_out_of_order_is_refused_by_name():
@@ -204,3 +210,27 @@ def _random(node):
     if value.is_floating_point():
         return torch.randn(value.shape)
     return torch.randint(0, 2, value.shape).to(value.dtype)
+
+
+def test_graphs_are_data_until_they_are_bound(monkeypatch):
+    program, written = build(preset("fsdp", {"dp": 2})), []
+    write = fx.Graph.python_code
+    monkeypatch.setattr(fx.Graph, "python_code", lambda *args, **kwargs: written.append(args) or write(*args, **kwargs))
+    for gm in (ir.copy_graph(program.joint.module), program.forward, program.backward_variant("local", frozenset())):
+        gm.recompile()
+    assert not written
+    readable = program.forward.print_readable(print_output=False)
+    assert "all_gather" in program.forward.code and "all_gather" in readable and len(written) == 2
+
+
+def test_rewriting_graphs_leaves_graph_modules_of_other_threads_as_they_are():
+    recompile = fx.GraphModule.recompile
+    build(preset("fsdp", {"dp": 2}))
+    assert fx.GraphModule.recompile is recompile and not hasattr(torch_api, "without_code")
+
+
+def test_a_graph_that_is_not_bound_is_interpreted():
+    program = build(preset("single", {}))
+    inputs = [torch.ones(node.meta["val"].shape) for node in ir.placeholders(program.forward).values()]
+    bound = bind(program.forward, None)
+    torch.testing.assert_close(program.forward(*inputs), bound(*inputs))

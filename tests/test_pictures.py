@@ -29,6 +29,8 @@ from shardgraph.plans.parameter_plan import REPLICATE, SHARD
 from tests.machines import toy_cluster
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MESH = (("replica", 2), ("shard", 4))
 SHARDED = ParameterPlan((REPLICATE, SHARD))
 WHOLE = ParameterPlan((REPLICATE, REPLICATE), "all_reduce", reshard_after_forward=False)

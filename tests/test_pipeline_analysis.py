@@ -11,8 +11,11 @@ from shardgraph import Pipeline, PlanError, preset
 from shardgraph.report.pipeline import PipelineAnalysis
 from tests import pipelines
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.test_analysis import gpt2, text
 from tests.zoo import make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
 def analysis(layers: int, ranks: int, pipeline: Pipeline, plan: str = "pp", **mesh: int) -> PipelineAnalysis:
@@ -96,5 +99,5 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule):
-    for measured, predicted in shardgraph.launch(pipelines.peaks, 2, args=(Pipeline(4, schedule),)):
+    for measured, predicted in on_ranks(pipelines.peaks, 2, args=(Pipeline(4, schedule),)):
         assert predicted == pytest.approx(measured, rel=0.02)

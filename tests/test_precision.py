@@ -11,14 +11,18 @@ from torch import nn
 import shardgraph
 from shardgraph import CaptureError, Plan, PlanError, Precision, precision, preset
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, Gradient, Mutation, Parameter, Saved, outputs, placeholders
+from shardgraph.ir.attributes import MEMORY_KIND, ROLE, SUBJECT
 from shardgraph.passes.analysis.wire import summarize_communication
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.plans.annotations.remembered import annotated
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Loss, make, shorter
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DP = {"dp": 2}
@@ -107,11 +111,11 @@ def test_gathers_send_half_the_bytes(plan):
 def test_what_is_gathered_again_in_backward_is_cast_again_from_the_stored_shard():
     def casts(plan: str) -> list[torch.fx.Node]:
         nodes = built(Net(), plan).backward.graph.nodes
-        return [node for node in nodes if node.target is aten._to_copy.default and node.meta.get("kind") == "gathered"]
+        return [node for node in nodes if node.target is aten._to_copy.default and MEMORY_KIND.get(node) == "gathered"]
 
     again = casts("fsdp")
-    assert {node.meta["subject"] for node in again} == {"down.weight", "norm.weight", "norm.bias"}
-    assert all(isinstance(node.args[0].meta["role"], Saved) for node in again)
+    assert {SUBJECT.of(node) for node in again} == {"down.weight", "norm.weight", "norm.bias"}
+    assert all(isinstance(ROLE.of(node.args[0]), Saved) for node in again)
     assert {node.args[0].meta["val"].dtype for node in again} == {FP32}
     assert casts("zero2") == casts("ddp") == []
 
@@ -163,7 +167,7 @@ def test_an_annotated_module_computes_in_its_own_precision():
     (norm,) = [n for n in program.forward.graph.nodes if n.target is aten.native_layer_norm.default]
     assert norm.meta["val"][0].dtype == FP32
     assert set(dtypes(program.forward, aten.addmm.default)) == {BF16}  # what it returns is cast back
-    gathers = {n.meta["subject"]: n.meta["val"].dtype for n in program.forward.graph.nodes if n.target is ALL_GATHER}
+    gathers = {SUBJECT.of(n): n.meta["val"].dtype for n in program.forward.graph.nodes if n.target is ALL_GATHER}
     assert (gathers["norm.weight"], gathers["up.weight"]) == (FP32, BF16)
     assert verified(model).ok
 
@@ -189,9 +193,7 @@ def test_one_module_may_compute_in_less_than_the_model():
 def test_an_annotated_parameter_is_computed_with_in_its_own_precision():
     model = Net()
     shardgraph.annotate(model, {"norm.*": precision("float32")})
-    gathers = {
-        n.meta["subject"]: n.meta["val"].dtype for n in built(model).forward.graph.nodes if n.target is ALL_GATHER
-    }
+    gathers = {SUBJECT.of(n): n.meta["val"].dtype for n in built(model).forward.graph.nodes if n.target is ALL_GATHER}
     assert (gathers["norm.bias"], gathers["up.bias"]) == (FP32, BF16)
 
 
@@ -278,13 +280,13 @@ def test_divided_operators_and_experts_train_as_the_original(plan, mesh, name):
 @pytest.mark.timeout(280)
 def test_training_is_that_of_fsdp2_to_the_bit():
     policies = [(BF16, FP32), (torch.float16, BF16)]
-    for differences in shardgraph.launch(ranks.mixed_against_fsdp2, 2, args=(policies,)):
+    for differences in on_ranks(ranks.mixed_against_fsdp2, 2, args=(policies,)):
         assert differences == {str(policy): 0.0 for policy in policies}
 
 
 @pytest.mark.timeout(120)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    assert shardgraph.launch(ranks.overflow_on_one_rank, 2) == [([True, False, True], 4.0)] * 2
+    assert on_ranks(ranks.overflow_on_one_rank, 2) == [([True, False, True], 4.0)] * 2
 
 
 # -- what it costs ---------------------------------------------------------------------------------

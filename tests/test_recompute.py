@@ -24,6 +24,7 @@ from shardgraph import (
     save,
 )
 from shardgraph.capture.capture import capture
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
@@ -36,15 +37,18 @@ from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds
 from shardgraph.passes.recompute.names import Name, chosen_by, names_of, rules_for
 from shardgraph.passes.recompute.problem import problem_of
 from shardgraph.passes.recompute.values import draws, values_of
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Recomputation
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.planner import choose_plan, plans_of
 from shardgraph.search.recomputation import Recomputations
 from tests import ranks
 from tests.machines import toy_cluster
+from tests.standing import on_ranks
 from tests.zoo import Deep, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 CPU = torch.device("cpu")
 DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
@@ -329,7 +333,7 @@ def test_layers_that_rules_tell_apart_are_analysed_one_by_one():
 
 @pytest.mark.timeout(120)
 def test_ranks_compile_the_recomputation_that_the_first_finds():
-    found = shardgraph.launch(ranks.within_memory, 2, args=(ROWS,), timeout=100)
+    found = on_ranks(ranks.within_memory, 2, args=(ROWS,), timeout=100)
     assert found[0] == found[1] and found[0][0] not in ("none", "budget") and found[0][1]
 
 
@@ -363,9 +367,9 @@ def test_a_program_that_would_draw_other_numbers_in_backward_is_refused():
     joint, shapes = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU), named_shapes(Dropped())
     for node in joint.module.graph.nodes:
         if node.op == "call_function":
-            node.meta["again"] = True
+            RECOMPUTE.set(node, True)
     plan = preset("single", ())
-    halves = split(joint.module, Context(plan, plan.resolve(shapes), dict(shapes), joint.fake_mode))
+    halves = split(joint.module, Context.of(plan, shapes, joint.fake_mode))
     with pytest.raises(RandomStateError, match=r"test_recompute\.py:\d+\) draws random numbers in forward"):
         check_random_state(*halves)
 

@@ -11,11 +11,15 @@ from torch import nn
 
 import shardgraph
 from shardgraph.ir import collectives
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
+from tests.standing import on_ranks
 from tests.test_analysis import llama, text
 from tests.zoo import make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
 def check(model: nn.Module, plan: str, mesh: dict[str, int], *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
@@ -42,17 +46,18 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_gives_the_same_loss(vocabular
 def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
     model = llama(2, hidden_size=256, intermediate_size=512, vocab_size=512)
     program = build_program(model, resolve_plan("tp+sp", (("tp", 2),)), (), text(2, 256))
-    reduced = {node.meta.get("subject") for node in collectives(program.backward)}
+    reduced = {SUBJECT.get(node) for node in collectives(program.backward)}
     norm = "model.layers.1.input_layernorm.weight"
     assert program.parameters[norm].placements == ("replicate",) and f"gradient of {norm}" in reduced
     model, (args, kwargs) = make("bert", 2)
     check(model, "tp+sp", {"tp": 3}, *args, **kwargs)  # 9 tokens
 
 
+@pytest.mark.slow  # the norms that test_gradient_norm has, by another function of torch
 @pytest.mark.timeout(280)
 def test_norms_of_gradients_over_a_mixed_mesh_are_those_of_the_unsharded_model():
     norms = (1.0, 2.0, math.inf)
-    for found in shardgraph.launch(ranks.gradient_norms, 4, args=("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}, norms)):
+    for found in on_ranks(ranks.gradient_norms, 4, args=("gpt2", "fsdp+tp", {"dp": 2, "tp": 2}, norms)):
         for ours, expected in found:
             assert ours == pytest.approx(expected, rel=1e-5)
 
@@ -76,7 +81,7 @@ def test_convolutions_are_cut_along_their_channels():
     check(Channels(), "tp", {"tp": 2}, images)
 
 
-@pytest.mark.parametrize("plan", ["tp", "tp+sp"])
+@pytest.mark.parametrize("plan", [pytest.param("tp", marks=pytest.mark.slow), "tp+sp"])
 def test_eight_ranks_for_four_heads_are_right(plan):
     model, (args, kwargs) = make("llama", 2)
     check(model, plan, {"tp": 8}, *args, **kwargs)
@@ -87,7 +92,7 @@ def test_one_row_for_each_rank_is_enough():
     check(model, "fsdp+tp", {"dp": 2, "tp": 2}, **kwargs)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_with_sequences_cut_what_is_kept_for_backward_falls_by_the_degree(degree):
     def kept(plan: str, ranks: int) -> int:
         model = llama(

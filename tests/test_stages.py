@@ -12,6 +12,7 @@ import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, preset, stage
 from shardgraph.capture.capture import capture
 from shardgraph.ir import Accumulated, Gradient, Parameter, collectives, outputs, placeholders
+from shardgraph.ir.attributes import REDUCES
 from shardgraph.passes.pipeline.cuts import cut_points
 from shardgraph.passes.pipeline.program import PipelineProgram, crossing, lower_pipeline
 from shardgraph.plans.shards import named_shapes
@@ -20,6 +21,8 @@ from shardgraph.search.stages import place_stages
 from tests import test_analysis
 from tests.test_analysis import llama, text
 from tests.zoo import UNet, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
 def gpt2(layers: int) -> nn.Module:
@@ -150,7 +153,7 @@ def test_what_counts_batches_does_not_draw_the_backward_of_the_layer_before_into
 def test_gradients_are_reduced_once_a_step_and_not_for_every_microbatch():
     program = cut(gpt2(2), text(2), "pp+fsdp", {"pp": 2, "dp": 2}, Pipeline(2, stages=("transformer.h.1",)))
     for each in program.stages:
-        assert not [node for node in each.kept.backward.graph.nodes if "reduces" in node.meta]
+        assert not [node for node in each.kept.backward.graph.nodes if node in REDUCES]
         taken = {role.of for role in placeholders(each.reduce) if isinstance(role, Accumulated)}
         assert taken == {Parameter(fqn) for fqn in each.parameters}
 

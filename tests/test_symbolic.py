@@ -17,10 +17,12 @@ from tests.machines import GIB, toy_cluster
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import make
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 Concrete = Callable[..., shardgraph.Analysis]
 
 
-def of_llama(batch: int = 2, sequence: int = 16, dp: int = 4, layers: int = 2, **options) -> shardgraph.Analysis:
+def of_llama(batch: int = 2, sequence: int = 16, dp: int = 4, layers: int = 1, **options) -> shardgraph.Analysis:
     call = text(batch, sequence)
     mesh = {"dp": dp}
     return shardgraph.analyze(

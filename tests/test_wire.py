@@ -10,11 +10,14 @@ from shardgraph import ir
 from shardgraph.cost_models.collectives import wire_bytes as price
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import collectives, group_of
+from shardgraph.ir.attributes import SUBJECT
 from shardgraph.mesh import group_along, size_along
 from shardgraph.passes.analysis.wire import Traffic, summarize_communication, wire_bytes
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests.test_analysis import llama, text
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 MESH = (("replica", 2), ("shard", 4))
 
@@ -103,5 +106,5 @@ def test_gradients_that_two_axes_add_up_are_reduced_once_over_both(plan, mesh):
     model = llama(2, hidden_size=256, intermediate_size=512, vocab_size=512)
     made = build_program(model, resolve_plan(plan, tuple(mesh.items())), (), text(2, 256))
     norm = "model.layers.1.input_layernorm.weight"
-    sent = [node for node in collectives(made.backward) if node.meta.get("subject") == f"gradient of {norm}"]
+    sent = [node for node in collectives(made.backward) if SUBJECT.get(node) == f"gradient of {norm}"]
     assert [group_of(node) for node in sent] == ["+".join(mesh)]

@@ -1,7 +1,7 @@
-"""The static check that a program's collectives cannot block for ever, made before anything is launched.
+"""The static deadlock check of a program's collectives, before anything is launched.
 
-A collective returns once every member of its group has issued it, so ranks deadlock when members of a
-group disagree on what comes next, or when they wait for each other in a circle of groups.
+A collective returns once every member of its group has issued it, so ranks deadlock if members of a group disagree on
+the next collective, or if they wait for each other in a cycle of groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUP_SIZE_ARGUMENT: dict[Any, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 class Collective:
     """One call of a collective by one rank.
 
-    ``id`` is for people; ``group`` are the global ranks that must all call it, ascending; ``signature`` is
+    ``id`` describes it in errors; ``group`` are the global ranks that must all call it, ascending; ``signature`` is
     the shape and dtype of its input.
     """
 
@@ -51,27 +51,27 @@ def check_program(gm: fx.GraphModule, mesh: Mesh) -> None:
 
     Every rank runs the same text, so this is as strong as :func:`check_collective_order` over all ranks:
 
-    * The groups of a mesh axis partition the ranks, and members of a group differ in that coordinate only.
-      Which calls go to "my group along the axis" is written in the text, so all members make the same
-      calls in the same order with the same signatures. What ranks could disagree on is whether the axis
-      exists and how long it is; that is what is checked, once per call in the text.
-    * A call is made at one place of the text, the same for all members. Along a rank's program order the place
-      only grows, so no circle of "is issued before" can close, whatever groups it would run through.
+    * The groups of a mesh axis partition the ranks, and members of a group differ only in that coordinate. The text
+      determines which calls go to "my group along the axis", so all members make the same calls in the same order with
+      the same signatures. Ranks could only disagree on whether the axis exists and on its size; that is checked, once
+      per call in the text.
+    * A call has one position in the text, the same for all members. Positions increase along a rank's program order,
+      so the relation "is issued before" has no cycle, through whatever groups.
 
     Raises:
-        DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
+        DeadlockError: a collective names an axis that the mesh does not have, or expects another number of members.
     """
     for node in collectives(gm):
         _check_group(node, mesh)
 
 
 def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective]:
-    """What ``rank`` issues when it runs the symbolic graph on ``mesh``, in program order.
+    """The collectives that ``rank`` issues when it runs the symbolic graph on ``mesh``, in program order.
 
-    Ranks are numbered row-major over the mesh, the last axis fastest, as a DeviceMesh does.
+    Ranks are numbered row-major over the mesh, the last axis fastest, as in a DeviceMesh.
 
     Raises:
-        DeadlockError: a collective names an axis that the mesh has not, or expects another number of members.
+        DeadlockError: a collective names an axis that the mesh does not have, or expects another number of members.
     """
     groups: dict[str, tuple[int, ...]] = {}
     calls = []
@@ -110,14 +110,14 @@ def _check_group(node: fx.Node, mesh: Mesh) -> None:
 
 
 def check_collective_order(sequences: Mapping[int, Sequence[Collective]]) -> None:
-    """Check that the ranks' calls, each rank's in its program order, can all complete.
+    """Check that the calls of all ranks, each rank's in its program order, can complete.
 
-    Sufficient for any backend: a circle between groups counts as a deadlock even where calls are asynchronous,
-    because NCCL may run out of the resources that it takes to have all of them under way.
+    Sufficient for any backend: a cycle between groups counts as a deadlock even if calls are asynchronous, because
+    NCCL may run out of the resources needed to have all of them in flight.
 
     Raises:
-        DeadlockError: members of a group disagree about its k-th call, a member does not make it, or the
-            orders of calls across groups form a circle.
+        DeadlockError: members of a group disagree about its k-th call, a member does not make it, or the orders of
+            calls across groups form a cycle.
     """
     by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
     for rank, calls in sequences.items():
@@ -154,7 +154,7 @@ def _check_members_agree(group: tuple[int, ...], calls_of: Mapping[int, Sequence
 
 
 def _check_no_circle(sequences: Mapping[int, Sequence[Collective]]) -> None:
-    """Events are (group, k-th call of it); an edge says that some rank issues one before the other."""
+    """Events are (group, k-th call of it); an edge means that some rank issues one before the other."""
     order: nx.DiGraph = nx.DiGraph()
     for rank, calls in sequences.items():
         counts: dict[tuple[int, ...], int] = {}
@@ -182,7 +182,7 @@ def _check_no_circle(sequences: Mapping[int, Sequence[Collective]]) -> None:
 
 
 def check_waits(gm: fx.GraphModule) -> None:
-    """Check that each started collective or copy has exactly one wait, through which all else sees its result.
+    """Check that each started collective or copy has exactly one wait, and that its result is used only through it.
 
     Raises:
         DeadlockError: one is never awaited, is awaited twice, or its result is used or returned unawaited.

@@ -1,4 +1,4 @@
-"""What each node of a program computes and moves: FLOPs, bytes, and which kind of work it is.
+"""The work of each node of a program: FLOPs, bytes read and written, and the kind of work.
 
 Independent of any device; :mod:`shardgraph.cost_models.compute` turns a cost into seconds.
 """
@@ -21,15 +21,17 @@ from shardgraph.cost_models.compute import causal_part
 
 aten = torch.ops.aten
 
-# The attention kernels that torch's counter has no formula for; it counts their CUDA twins the same way.
+# The attention kernels that torch's counter has no formula for; it counts their CUDA counterparts the same way.
 EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        *_equal_heads((q, k, v))
+    ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(*_equal_heads((grad, q, k, v)))
     ),
 }
 
-# Operations by the kind of their work, where tags do not tell; a name serves its backward and in-place forms too.
+# Operations by kind of work, where tags do not determine it; a name covers its backward and in-place forms too.
 _TRANSCENDENTAL = """
     acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
     sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax safe_softmax log_softmax
@@ -73,10 +75,10 @@ class NodeCost:
     """The work of one node on one rank.
 
     ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, ``"copy"`` (between host and
-    device), or ``"free"`` for what calls no operator (and waits); ``dtype`` is that of its first floating result.
-    ``read`` and ``written`` are bytes.
-    ``causal`` is the length of a sequence whose attention skips what is masked, though its FLOPs count whole; else 0.
-    ``known`` is False for an operation that no formula was found for: it is priced by its bytes.
+    device), or ``"free"`` for waits and nodes that call no operator; ``dtype`` is that of the first floating-point
+    result. ``read`` and ``written`` are bytes.
+    ``causal`` is the sequence length of causal attention that skips masked blocks, whose FLOPs are counted in full;
+    otherwise 0. ``known`` is False for an operation without a formula, which is priced by its bytes.
     """
 
     kind: str
@@ -94,15 +96,15 @@ class NodeCost:
 
     @property
     def executed(self) -> float:
-        """FLOPs that are carried out: a flash kernel skips what a causal mask hides."""
+        """FLOPs that are executed: a flash kernel skips blocks that a causal mask hides."""
         return self.flops * (causal_part(self.causal) if self.causal else 1.0)
 
 
 def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCost]:
-    """The cost of every node of a graph by its ``meta["val"]``.
+    """The cost of every node of a graph, from its ``meta["val"]``.
 
-    With ``fused``, chains of pointwise operations are taken to be fused into one kernel, as inductor does: what one
-    hands to the next costs no bytes.
+    With ``fused``, chains of pointwise operations are assumed to be fused into one kernel, as by inductor: values
+    between them cost no bytes.
     """
     costs = {node: _cost(node) for node in gm.graph.nodes}
     return {node: _fuse(node, cost, costs) for node, cost in costs.items()} if fused else costs
@@ -151,12 +153,12 @@ def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     if packet in flop_registry:
         return lambda args, kwargs, value: flop_registry[packet](*given(args), **kwargs, out_val=value)
     if packet in EXTRA_FLOPS:
-        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*given(args), **kwargs)
+        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*args, **kwargs)
     return None
 
 
 def _equal_heads(args: Any) -> list[Any]:
-    """Shapes of the operands of attention, keys and values with the heads of the queries: the kernel computes as many.
+    """Shapes of attention's operands, with as many heads of keys and values as of queries, as the kernel computes.
 
     The counter of torch 2.11 refuses fewer.
     """
@@ -209,7 +211,7 @@ _FUSIBLE = ("pointwise", "transcendental")
 
 
 def _fuse(node: fx.Node, cost: NodeCost, costs: Mapping[fx.Node, NodeCost]) -> NodeCost:
-    """The cost without the bytes that a fused kernel keeps in registers."""
+    """The cost without the bytes of values that a fused kernel keeps in registers."""
     if cost.kind not in _FUSIBLE:
         return cost
     read = sum(_bytes(n.meta.get("val")) for n in node.all_input_nodes if costs[n].kind not in _FUSIBLE)

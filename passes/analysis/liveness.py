@@ -1,9 +1,8 @@
-"""Predicted peak memory: exact liveness of the storages of a program, in the order in which it runs.
+"""Predicted peak memory: exact liveness of the storages of a program, in execution order.
 
-What the eager executor allocates is known before it runs: each node's results, once per storage however
-many views it has, freed after the last node that uses any of them. Not seen is what a kernel allocates
-and frees inside (workspaces), and what the allocator adds (rounding, fragmentation). What is in host memory
-(:mod:`shardgraph.passes.analysis.places`) is counted apart.
+The allocations of the eager executor are known before it runs: each node's results, once per storage however many
+views it has, freed after the last node that uses any of them. Not included are kernel workspaces and the allocator's
+fragmentation. Host memory (:mod:`shardgraph.passes.analysis.places`) is counted separately.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from shardgraph.ir import (
     placeholders,
     trim_shard,
 )
+from shardgraph.ir.attributes import MEMORY_KIND, ON_DISK, REDUCES, ROLE
 from shardgraph.ir.copies import WAIT_COPY
 from shardgraph.passes.analysis.places import on_host
 
@@ -61,26 +61,26 @@ KINDS = {
     IntermediateBase: "activations",
 }
 
-# Alias their first argument although their schema does not say so.
+# Alias their first argument although their schema does not declare it.
 _UNDECLARED_VIEWS = frozenset({WAIT, WAIT_COPY, trim_shard, local_chunk, torch.ops.aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The memory of one run of a program, on the rank whose shapes its values have (rank 0).
+    """The memory of one run of a program on one rank (rank 0 unless its values have another rank's shapes).
 
     ``peak_bytes``, ``peak_node``
-        The most bytes live at once, and the first node that computes at that moment.
+        The peak in bytes, and the first node at which it occurs.
     ``timeline``
-        Bytes live as each node ends, while what it used last is not yet freed; its maximum is the peak.
+        Live bytes at the end of each node, before the tensors of which it is the last user are freed.
     ``compositions``
-        Each kind's part of the timeline: parameters, gathered parameters (also those that are only cast to what is
-        computed with), buffers, inputs, saved (for backward), activations (what the model returns), gradients,
-        communication buffers, optimizer state, temporaries (all else).
+        The timeline by kind: parameters, gathered parameters (also those that are only cast for the computation),
+        buffers, inputs, saved (for backward), activations (outputs of the model), gradients, communication buffers,
+        optimizer state, temporaries (everything else).
     ``nodes``
-        What each point of the timeline is, ``(graph, node)`` by name.
+        The point of the timeline as ``(graph, node)`` names.
     ``host``
-        As ``compositions``, of what is in host memory and not in files; all else here is of the device's.
+        Like ``compositions``, for host memory without files; everything else here is device memory.
     """
 
     timeline: tuple[int, ...]
@@ -95,12 +95,12 @@ class MemoryProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes live at once."""
+        """Peak bytes."""
         return max(self.timeline)
 
     @property
     def peak_node(self) -> str:
-        """The first node that computes while the most is live."""
+        """The first node at which live memory is at its peak."""
         return self.nodes[self.peak_index][1]
 
     @property
@@ -112,19 +112,19 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """What an optimizer's update takes: ``state`` bytes all the time, ``temporaries`` during the update only."""
+    """The memory of an optimizer in bytes: ``state`` all the time, ``temporaries`` only during the update."""
 
     state: int = 0
     temporaries: int = 0
 
 
 def profile_memory(gm: fx.GraphModule, granule: int = 1) -> MemoryProfile:
-    """Follow every storage of ``gm`` from the node that makes it to the last that uses a view of it.
+    """Follow every storage of ``gm`` from the node that allocates it to the last one that uses a view of it.
 
-    Inputs are there from the start. Parameters, buffers and the user's inputs belong to the caller and stay;
-    saved values and tangents are handed over and die after their last use. Results live to the end. The input of a
-    collective that is under way lives until its wait, unless it works on a copy. Every
-    allocation is rounded up to ``granule`` bytes.
+    Inputs are live from the start. Parameters, buffers and the user's inputs belong to the caller and stay live; saved
+    values and tangents belong to the graph and die after their last use. Results live to the end. The input of a
+    collective lives until its wait, unless the collective works on a copy. Every allocation is rounded up to
+    ``granule`` bytes.
     """
     return _profile({"graph": gm}, granule, ())
 
@@ -138,10 +138,9 @@ def profile_step(
 ) -> MemoryProfile:
     """The memory of a training step: forward, backward and the optimizer's update, one after the other.
 
-    What forward saves lives until its last use in backward. Of what the model returns, that which the loss
-    depends on is taken to be held by the caller until backward ends, the rest to be dropped after forward.
-    Gradients do not exist before backward (``zero_grad(set_to_none=True)``). ``update`` is what the optimizer's update
-    takes on the device, ``host_update`` on the host.
+    Saved values live until their last use in backward. The caller is assumed to hold the outputs that the loss depends
+    on until backward ends, and to drop the others after forward. Gradients do not exist before backward
+    (``zero_grad(set_to_none=True)``). ``update`` is the optimizer's memory on the device, ``host_update`` on the host.
     """
     graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
     return _profile(graphs, granule, (update, host_update))
@@ -150,7 +149,7 @@ def profile_step(
 def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[UpdateMemory, ...]) -> MemoryProfile:
     storages: list[Storage] = []
     points: list[tuple[str, str]] = []
-    left: dict[Role, list[Storage]] = {}  # what the graphs so far have left for later ones
+    left: dict[Role, list[Storage]] = {}  # storages of previous graphs that later ones use
     for name, gm in graphs.items():
         storages += _follow(gm, len(points), left, granule)
         points += [(name, node.name) for node in gm.graph.nodes]
@@ -175,7 +174,7 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[Upd
 
 
 def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, ...]]:
-    """Bytes that are live at each point by kind."""
+    """Live bytes at each point, by kind."""
     lines: dict[str, list[int]] = {}
     for storage in storages:
         line = lines.setdefault(storage.kind, [0] * (points + 1))
@@ -188,7 +187,7 @@ def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, 
 class Storage:
     """One allocation; it is live from node ``birth`` to node ``death``, both included.
 
-    Its ``place`` is the ``"device"``, the ``"host"``, or the ``"disk"``, where it takes no memory.
+    Its ``place`` is the ``"device"``, the ``"host"``, or the ``"disk"``, where it uses no memory.
     """
 
     nbytes: int
@@ -199,14 +198,14 @@ class Storage:
 
 
 def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
-    """The storages of one graph, whose first node is point ``start``; updates what is ``left`` for later graphs."""
+    """The storages of one graph, whose first node is point ``start``; updates ``left`` for later graphs."""
     nodes = list(gm.graph.nodes)
     known = {id(storage) for held in left.values() for storage in held}
     held = _storages(nodes, start, left, granule)
     for node in on_host(gm):
         for storage in held[node]:
-            if storage.place == "device":  # what an earlier graph has left may be known to be on disk
-                storage.place = "disk" if node.meta.get("in_file") else "host"
+            if storage.place == "device":  # a storage of an earlier graph may be on disk already
+                storage.place = "disk" if ON_DISK.get(node) else "host"
     _set_kinds(gm, {n: [s for s in each if id(s) not in known] for n, each in held.items()})
     _set_deaths(nodes, held, start)
     for role, node in placeholders(gm).items():
@@ -231,7 +230,7 @@ def _keep_what_the_loss_uses(graphs: dict[str, fx.GraphModule], left: dict[Role,
 def storages_of(gm: fx.GraphModule, granule: int = 1) -> dict[fx.Node, list[Storage]]:
     """The storages of each node's value, one per tensor in it; views share those of their base.
 
-    How long each lives is not told.
+    Their deaths are not set.
     """
     return _storages(list(gm.graph.nodes), 0, {}, granule)
 
@@ -244,8 +243,8 @@ def _storages(
     given: dict[torch.UntypedStorage, Storage] = {}
     for index, node in enumerate(nodes, start):
         tensors = _tensors(node.meta.get("val"))
-        if node.op == "placeholder" and node.meta["role"] in left:
-            held[node] = left[node.meta["role"]]
+        if node.op == "placeholder" and ROLE.of(node) in left:
+            held[node] = left[ROLE.of(node)]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
             held[node] = [given.setdefault(t.untyped_storage(), Storage(_nbytes(t, granule), start)) for t in tensors]
@@ -270,7 +269,7 @@ def _element(node: fx.Node, held: dict[fx.Node, list[Storage]]) -> list[Storage]
 
 
 def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
-    """What the node's operation returns, each value with the argument whose storage it shares, if any."""
+    """The results of the node's operation, each with the argument whose storage it shares, if any."""
     value = node.meta.get("val")
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if node.target in _UNDECLARED_VIEWS:
@@ -281,7 +280,7 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not isinstance(value, (tuple, list, torch.Tensor)):
         return [(value, None)]
-    values = [value] if len(schema.returns) == 1 else value  # the one may be a list of views, as of split
+    values = [value] if len(schema.returns) == 1 else value  # a single result may be a list of views, as of split
     return [(v, _aliased_argument(node, schema, r)) for v, r in zip(values, schema.returns, strict=True)]
 
 
@@ -308,16 +307,16 @@ def _nbytes(tensor: torch.Tensor, granule: int) -> int:
     return nbytes if granule == 1 else -(-nbytes // granule) * granule
 
 
-# -- how long a storage lives, and what it is ------------------------------------------------------
+# -- lifetime and kind of a storage ----------------------------------------------------------------
 
 
 def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[Storage]], start: int) -> None:
-    """A storage dies after the last use of the last value that holds it."""
+    """A storage dies after the last use of any value in it."""
     index = {node: i for i, node in enumerate(nodes, start)}
     end = start + len(nodes) - 1
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            handed_over = isinstance(node.meta.get("role"), (Saved, Tangent, Forwarded, Returned)) and node.users
+            handed_over = isinstance(ROLE.get(node), (Saved, Tangent, Forwarded, Returned)) and node.users
             last = max(index[user] for user in node.users) if handed_over else end
         else:
             last = max((index[user] for user in _uses(node)), default=index[node])
@@ -334,26 +333,26 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _works_on_a_copy(node: fx.Node) -> bool:
-    """Whether a collective lets go of its input when it has started.
+    """Whether a collective releases its input once it has started.
 
-    An all-reduce is functional: its result is made first, as a copy. Gloo's reduce-scatter reduces a copy that it keeps
-    to itself, which is no tensor of the program.
+    An all-reduce is functional: it first copies its input into its result. Gloo's reduce-scatter reduces an internal
+    copy, which is no tensor of the program.
     """
     gloo = node.meta["val"].device.type == "cpu"
     return node.target is ALL_REDUCE or (node.target is REDUCE_SCATTER and gloo)
 
 
 def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[Storage]]) -> None:
-    """Name each storage by its most telling node; the later a rule stands, the more it tells."""
+    """Set the kind of each storage by its most specific node; later rules are more specific."""
     nodes = list(gm.graph.nodes)
     rules: list[tuple[fx.Node, str]] = []
-    rules += [(node, "communication buffers") for node in nodes if "reduces" in node.meta]
+    rules += [(node, "communication buffers") for node in nodes if node in REDUCES]
     results = [(role, value) for role, value in outputs(gm) if role is not None and isinstance(value, fx.Node)]
     rules += sorted(((value, KINDS[type(role)]) for role, value in results), key=lambda rule: rule[1] == "saved")
-    rules += [(node, "saved") for node in nodes if node.meta.get("kind") == "saved"]
-    rules += [(node, "gathered parameters") for node in nodes if node.meta.get("kind") == "gathered"]
+    rules += [(node, "saved") for node in nodes if MEMORY_KIND.get(node) == "saved"]
+    rules += [(node, "gathered parameters") for node in nodes if MEMORY_KIND.get(node) == "gathered"]
     rules += [(node, "buffers") for node in nodes if node.op == "get_attr"]
-    rules += [(node, KINDS[type(node.meta["role"])]) for node in nodes if node.op == "placeholder"]
+    rules += [(node, KINDS[type(ROLE.of(node))]) for node in nodes if node.op == "placeholder"]
     for node, kind in rules:
         for storage in storages[node]:
             storage.kind = kind

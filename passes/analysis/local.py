@@ -1,4 +1,4 @@
-"""What a program's values are on one rank, where ranks differ: the shards of parameters whose rows do not divide."""
+"""The shapes of a program's values on one rank, where ranks differ: uneven shards of parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from shardgraph.passes.base import Context
 def on_rank(
     forward: fx.GraphModule, backward: fx.GraphModule | None, context: Context, rank: int
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """Copies of both halves whose parameters, also where they are saved for backward, have ``rank``'s shapes.
+    """Copies of both halves whose parameters, also those saved for backward, have ``rank``'s shapes.
 
-    What is computed from them, but for casts, has the same shape on every rank: shards are padded before they are sent.
+    Values computed from them, except for casts and copies, have the same shape on every rank, because shards are padded
+    before they are sent.
     """
     given: dict[Role, torch.Tensor] = {}
     forward = _reshape(forward, context, rank, given)
@@ -29,7 +30,7 @@ def on_rank(
 
 
 def shard_shape(context: Context, fqn: str, rank: int) -> tuple[int, ...]:
-    """The shape of ``rank``'s part of a parameter."""
+    """The shape of ``rank``'s shard of a parameter."""
     shape, entry = tuple(context.shapes[fqn]), context.parameters[fqn]
     if entry.shard_axis is None:
         return shape
@@ -40,12 +41,12 @@ def shard_shape(context: Context, fqn: str, rank: int) -> tuple[int, ...]:
 
 
 def shard_bytes(context: Context, fqn: str, rank: int) -> int:
-    """Bytes of ``rank``'s part of a parameter, as it is stored between steps."""
+    """Bytes of ``rank``'s shard of a parameter, as stored between steps."""
     return math.prod(shard_shape(context, fqn, rank)) * context.stored[fqn].itemsize
 
 
 def _reshape_copies(shard: fx.Node, shape: torch.Size, context: Context) -> None:
-    """Give ``shape`` to what has the elements of a shard: copies on the device, casts to what it is gathered in."""
+    """Set ``shape`` on values with the elements of a shard: copies to the device, and casts before the all-gather."""
     for user in shard.users:
         if user.target in (TO_DEVICE, WAIT_COPY, torch.ops.aten._to_copy.default):
             value = user.meta["val"]

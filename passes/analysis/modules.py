@@ -1,17 +1,19 @@
-"""Which module of the user's model a node belongs to."""
+"""The module of the user's model that a node belongs to."""
 
 from __future__ import annotations
 
 from torch import fx
 
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SUBJECT
+
 
 def module_of(node: fx.Node) -> str:
-    """The module's fully qualified name, ``""`` for the model itself or where nothing is known.
+    """The fully qualified name of the node's module; ``""`` for the model itself, or if unknown.
 
-    Nodes that a pass made for a parameter or a buffer belong to the module that owns it.
+    Nodes that a pass adds for a parameter or a buffer belong to the module that owns it.
     """
-    if "subject" in node.meta:
-        fqn = str(node.meta["subject"]).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
+    if node in SUBJECT:
+        fqn = str(SUBJECT.of(node)).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
         return fqn.rpartition(".")[0]
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    stack = MODULES.get(node) or FORWARD_MODULES.get(node)
     return list(stack.values())[-1][0] if stack else ""

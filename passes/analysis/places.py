@@ -1,6 +1,6 @@
-"""Where the values of a graph are: in the device's memory or in the host's.
+"""Where the values of a graph are: in device memory or in host memory.
 
-The rule is PyTorch's for devices. What an operation makes from values of the host is on the host; only copies cross.
+The rule is PyTorch's for devices: the result of an operation on host values is on the host; only copies move values.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError
+from shardgraph.ir.attributes import ON_HOST
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 
 
 def on_host(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose values are in host memory: placeholders with ``meta["host"]``, and what follows from them.
+    """The nodes whose values are in host memory: placeholders with ``ON_HOST``, and values computed from them.
 
     Raises:
-        GraphInvariantError: an operation takes values of both, which no accelerator could.
+        GraphInvariantError: an operation has operands in both memories, or a copy's operand is already in its target.
     """
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -32,7 +33,7 @@ def on_host(gm: fx.GraphModule) -> set[fx.Node]:
                 )
             host = given == {True}
         else:
-            host = bool(node.meta.get("host"))
+            host = bool(ON_HOST.get(node))
         if host:
             found.add(node)
     return found

@@ -1,4 +1,4 @@
-"""A program as rows, one per operation in the order in which they run: the table that every prediction is read from."""
+"""A program as rows, one per operation in execution order: the table from which every prediction is derived."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import VIEW, Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.ir import group_of, is_started, is_wait
+from shardgraph.ir.attributes import SOURCE, SUBJECT
 from shardgraph.ir.copies import DIRECTIONS
 from shardgraph.mesh import Mesh, size_along
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
@@ -22,7 +23,7 @@ from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: where it is, what it does and what that costs on one rank.
+    """One operation: its location in the program and the model, its work, and its cost on one rank.
 
     ``half``
         ``"forward"``, ``"backward"`` or ``"optimizer"``.
@@ -33,11 +34,11 @@ class Row:
     ``seconds``
         Time on its stream.
     ``memory``, ``host``
-        Bytes live as it ends, by kind, on the device and on the host.
+        Live bytes at its end by kind, on the device and on the host.
     ``waits``
-        How many rows before it stands the collective or copy that it waits for; 0 when it waits for none.
+        The distance in rows to the earlier collective or copy that it waits for; 0 if it waits for none.
     ``known``
-        False where an operation without a formula was priced by its bytes.
+        False for an operation without a formula, which is priced by its bytes.
     """
 
     half: str
@@ -61,16 +62,16 @@ class Row:
 
     @property
     def live(self) -> int:
-        """Bytes live as the operation ends."""
+        """Live bytes on the device at the end of the operation."""
         return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What the operations of a program cost on a cluster.
+    """The prices of a program's operations on a cluster; a quantity without a price raises when it is needed.
 
     Raises:
-        ClusterError: the device has no rate for an operation's arithmetic in its dtype, or says nothing of its host.
+        ClusterError: the device has no rate for an operation's kind of work in its dtype, or describes no host.
         ShardGraphError: a collective has no formula.
     """
 
@@ -100,7 +101,7 @@ class Prices:
         return link.latency + node.meta["val"].nbytes / link.bandwidth
 
     def computation(self, cost: NodeCost) -> float:
-        """Seconds of one operation that is no view."""
+        """Seconds of one operation that is not a view."""
         return compute.seconds(self.cluster.device, cost.kind, cost.dtype, cost.executed, cost.moved)
 
 
@@ -108,13 +109,13 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
     """The rows of graphs that run one after the other; ``memory`` is the profile of the same graphs.
 
     Raises:
-        ClusterError: the device has no rate for an operation's arithmetic in its dtype.
+        ClusterError: the device has no rate for an operation's kind of work in its dtype.
         ShardGraphError: a collective has no formula.
     """
     at = {point: i for i, point in enumerate(memory.nodes)}
     for half, gm in halves.items():
         costs = node_costs(gm, fused)
-        # Views are left out: no more is live at one than at the operation before it. What follows takes their time.
+        # Views have no rows: no more is live at one than at the previous operation. Their time is added to the next.
         shown = [n for n in gm.graph.nodes if costs[n].kind not in ("free", VIEW) or is_wait(n)]
         views = _views_before(gm, costs)
         index = {node: i for i, node in enumerate(shown)}
@@ -126,8 +127,8 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
                 node=node.name,
                 operation=str(getattr(node.target, "__name__", node.target)),
                 module=module_of(node),
-                source=node.meta.get("source", ""),
-                label=f"{operation_of(node)} of {node.meta.get('subject', node.name)}" if beside else node.name,
+                source=SOURCE.get(node, ""),
+                label=f"{operation_of(node)} of {SUBJECT.get(node, node.name)}" if beside else node.name,
                 kind=cost.kind,
                 dtype=cost.dtype,
                 stream=group_of(node) if collective else DIRECTIONS.get(node.target, ""),
@@ -144,7 +145,7 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
 
 
 def _views_before(gm: fx.GraphModule, costs: Mapping[fx.Node, NodeCost]) -> Counter[fx.Node]:
-    """How many views stand before each operation of the computation, since the one before it."""
+    """The number of views between each operation of the computation and the previous one."""
     views: Counter[fx.Node] = Counter()
     waiting = 0
     for node in gm.graph.nodes:

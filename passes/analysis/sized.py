@@ -1,9 +1,9 @@
-"""A program's values with sizes for shapes: polynomials in batch, sequence and mesh sizes instead of numbers.
+"""A program whose shapes are polynomials in batch, sequence and mesh sizes instead of numbers.
 
-The same program captured at a few batch sizes and sequence lengths shows how every dimension grows: as
-``a + b * batch + c * sequence + d * batch * sequence`` with whole coefficients. How the parts of parameters shrink with
-the mesh is known from the rewrites that made them. What is counted in values (FLOPs, bytes, what is live) follows, by
-the same passes that count it in numbers.
+The same program captured at a few batch sizes and sequence lengths determines every dimension as
+``a + b * batch + c * sequence + d * batch * sequence`` with integer coefficients. The dependence of parameter shards on
+the mesh is known from the passes that shard them. FLOPs, bytes and live memory follow, by the same analyses that count
+them in numbers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from torch.utils import _pytree as pytree
 from shardgraph import ir
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Parameter, Role, copy_graph, outputs, placeholders
+from shardgraph.ir.attributes import MEMORY_KIND, REDUCES, SUBJECT
 from shardgraph.mesh import Mesh
 from shardgraph.passes.base import Context
 
 Point = tuple[int, int]
-"""Batch and sequence of one capture; a model without a sequence has 0."""
+"""Batch size and sequence length of one capture; the length is 0 for a model without sequences."""
 
 
 class NotSizedError(ShardGraphError):
-    """A program whose sizes are no polynomials in batch and sequence."""
+    """The sizes of a program are not polynomials in batch and sequence."""
 
 
 class Sizes:
-    """The polynomials over batch, sequence, mesh axes and the rows of shards, and the symbols that they stand for."""
+    """The ring of polynomials in batch, sequence, mesh axes and the rows of shards, and their sympy symbols."""
 
     def __init__(self, mesh: Mesh, cut: Sequence[tuple[int, str]]) -> None:
-        """``cut`` are the rows of parameters with the axis that cuts them."""
+        """``cut`` are the rows of sharded parameters, each with its mesh axis."""
         self.batch, self.sequence = sympy.symbols("batch sequence", positive=True, integer=True)
         self.axes = {axis: sympy.Symbol(axis, positive=True, integer=True) for axis, _ in mesh}
         self._cut = list(dict.fromkeys(cut))
@@ -48,7 +49,7 @@ class Sizes:
         self._expressions: dict[PolyElement, sympy.Expr] = {}
 
     def constant(self, value: int) -> PolyElement:
-        """A size that nothing changes."""
+        """A constant size."""
         return self.ring(value)
 
     def axis(self, name: str) -> PolyElement:
@@ -56,11 +57,11 @@ class Sizes:
         return self._generators[2 + list(self.axes).index(name)]
 
     def longest(self, rows: int, axis: str) -> PolyElement:
-        """The rows of the longest shard of ``rows`` cut along an axis."""
+        """The rows of the longest shard of ``rows`` rows sharded over an axis."""
         return self._generators[2 + len(self.axes) + self._cut.index((rows, axis))]
 
     def expression(self, size: Any) -> sympy.Expr:
-        """A polynomial in the symbols; a number stays one."""
+        """A polynomial as a sympy expression; numbers are converted too."""
         if not isinstance(size, PolyElement):
             return sympy.sympify(size)
         if size not in self._expressions:
@@ -68,10 +69,10 @@ class Sizes:
         return self._expressions[size]
 
     def through(self, values: Sequence[int], points: Sequence[Point]) -> PolyElement:
-        """The polynomial that has ``values`` at ``points``: four, or two where there is no sequence, and a check.
+        """The polynomial through ``values`` at ``points``: four points, or two without a sequence, and one to check.
 
         Raises:
-            NotSizedError: there is none.
+            NotSizedError: there is no such polynomial.
         """
         if len(set(values)) == 1:
             return self.ring(values[0])
@@ -95,7 +96,7 @@ class Sizes:
 
 
 class SizedTensor(torch.Tensor):
-    """Stands for a value of a program; its ``shape`` and ``nbytes`` are polynomials."""
+    """A placeholder for a value of a program; its ``shape`` and ``nbytes`` are polynomials."""
 
     sizes: tuple[Any, ...]
     held: _SizedStorage
@@ -108,7 +109,7 @@ class SizedTensor(torch.Tensor):
         made.sizes, made.held, made.place = sizes, held, value.device
         return made
 
-    # The passes that count read these; torch's own signatures promise numbers.
+    # The analyses read these; torch's own signatures promise numbers.
 
     @property
     def shape(self) -> Any:  # type: ignore[override]
@@ -131,10 +132,10 @@ class SizedTensor(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class _SizedStorage:
-    """One for all values that lie in it."""
+    """One storage, shared by all values in it."""
 
     real: torch.UntypedStorage
-    """Kept, so that no later storage takes its address."""
+    """Kept alive, so that no later storage has its address."""
 
     size: Any
 
@@ -154,7 +155,7 @@ def size_program(
     """
     saved: dict[Role, _Part] = {}
     storages: dict[int, _SizedStorage] = {}
-    found = {}
+    found: dict[str, fx.GraphModule] = {}
     for name, first in samples[0].items():
         copy = copy_graph(first)
         columns = [list(each[name].graph.nodes) for each in samples]
@@ -176,7 +177,7 @@ def _sized(
     part: _Part | None,
     storages: dict[int, _SizedStorage],
 ) -> Any:
-    """What stands for a value; ``storages`` are what earlier ones lie in."""
+    """The sized value for a value's samples; ``storages`` are those of earlier values."""
     flat, spec = pytree.tree_flatten(values[0])
     columns = zip(*(pytree.tree_leaves(value) for value in values), strict=True)
     made = []
@@ -197,11 +198,11 @@ def _sized(
     return pytree.tree_unflatten(made, spec)
 
 
-# -- parts of parameters ---------------------------------------------------------------------------
+# -- shards of parameters --------------------------------------------------------------------------
 
 
 class _Part(NamedTuple):
-    """A value whose rows depend on the mesh: a shard, or a whole parameter with room for equally long shards."""
+    """A value whose rows depend on the mesh: a shard, or an unsharded parameter padded to equally long shards."""
 
     rows: PolyElement
     shard: bool
@@ -221,7 +222,7 @@ def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Ro
         elif role in saved:
             found[node] = saved[role]
     for node in gm.graph.nodes:
-        name = node.meta.get("reduces") or (node.meta.get("subject") if node.meta.get("kind") == "gathered" else None)
+        name = REDUCES.get(node) or (SUBJECT.get(node) if MEMORY_KIND.get(node) == "gathered" else None)
         if name not in shards or node in found:
             continue
         source = found.get(node.args[0])
@@ -230,5 +231,5 @@ def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Ro
         elif node.target is ir.ALL_GATHER or (node.target is ir.pad_shard and source is None):
             found[node] = wholes[name]
         elif source is not None and source.shard:
-            found[node] = source  # a wait, a sum over replicas, a division: like what it is given
+            found[node] = source  # a wait, an all-reduce over replicas, a division: the shape of the operand
     return found

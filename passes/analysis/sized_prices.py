@@ -1,4 +1,4 @@
-"""What operations of sizes that are polynomials cost, as expressions."""
+"""The prices of operations with symbolic sizes, as expressions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Link(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedPrices(Prices):
-    """As :class:`shardgraph.passes.analysis.rows.Prices`, in the symbols of ``sizes``."""
+    """Like :class:`shardgraph.passes.analysis.rows.Prices`, as expressions in the symbols of ``sizes``."""
 
     sizes: Sizes
 
@@ -69,7 +69,7 @@ class SizedPrices(Prices):
         return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, moved, EXPRESSIONS)
 
     def _sizes(self, node: fx.Node) -> tuple[Any, Any, Any]:
-        """Bytes given and gotten, and ranks. Only of parts is it said what a mesh that does not divide them adds."""
+        """Input bytes, output bytes and ranks; computed from the shard, whose size includes padding for uneven rows."""
         given, gotten = (self.sizes.expression(n.meta["val"].nbytes) for n in (node.args[0], node))
         ranks = sympy.Mul(*(self.sizes.axes[axis] for axis in axes_of(group_of(node))))
         if node.target is ALL_GATHER:

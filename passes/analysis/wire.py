@@ -1,4 +1,4 @@
-"""What a graph communicates: counts and bytes on the wire, per operation and mesh axis."""
+"""The communication of a graph: counts and bytes on the wire, per operation and mesh axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardgraph.mesh import Mesh, size_along
 
 @dataclass(frozen=True)
 class Traffic:
-    """The calls of one operation over one mesh axis: how many, and the bytes that a rank sends in them."""
+    """The calls of one operation over one mesh axis: their number, and the bytes that a rank sends in them."""
 
     operation: str
     axis: str
@@ -33,21 +33,21 @@ class CommunicationSummary:
 
 
 def summarize_communication(gm: fx.GraphModule, mesh: Mesh) -> CommunicationSummary:
-    """Count the collectives of a symbolic graph and what each rank of ``mesh`` sends in one run of it.
+    """Count the collectives of a symbolic graph and the bytes that each rank of ``mesh`` sends in one run of it.
 
     Raises:
         ShardGraphError: a collective has no formula.
     """
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
     for node in collectives(gm):
         key = (operation_of(node), group_of(node))
-        count, nbytes = found.get(key, (0, 0))
-        found[key] = (count + 1, nbytes + node_wire_bytes(node, mesh))
-    return CommunicationSummary(tuple(Traffic(*key, *value) for key, value in found.items()))
+        count, nbytes = totals.get(key, (0, 0))
+        totals[key] = (count + 1, nbytes + node_wire_bytes(node, mesh))
+    return CommunicationSummary(tuple(Traffic(*key, *value) for key, value in totals.items()))
 
 
 def wire_bytes(gm: fx.GraphModule, mesh: Mesh) -> dict[str, int]:
-    """Bytes that each rank sends over each axis of ``mesh`` (or several at once) in one run of a symbolic graph."""
+    """Bytes that each rank sends over each axis of ``mesh`` (or several axes) in one run of a symbolic graph."""
     total: Counter[str] = Counter({axis: 0 for axis, _ in mesh})
     for row in summarize_communication(gm, mesh).rows:
         total[row.axis] += row.nbytes

@@ -9,14 +9,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import SCORES, SOURCE
 from shardgraph.passes.base import Context
 from shardgraph.passes.chunking.region import NotByRowsError, described, find_region
-from shardgraph.passes.chunking.writer import write_chunks
+from shardgraph.passes.chunking.write_chunks import write_chunks
 
 LOSS_CHUNK = 64 * 2**20
 """Bytes of scores at a time where a budget of memory asks for chunks: many rows still, and little beside layers."""
-SCORES = "scores"
-"""``meta[SCORES]`` marks the operations that normalise scores, as captured or as lowered."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class MarkScores:
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for number, node in enumerate(_normalisations(gm)):
-            node.meta[SCORES] = number
+            SCORES.set(node, number)
 
 
 def _normalisations(gm: fx.GraphModule) -> list[fx.Node]:
@@ -64,11 +63,11 @@ class ChunkLoss:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.loss_chunk is None:
             return
-        found = {node.meta[SCORES] for node in gm.graph.nodes if SCORES in node.meta}
+        found = {SCORES.of(node) for node in gm.graph.nodes if node in SCORES}
         if not found:
             context.notes.append("loss_chunk: no cross-entropy is in the graph, so nothing is computed in chunks")
         for number in sorted(found):
-            left = [node for node in gm.graph.nodes if node.meta.get(SCORES) == number]
+            left = [node for node in gm.graph.nodes if SCORES.get(node) == number]
             if left:  # not in chunks already, together with another loss of the same scores
                 context.notes.append(_chunk(gm, left[0], context.plan.loss_chunk, context))
 
@@ -83,8 +82,8 @@ def _chunk(gm: fx.GraphModule, scores: fx.Node, nbytes: int, context: Context) -
             return f"{described(region)} are within a chunk of the loss"
         size = math.ceil(region.rows / count)
         bounds = [(start, min(start + size, region.rows)) for start in range(0, region.rows, size)]
-        write_chunks(gm, region, bounds, context.fake_mode)
+        write_chunks(gm, region, bounds, context.values)
     except NotByRowsError as error:
-        where = scores.meta.get("source") or scores.name
+        where = SOURCE.get(scores) or scores.name
         return f"the scores of the loss at {where} are not computed in chunks: {error}"
     return f"{described(region)} are computed {size} rows at a time, in {len(bounds)} chunks"

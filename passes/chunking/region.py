@@ -17,6 +17,7 @@ from torch import fx
 
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Output, outputs
+from shardgraph.ir.attributes import SOURCE
 from shardgraph.passes.chunking.rows import SUMMED, WHOLE, Form, form_of
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.sharding.legal import Value, value_of
@@ -162,7 +163,7 @@ def halves(gm: fx.GraphModule, region: Region) -> tuple[list[fx.Node], list[fx.N
 
 def _described(node: fx.Node) -> str:
     name = str(node.target).removeprefix("aten.")
-    where = f" ({node.meta['source']})" if node.meta.get("source") else ""
+    where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
     return f"{name}{where}"
 
 
@@ -170,6 +171,6 @@ def described(region: Region) -> str:
     """The scores for people."""
     shape = list(region.product.meta["val"].shape)
     return (
-        f"scores {shape} of the loss at {region.product.meta.get('source') or region.product.name}, "
+        f"scores {shape} of the loss at {SOURCE.get(region.product) or region.product.name}, "
         f"{format_bytes(region.whole_bytes)},"
     )

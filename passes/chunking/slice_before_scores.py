@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import Change, carried
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.base import Context
+from shardgraph.passes.builder import Builder
 from shardgraph.passes.sharding.options import operands
 
 aten = torch.ops.aten
@@ -40,7 +43,7 @@ class SliceBeforeScores:
             forward = _forward(scores)
             backward = None if forward is None else _backward(gm, forward)
             if forward is not None and backward is not None:
-                _rewrite(gm, forward, backward, context.fake_mode)
+                _rewrite(gm, forward, backward, context.values)
                 gm.graph.eliminate_dead_code()
 
 
@@ -138,14 +141,11 @@ def _is_turned(node: Any) -> bool:
     return node.target is aten.t.default or (node.target is aten.transpose.int and node.meta["val"].dim() == 2)
 
 
-def _rewrite(gm: fx.GraphModule, forward: _Forward, backward: _Backward | tuple[()], fake_mode: Any) -> None:
+def _rewrite(gm: fx.GraphModule, forward: _Forward, backward: _Backward | tuple[()], values: Propagation) -> None:
     def call(before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node before another, labelled as ``like``."""
-        given, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with gm.graph.inserting_before(before), fake_mode:
-            node = gm.graph.call_function(target, args, kwargs)
-            node.meta = {**like.meta, "val": target(*given, **named)}
-        return node
+        build = Builder(gm.graph, values, carried(Change.REWRITTEN, like), after=before.prev)
+        return build.call(target, *args, **kwargs)
 
     product, cut, hidden = forward.product, forward.cut, forward.hidden
     *rows, _ = operands(cut)[0].meta["val"].shape

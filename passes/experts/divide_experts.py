@@ -13,9 +13,9 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from shardgraph.passes.base import Context
+from shardgraph.passes.experts.exchange import ExchangeBuilder
 from shardgraph.passes.experts.find import find_experts
 from shardgraph.passes.experts.problem import choose_experts
-from shardgraph.passes.experts.writer import ExchangeWriter
 from shardgraph.passes.sharding.legal import value_of
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.options import Option, operands
@@ -52,7 +52,7 @@ class DivideExperts:
             record_placement(context, fqn, position, Shard(0) if fqn in experts else REPLICATE)
         chosen = choose_experts(gm, parts, experts)
         _note_gathered(chosen, context)
-        lower(gm, chosen, ExchangeWriter(fx.Graph(), context.fake_mode, self.axis, parts))
+        lower(gm, chosen, ExchangeBuilder(fx.Graph(), context.values, self.axis))
 
 
 def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:

@@ -9,6 +9,7 @@ from torch import fx
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter, placeholders
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.experts.problem import ExpertOptions
 from shardgraph.passes.experts.rules import same_on_all_ranks
 from shardgraph.passes.sharding.layout_rules import order_of
@@ -55,7 +56,7 @@ def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:
     from_parameter: dict[fx.Node, fx.Node] = {}
     found: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
-        role = node.meta.get("role")
+        role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() == 3:
             from_parameter[node] = node
         elif node.op == "call_function" and node.target is not operator.getitem and _keeps_rows(node):
@@ -65,7 +66,7 @@ def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:
             factors = node.args[-2:]
             for factor, other in (factors, factors[::-1]):
                 if factor in from_parameter and other not in common:
-                    found[from_parameter[factor].meta["role"].fqn] = from_parameter[factor]
+                    found[ROLE.of(from_parameter[factor]).fqn] = from_parameter[factor]
     return found
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Parameter, outputs, placeholders
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.experts.rules import expert_options, same_on_all_ranks
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
@@ -87,7 +88,7 @@ def choose_experts(gm: fx.GraphModule, parts: int, experts: Collection[str]) -> 
     options: dict[fx.Node, list[Option]] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            cut = _names(node.meta.get("role"), experts)
+            cut = _names(ROLE.get(node), experts)
             options[node] = [Option((), (Shard(0) if cut else REPLICATE,))]
         elif node.op == "call_function" and node.target is not operator.getitem:
             options[node] = legal.of(node)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Buffer, Parameter
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.sharding.layout_rules import order_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
@@ -44,7 +45,7 @@ def same_on_all_ranks(gm: fx.GraphModule) -> set[fx.Node]:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             same = not random and found.issuperset(node.all_input_nodes)
         else:
-            same = node.op == "get_attr" or isinstance(node.meta.get("role"), (Parameter, Buffer))
+            same = node.op == "get_attr" or isinstance(ROLE.get(node), (Parameter, Buffer))
         if same:
             found.add(node)
     return found

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Forwarded, IntermediateBase, Output, Saved, outputs, placeholders
+from shardgraph.ir.attributes import MEMORY_KIND, OFFLOADED_BY, ROLE
 from shardgraph.passes.analysis.liveness import Storage, storages_of
 from shardgraph.passes.recompute.values import layers_of
 
@@ -55,7 +56,7 @@ def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]
     marked: dict[Storage, frozenset[str]] = {}
     for node in forward.graph.nodes:
         for storage in held[node]:
-            marked[storage] = marked.get(storage, frozenset()) | node.meta.get("offload", frozenset())
+            marked[storage] = marked.get(storage, frozenset()) | OFFLOADED_BY.get(node, frozenset())
     found = []
     for role, node in saved:
         if len(held[node]) != 1 or not given[role].users or not isinstance(value := node.meta["val"], torch.Tensor):
@@ -81,8 +82,8 @@ def window_of(kept: Sequence[Kept]) -> int:
 
 def _staying(forward: fx.GraphModule, held: dict[fx.Node, list[Storage]]) -> Iterator[Storage]:
     for node in forward.graph.nodes:
-        given = node.op == "get_attr" or (node.op == "placeholder" and not isinstance(node.meta["role"], Forwarded))
-        if given or node.meta.get("kind") == "gathered":
+        given = node.op == "get_attr" or (node.op == "placeholder" and not isinstance(ROLE.of(node), Forwarded))
+        if given or MEMORY_KIND.get(node) == "gathered":
             yield from held[node]
     for role, node in outputs(forward):
         if isinstance(role, (Output, IntermediateBase)) and isinstance(node, fx.Node):

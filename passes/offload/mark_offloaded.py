@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Forwarded
+from shardgraph.ir.attributes import MEMORY_KIND, MODULES, OFFLOADED_BY, RECOMPUTE, ROLE
 from shardgraph.passes.base import Context
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.plans.annotations.kinds import offload
@@ -20,10 +21,10 @@ from shardgraph.plans.plan import Plan
 
 @dataclass(frozen=True)
 class MarkOffloaded:
-    """Takes a joint graph; marks with ``meta["offload"]``, a set of patterns, what ``offload()`` of modules names.
+    """Takes a joint graph; marks with ``OFFLOADED_BY``, a set of patterns, what ``offload()`` of modules names.
 
     That is what the module computes, and where it is computed again in backward, what it is computed again from. Where
-    anything is offloaded, by annotations or by the plan, forward's views get ``meta["again"]``: the split then keeps
+    anything is offloaded, by annotations or by the plan, forward's views get ``RECOMPUTE``: the split then keeps
     what they are views of, so that a storage is one value, however many views of it backward reads, and can be moved
     as one. To make a view again takes no memory.
 
@@ -46,11 +47,11 @@ class MarkOffloaded:
                 for pattern in patterns:
                     if any(matches(pattern, path) for path in _modules_around(node)):
                         for each in _kept_for(node):
-                            each.meta["offload"] = {*each.meta.get("offload", ()), pattern}
+                            OFFLOADED_BY.set(each, OFFLOADED_BY.get(each, frozenset()) | {pattern})
         for view, whole in views.items():
-            kept = whole.op == "call_function" or isinstance(whole.meta.get("role"), Forwarded)
-            if kept and not whole.meta.get("again"):
-                view.meta["again"] = True
+            kept = whole.op == "call_function" or isinstance(ROLE.get(whole), Forwarded)
+            if kept and not RECOMPUTE.get(whole):
+                RECOMPUTE.set(view, True)
 
 
 def offloads(plan: Plan) -> bool:
@@ -60,7 +61,7 @@ def offloads(plan: Plan) -> bool:
 
 def _modules_around(node: fx.Node) -> Iterator[str]:
     yield ""
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+    for path, _ in MODULES.get(node, {}).values():
         yield path
 
 
@@ -69,7 +70,7 @@ def _kept_for(node: fx.Node) -> Iterator[fx.Node]:
     stack, seen = [node], {node}
     while stack:
         each = stack.pop()
-        if each.meta.get("again"):
+        if RECOMPUTE.get(each):
             stack += [operand for operand in each.all_input_nodes if operand not in seen]
             seen.update(each.all_input_nodes)
         else:
@@ -80,7 +81,7 @@ def _views(gm: fx.GraphModule, inside: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Forward's views, and what each is a view of, which is none."""
     found: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node in inside and "kind" not in node.meta and _is_view(node, found):
+        if node.op == "call_function" and node in inside and node not in MEMORY_KIND and _is_view(node, found):
             viewed = node.args[0]
             found[node] = found.get(viewed, viewed)
     return found

@@ -9,9 +9,10 @@ from torch import fx
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Saved, outputs, set_outputs
+from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.base import Context
-from shardgraph.passes.emitter import Emitter
+from shardgraph.passes.builder import Builder
 from shardgraph.passes.offload.kept import Kept, kept_values, window_of
 from shardgraph.passes.offload.mark_offloaded import offloads
 from shardgraph.passes.offload.window import awaited, started, staying
@@ -47,7 +48,6 @@ def offload_activations(
     _copy_back(backward, context, wanted, stays, window)
     for half in (forward, backward):
         half.graph.lint()
-        half.recompile()
     return all_kept
 
 
@@ -93,12 +93,13 @@ def _copy_away(
     for each, at in zip(kept, until, strict=True):
         if each not in stays:
             value, after = each.value, kept[at].done
-            value.meta["kind"] = "saved"
-            wait = _emitter(gm, context, latest.get(after, after), value).to_host(value)
+            MEMORY_KIND.set(value, "saved")
+            wait = _builder(gm, context, latest.get(after, after), value).to_host(value)
             (given[-1] if value.op == "placeholder" else value).append(wait.args[0])
             _is_copy_of(value, wait)
             copies[value] = latest[after] = wait
-            each.given.meta.update(val=wait.meta["val"], host=True)
+            each.given.meta["val"] = wait.meta["val"]
+            ON_HOST.set(each.given, True)
     set_outputs(gm, [(role, copies.get(node, node) if isinstance(role, Saved) else node) for role, node in outputs(gm)])
 
 
@@ -115,8 +116,8 @@ def _copy_back(
         arrivals[i] = each.first
         if each not in stays:
             users = list(each.given.users)
-            emit = _emitter(gm, context, each.first.prev, each.value)
-            wait = emit.to_device(each.given, each.value.meta["val"].device)
+            build = _builder(gm, context, each.first.prev, each.value)
+            wait = build.to_device(each.given, each.value.meta["val"].device)
             _is_copy_of(each.value, wait)
             if arrivals[at] is not each.first:
                 arrivals[at].prepend(wait.args[0])
@@ -125,14 +126,18 @@ def _copy_back(
             arrivals[i] = wait
 
 
-def _emitter(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Node) -> Emitter:
-    subject = ".".join(part for part in (module_of(value), value.name) if part)
-    labels = {"kind": "saved", "made_by": "offload-activations"}
-    return Emitter(gm, context, after, subject, value.meta.get("source", ""), **labels)
+def _builder(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Node) -> Builder:
+    labels = {
+        SUBJECT: ".".join(part for part in (module_of(value), value.name) if part),
+        SOURCE: SOURCE.get(value, ""),
+        MEMORY_KIND: "saved",
+        MADE_BY: "offload-activations",
+    }
+    return Builder(gm.graph, context.values, labels, after=after)
 
 
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
     """Say what the copied value must be equal to, for whoever looks for what is wrong."""
-    equals = value.meta.get("equals") if "made_by" in value.meta else value.name
-    if equals and not value.meta.get("placed"):
-        wait.meta["equals"] = equals
+    equals = EQUALS.get(value) if value in MADE_BY else value.name
+    if equals and not PLACEMENTS.get(value):
+        EQUALS.set(wait, equals)

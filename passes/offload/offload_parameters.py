@@ -14,8 +14,21 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
+from shardgraph.ir.attributes import (
+    CAST_OF,
+    EQUALS,
+    MEAN_OF,
+    MEMORY_KIND,
+    ON_DISK,
+    ON_HOST,
+    PLACEMENTS,
+    RECOMPUTE,
+    REDUCES,
+    SOURCE,
+    SUBJECT,
+)
 from shardgraph.passes.base import Context
-from shardgraph.passes.emitter import Emitter
+from shardgraph.passes.builder import Builder
 
 _HOST = torch.device("cpu")
 
@@ -26,8 +39,8 @@ class OffloadParameters:
     are in host memory.
 
     Before the first use of such a placeholder stand the start of a copy to the device and its wait; what was done with
-    the parameter (a cast, a gather) is done with the copy. Both have ``meta["kind"] == "gathered"``, and are done again
-    in backward where the parameter is resharded after forward (``meta["again"]``).
+    the parameter (a cast, a gather) is done with the copy. Both have the ``MEMORY_KIND`` ``"gathered"``, and are done
+    again in backward where the parameter is resharded after forward (``RECOMPUTE``).
 
     Must not change: what the computation sees.
     """
@@ -49,7 +62,7 @@ class OffloadGradients:
     """Takes a joint graph that returns gradients as they are stored; gives one that returns those of offloaded
     parameters in host memory.
 
-    The copies are part of what ``meta["reduces"]`` marks, for the parameter's name: ``no_sync`` leaves them out and
+    The copies are part of what ``REDUCES`` marks, for the parameter's name: ``no_sync`` leaves them out and
     adds up on the device.
 
     Must not change: other results.
@@ -65,10 +78,10 @@ class OffloadGradients:
         for role, value in outputs(gm):
             of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
             if of_parameter and isinstance(value, fx.Node) and context.parameters[role.of.fqn].offload:
-                fqn, source = role.of.fqn, value.meta.get("source", "")
-                averages = value.meta.get("averages", value.meta.get("casts", value.name))
-                value = Emitter(gm, context, value, f"gradient of {fqn}", source, reduces=fqn).to_host(value)
-                value.meta["averages"] = averages
+                mean_of, fqn = MEAN_OF.get(value, CAST_OF.get(value, value.name)), role.of.fqn
+                labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(value, ""), REDUCES: fqn}
+                value = Builder(gm.graph, context.values, labels, after=value).to_host(value)
+                MEAN_OF.set(value, mean_of)
             results.append((role, value))
         set_outputs(gm, results)
 
@@ -76,15 +89,17 @@ class OffloadGradients:
 def _load(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
     """Make the placeholder the host's, and copy it before its first use."""
     value, users = node.meta["val"], list(node.users)
-    node.meta.update(host=True, in_file=context.plan.offload.disk is not None)
+    ON_HOST.set(node, True)
+    ON_DISK.set(node, context.plan.offload.disk is not None)
     with context.fake_mode:
         node.meta["val"] = torch.empty_like(value, device=_HOST)
     if users:
         first = min(users, key=order.__getitem__)
         again = context.parameters[fqn].reshard_after_forward
-        emit = Emitter(gm, context, first.prev, fqn, first.meta.get("source", ""), kind="gathered", again=again)
-        copy = emit.to_device(node, value.device)
-        if not any(each.meta.get("equals") == node.name for each in gm.graph.nodes):
-            copy.meta.update(equals=node.name, placed=node.meta.get("placed", {}))
+        labels = {SUBJECT: fqn, SOURCE: SOURCE.get(first, ""), MEMORY_KIND: "gathered", RECOMPUTE: again}
+        copy = Builder(gm.graph, context.values, labels, after=first.prev).to_device(node, value.device)
+        if not any(EQUALS.get(each) == node.name for each in gm.graph.nodes):
+            EQUALS.set(copy, node.name)
+            PLACEMENTS.set(copy, PLACEMENTS.get(node, {}))
         for user in users:
             user.replace_input_with(node, copy)

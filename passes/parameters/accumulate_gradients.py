@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Accumulated, Gradient, Parameter, Role, outputs, set_outputs
+from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
 from shardgraph.passes.base import Context
+from shardgraph.passes.builder import Builder
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class KeepGradientsLocal:
         for role, value in outputs(gm):
             results.append((role, local_gradient(value) if isinstance(value, fx.Node) else value))
         set_outputs(gm, results)
-        for node in [n for n in reversed(gm.graph.nodes) if "reduces" in n.meta]:
+        for node in [n for n in reversed(gm.graph.nodes) if n in REDUCES]:
             gm.graph.erase_node(node)
 
 
@@ -54,13 +56,11 @@ class AddAccumulated:
             local = local_gradient(value)
             if local is value:
                 continue
-            users = [user for user in local.users if "reduces" in user.meta]
+            users = [user for user in local.users if user in REDUCES]
             with gm.graph.inserting_before(first):
-                earlier = gm.graph.placeholder(f"accumulated_{local.name}")
-            earlier.meta.update(role=Accumulated(role.of), val=local.meta["val"])
-            with gm.graph.inserting_after(local):
-                total = gm.graph.call_function(torch.ops.aten.add.Tensor, (local, earlier))
-            total.meta.update(val=local.meta["val"], source=local.meta.get("source", ""))
+                earlier = new_placeholder(gm.graph, f"accumulated_{local.name}", Accumulated(role.of), local)
+            build = Builder(gm.graph, context.values, carried(Change.MERGED, local), after=local)
+            total = build.call(torch.ops.aten.add.Tensor, local, earlier)
             for user in users:
                 user.replace_input_with(local, total)
 
@@ -68,6 +68,6 @@ class AddAccumulated:
 def local_gradient(reduced: fx.Node) -> fx.Node:
     """This rank's own gradient, from the end of the chain that reduces it."""
     node: Any = reduced
-    while "reduces" in node.meta:
+    while node in REDUCES:
         node = node.args[0]
     return node

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from shardgraph.ir import Buffer, Mutation, Role, outputs, set_outputs
+from shardgraph.ir.attributes import MEAN_OF, SOURCE, SUBJECT
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context
-from shardgraph.passes.emitter import Emitter
+from shardgraph.passes.builder import Builder
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ class AverageBuffers:
 def _average(gm: fx.GraphModule, context: Context, fqn: str, value: fx.Node) -> fx.Node:
     if context.plan.data_size == 1 or not value.meta["val"].is_floating_point():
         return value
-    emit = Emitter(gm, context, value, f"buffer {fqn}", value.meta.get("source", ""))
-    node = emit.all_reduce(value, together(axis for axis, _ in context.plan.data_mesh))
-    node = emit.scale(node, context.plan.data_size)
-    node.meta["averages"] = value.name
+    labels = {SUBJECT: f"buffer {fqn}", SOURCE: SOURCE.get(value, "")}
+    build = Builder(gm.graph, context.values, labels, after=value)
+    total = build.all_reduce(value, together(axis for axis, _ in context.plan.data_mesh))
+    node = build.call(torch.ops.aten.div.Tensor, total, context.plan.data_size)
+    MEAN_OF.set(node, value.name)
     return node

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
+from shardgraph.ir.attributes import CAST_OF, EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
-from shardgraph.passes.emitter import Emitter
+from shardgraph.passes.builder import Builder
 from shardgraph.plans.precision import dtype_of
 
 
@@ -49,14 +50,15 @@ def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
     """Make the placeholder the stored parameter, and cast it before its first use."""
     computed, users = node.meta["val"], list(node.users)
     with context.fake_mode:
-        node.meta["val"] = torch.empty(computed.shape, dtype=context.stored[fqn], device=computed.device)
+        node.meta["val"] = torch.empty_like(computed, dtype=context.stored[fqn])
     if users:
         first = min(users, key=order.__getitem__)
         again = context.parameters[fqn].reshard_after_forward
-        emit = Emitter(gm, context, first.prev, fqn, first.meta.get("source", ""), kind="gathered", again=again)
-        cast = emit.cast(node, computed.dtype)
+        labels = {SUBJECT: fqn, SOURCE: SOURCE.get(first, ""), MEMORY_KIND: "gathered", RECOMPUTE: again}
+        cast = Builder(gm.graph, context.values, labels, after=first.prev).cast(node, computed.dtype)
         if context.parameters[fqn].shard_axis is None:
-            cast.meta.update(equals=node.name, placed=node.meta.get("placed", {}))
+            EQUALS.set(cast, node.name)
+            PLACEMENTS.set(cast, PLACEMENTS.get(node, {}))
         for user in users:
             user.replace_input_with(node, cast)
 
@@ -66,8 +68,7 @@ def _cast_gradients(gm: fx.GraphModule, context: Context, dtype: torch.dtype) ->
     for role, value in outputs(gm):
         of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
         if of_parameter and isinstance(value, fx.Node) and value.meta["val"].dtype != dtype:
-            name, source = value.name, value.meta.get("source", "")
-            value = Emitter(gm, context, value, f"gradient of {role.of.fqn}", source).cast(value, dtype)
-            value.meta["casts"] = name
+            labels = {SUBJECT: f"gradient of {role.of.fqn}", SOURCE: SOURCE.get(value, ""), CAST_OF: value.name}
+            value = Builder(gm.graph, context.values, labels, after=value).cast(value, dtype)
         results.append((role, value))
     set_outputs(gm, results)

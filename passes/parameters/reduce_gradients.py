@@ -9,9 +9,12 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, set_outputs, trim_shard
+from shardgraph.ir.attributes import CAST_OF, MEAN_OF, REDUCES, SOURCE, SUBJECT
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context
-from shardgraph.passes.emitter import Emitter, padded_rows
+from shardgraph.passes.builder import Builder, padded_rows
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class ReduceGradients:
     their gradients are sums already. The reduction is done in the dtype that the gradient comes in, and its result cast
     to that in which the parameter is stored.
 
-    Every node made here has ``meta["reduces"]``, the parameter's name. Must not change: gradients of inputs.
+    Every node made here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
     """
 
     name: ClassVar[str] = "reduce-gradients"
@@ -46,42 +49,42 @@ class ReduceGradients:
 def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
     """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
     entry, world = context.parameters[fqn], context.plan.data_size
-    sums = context.sums.get(fqn, [])
-    emit = Emitter(gm, context, gradient, f"gradient of {fqn}", gradient.meta.get("source", ""), reduces=fqn)
+    sums = context.sums.get(fqn, ())
+    labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, ""), REDUCES: fqn}
+    build = Builder(gm.graph, context.values, labels, after=gradient)
     node = gradient
     stored = context.stored.get(fqn, gradient.meta["val"].dtype)
     if world == 1 and not sums:
-        return node if node.meta["val"].dtype == stored else emit.cast(node, stored)
+        return node if node.meta["val"].dtype == stored else build.cast(node, stored)
     early = gradient.meta["val"].dtype == torch.float16 and world > 1
     if early:
-        node = emit.scale(node, world)
+        node = build.call(aten.div.Tensor, node, world)
 
     mesh = context.plan.mesh
     shard_axis = entry.shard_axis
-    rows, *rest = context.shapes[fqn] or (0,)
+    rows = context.shapes[fqn][0] if context.shapes[fqn] else 0
     scattered = shard_axis is not None and entry.gradient == "reduce_scatter"
     if scattered:
         axis, size = mesh[shard_axis]
         full = padded_rows(rows, size)
         if full != rows:
-            node = emit.pad_rows(node, full)
-        node = emit.reduce_scatter(node, axis)
+            node = build.pad_rows(node, full)
+        node = build.reduce_scatter(node, axis)
     done = {mesh[position][0] for position in entry.splits}  # as of experts, whose gradients are of all ranks' tokens
     if scattered:
         done.add(mesh[shard_axis][0])
     summed = {*(axis for axis, _ in context.plan.data_mesh), *sums} - done
     if summed:  # in one collective over all of them
-        node = emit.all_reduce(node, together(axis for axis in context.plan.axes if axis in summed))
+        node = build.all_reduce(node, together(axis for axis in context.plan.axes if axis in summed))
     if not early and world > 1:
-        node = emit.scale(node, world)
+        node = build.call(aten.div.Tensor, node, world)
     if shard_axis is not None:
         axis, size = mesh[shard_axis]
-        longest = padded_rows(rows, size) // size
         if not scattered:
-            node = emit.call(local_chunk, (node, rows, axis), (longest, *rest), node.meta["val"])
-        elif longest * size != rows:
-            node = emit.call(trim_shard, (node, rows, axis), (longest, *rest), node.meta["val"])
+            node = build.call(local_chunk, node, rows, axis)
+        elif padded_rows(rows, size) != rows:
+            node = build.call(trim_shard, node, rows, axis)
     if node.meta["val"].dtype != stored:
-        node = emit.cast(node, stored)
-    node.meta["averages"] = gradient.meta.get("casts", gradient.name)
+        node = build.cast(node, stored)
+    MEAN_OF.set(node, CAST_OF.get(gradient, gradient.name))
     return node

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from shardgraph.ir import Parameter, placeholders
+from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
-from shardgraph.passes.emitter import Emitter, padded_rows
+from shardgraph.passes.builder import Builder, padded_rows
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class ShardParameters:
 
     Each sharded parameter's placeholder becomes this rank's shard (its value has rank 0's shape, the
     longest). Before its first use stand: a zero-padding of the shard where rows do not divide, an
-    all-gather, its wait, and the cut back to the parameter's rows. These nodes have ``meta["kind"] ==
-    "gathered"``; where the plan says ``reshard_after_forward`` they also have ``meta["again"]``, which tells the
-    split to gather again in backward rather than to keep. A parameter nobody uses is not gathered.
+    all-gather, its wait, and the cut back to the parameter's rows. These nodes have the ``MEMORY_KIND`` ``"gathered"``;
+    ``RECOMPUTE`` is as the plan's ``reshard_after_forward``, and tells the split to gather again in backward rather
+    than to save. A parameter nobody uses is not gathered.
 
     Must not change: anything downstream, which sees a tensor equal to the whole parameter.
     """
@@ -48,20 +48,24 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order:
     rows, *rest = context.shapes[fqn]
     longest = padded_rows(rows, size) // size
     users = [user for user in node.users if user.op != "output"]
-    whole = node.meta["val"]
-    with context.fake_mode:
-        node.meta["val"] = torch.empty((longest, *rest), dtype=whole.dtype, device=whole.device)
+    node.meta["val"] = context.values.empty((longest, *rest), node.meta["val"])
     if not users:
         return
 
     first = min(users, key=order.__getitem__)
-    tag = {"kind": "gathered", "again": entry.reshard_after_forward}
-    emit = Emitter(gm, context, first.prev, fqn, first.meta.get("source", ""))
+    labels = {
+        SUBJECT: fqn,
+        SOURCE: SOURCE.get(first, ""),
+        MEMORY_KIND: "gathered",
+        RECOMPUTE: entry.reshard_after_forward,
+    }
+    build = Builder(gm.graph, context.values, labels, after=first.prev)
     even = longest * size == rows
-    shard = node if even else emit.pad_rows(node, longest, **tag)
-    full = emit.all_gather(shard, axis, **tag)
+    shard = node if even else build.pad_rows(node, longest)
+    full = build.all_gather(shard, axis)
     if not even:
-        full = emit.rows(full, rows, **tag)
-    full.meta.update(equals=node.name, placed=node.meta.get("placed", {}))
+        full = build.rows(full, rows)
+    EQUALS.set(full, node.name)
+    PLACEMENTS.set(full, PLACEMENTS.get(node, {}))
     for user in users:
         user.replace_input_with(node, full)

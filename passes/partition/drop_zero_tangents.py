@@ -9,7 +9,10 @@ import torch
 from torch import fx
 
 from shardgraph.ir import WAIT, Tangent, is_collective, local_part, placeholders
+from shardgraph.ir.attributes import REDUCES, Change, carried
+from shardgraph.ir.fake_values import layout_of
 from shardgraph.passes.base import Context
+from shardgraph.passes.builder import Builder
 
 aten = torch.ops.aten
 
@@ -53,9 +56,9 @@ class DropZeroTangents:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         zero = {node for role, node in placeholders(gm).items() if role in self.absent}
         for node in gm.graph.nodes:
-            if node.op == "call_function" and "reduces" not in node.meta:
+            if node.op == "call_function" and node not in REDUCES:
                 if (rest := _other_term(node, zero)) is not None:
-                    node.replace_all_uses_with(rest)
+                    node.replace_all_uses_with(_laid_out(gm, rest, node, context))
                 elif _is_zero(node, zero):
                     zero.add(node)
         for node in [n for n in gm.graph.nodes if n in zero]:
@@ -78,6 +81,14 @@ def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     return rest if (value.shape, value.dtype) == (total.shape, total.dtype) else None
 
 
+def _laid_out(gm: fx.GraphModule, term: fx.Node, total: fx.Node, context: Context) -> fx.Node:
+    """The term with the strides of the sum, which views of it rely on."""
+    value = total.meta["val"]
+    if layout_of(term.meta["val"]) == layout_of(value):
+        return term
+    return Builder(gm.graph, context.values, carried(Change.REWRITTEN, total), after=total).laid_out(term, value)
+
+
 def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
     if node.target in _PRODUCTS:
         return any(value in zero for value in node.all_input_nodes)
@@ -94,14 +105,11 @@ def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], contex
     outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
     shape = [value.shape[dim] for dim in outermost_first]
     order = {user: i for i, user in enumerate(gm.graph.nodes)}
-    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    with gm.graph.inserting_before(min(users, key=order.__getitem__)), context.fake_mode:
-        made = gm.graph.call_function(aten.full.default, (shape, 0), options)
-        made.meta.update(val=torch.empty(shape, dtype=value.dtype, device=value.device))
-        if outermost_first != sorted(outermost_first):
-            inverse = [outermost_first.index(dim) for dim in range(value.dim())]
-            permuted = gm.graph.call_function(aten.permute.default, (made, inverse))
-            permuted.meta.update(val=made.meta["val"].permute(inverse))
-            made = permuted
+    first = min(users, key=order.__getitem__)
+    build = Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=first.prev)
+    made = build.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device, pin_memory=False)
+    if outermost_first != sorted(outermost_first):
+        inverse = [outermost_first.index(dim) for dim in range(value.dim())]
+        made = build.call(aten.permute.default, made, inverse)
     for user in users:
         user.replace_input_with(node, made)

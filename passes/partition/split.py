@@ -1,7 +1,7 @@
 """The split of a joint graph into a forward and a backward graph.
 
 Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
-forward's values is either saved, or, for nodes with ``meta["again"]`` and the views and casts of them,
+forward's values is either saved, or, for nodes with ``RECOMPUTE`` and the views and casts of them,
 computed again: a parameter that is resharded after forward is gathered a second time this way. The graph is
 split once; nothing partitions it again.
 """
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Role, Saved, of_backward, outputs, placeholders
+from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders
+from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context
 
@@ -63,20 +64,18 @@ def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role 
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        takes = node.op == "placeholder" and not of_backward(node.meta["role"])
+        takes = node.op == "placeholder" and not of_backward(ROLE.of(node))
         if takes or (node in inside and node.op not in ("placeholder", "output")):
             env[node] = graph.node_copy(node, env.__getitem__)
     return _finish(gm, graph, env, results)
 
 
 def _finish(gm: fx.GraphModule, graph: fx.Graph, env: dict[Any, fx.Node], results: list[Any]) -> fx.GraphModule:
-    values = tuple(env[value] if isinstance(value, fx.Node) else value for _, value in results)
-    output = graph.output(values)
-    output.meta["roles"] = [role for role, _ in results]
+    add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
     for node in [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and not n.users]:
         graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 class _Backward:
@@ -128,7 +127,7 @@ class _Backward:
         stack = [node]
         while stack:
             node = stack.pop()
-            tangent = node.op == "placeholder" and of_backward(node.meta["role"])
+            tangent = node.op == "placeholder" and of_backward(ROLE.of(node))
             if node in needed or tangent or node.op == "get_attr" or node in self.seen:
                 continue
             self.seen.add(node)
@@ -151,10 +150,9 @@ class _Backward:
         return self.env[node]
 
     def _placeholder(self, name: str, role: Role, like: fx.Node) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta.update({k: v for k, v in like.meta.items() if k in ("val", "source", "subject", "equals")}, role=role)
+        node = new_placeholder(self.graph, name, role, like)
         if like in self.host:
-            node.meta["host"] = True
+            ON_HOST.set(node, True)
         return node
 
 
@@ -162,7 +160,7 @@ def _again(node: fx.Node) -> bool:
     """Whether backward computes the node a second time: it is marked, or a view or cast of one that is."""
     if node.op != "call_function":
         return False
-    if "again" in node.meta:
-        return bool(node.meta["again"])
+    if node in RECOMPUTE:
+        return RECOMPUTE.of(node)
     cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
     return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])

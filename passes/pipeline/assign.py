@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import WAIT, Buffer, Input, Mutation, Parameter, is_collective, outputs, placeholders
+from shardgraph.ir.attributes import SEQUENCE
 from shardgraph.passes.partition.split import forward_nodes
 
 aten = torch.ops.aten
@@ -102,9 +103,9 @@ def _assign_backward(
 ) -> None:
     forward: dict[int, int] = {}
     for node in gm.graph.nodes:
-        if node in inside and "seq_nr" in node.meta:
+        if node in inside and node in SEQUENCE:
             # What needs no gradient has the number of the operation before it that does.
-            forward.setdefault(node.meta["seq_nr"], home[node])
+            forward.setdefault(SEQUENCE.of(node), home[node])
     waiting: list[fx.Node] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node not in anywhere and node not in home:
@@ -112,7 +113,7 @@ def _assign_backward(
         if node.op != "call_function" or node in inside or node in anywhere:
             continue
         gradients = [home[value] for value in node.all_input_nodes if value not in inside and value in home]
-        own = None if node.target is aten.add.Tensor else forward.get(node.meta.get("seq_nr"))
+        own = None if node.target is aten.add.Tensor else forward.get(SEQUENCE.get(node))
         if gradients or own is not None:
             home[node] = min([*gradients, *([] if own is None else [own])])
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.ir.attributes import MODULES
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.pipeline.assign import computed_anywhere
 from shardgraph.plans.annotations.kinds import stage
@@ -44,7 +45,7 @@ def _beginnings(gm: fx.GraphModule) -> Iterable[tuple[str, fx.Node]]:
     for node in gm.graph.nodes:
         if node in inside and node not in anywhere and node.op == "call_function":
             yield "", node
-            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            for path, _ in MODULES.get(node, {}).values():
                 yield path, node
 
 

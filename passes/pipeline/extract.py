@@ -17,9 +17,12 @@ from shardgraph.ir import (
     Returned,
     Role,
     Tangent,
+    UnboundGraph,
+    add_output,
     outputs,
     placeholders,
 )
+from shardgraph.ir.attributes import ROLE, VALUE, Change, carried, new_placeholder, write
 from shardgraph.passes.pipeline.assign import Assignment
 
 aten = torch.ops.aten
@@ -99,7 +102,7 @@ def _sum(gm: fx.GraphModule, assignment: Assignment, number: int, terms: list[fx
     for term in terms[1:]:
         with gm.graph.inserting_before(gm.graph.output_node()):
             added = gm.graph.call_function(aten.add.Tensor, (total, term))
-        added.meta.update(val=term.meta["val"], source=term.meta.get("source", ""))
+        write(added, carried(Change.MERGED, total, term) | {VALUE: term.meta["val"]})
         assignment.home[added] = number
         total = added
     return total
@@ -165,20 +168,19 @@ def _graph(gm: fx.GraphModule, assignment: Assignment, parts: list[_Part], numbe
         if not isinstance(role, Tangent) or number == last:
             env[node] = graph.node_copy(node)
     for i, node in enumerate(part.received):
-        env[node] = _placeholder(graph, f"received_{node.name}", Forwarded(i), node)
+        env[node] = new_placeholder(graph, f"received_{node.name}", Forwarded(i), node)
     for i, node in enumerate(part.tangents):
-        env[node] = _placeholder(graph, f"returned_{node.name}", Returned(i), node)
+        env[node] = new_placeholder(graph, f"returned_{node.name}", Returned(i), node)
     own = _own(gm, assignment, number, env, results)
     for node in gm.graph.nodes:
         if node in own:
             env[node] = graph.node_copy(node, env.__getitem__)
-    output = graph.output(tuple(env[value] if isinstance(value, fx.Node) else value for _, value in results))
-    output.meta["roles"] = [role for role, _ in results]
+    add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
     for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
-        if not isinstance(node.meta["role"], (Forwarded, Returned, Tangent)):
+        if not isinstance(ROLE.of(node), (Forwarded, Returned, Tangent)):
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
 def _own(
@@ -195,10 +197,3 @@ def _own(
         own.add(node)
         stack.extend(node.all_input_nodes)
     return own
-
-
-def _placeholder(graph: fx.Graph, name: str, role: Role, like: fx.Node) -> fx.Node:
-    node = graph.placeholder(name)
-    kept = ("val", "source", "nn_module_stack", "placed")
-    node.meta.update({key: value for key, value in like.meta.items() if key in kept}, role=role)
-    return node

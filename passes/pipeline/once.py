@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gathered, Gradient, Parameter, Role, outputs, placeholders
+from shardgraph.ir import (
+    Accumulated,
+    Gathered,
+    Gradient,
+    Parameter,
+    Role,
+    UnboundGraph,
+    add_output,
+    outputs,
+    placeholders,
+)
+from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, REDUCES, new_placeholder
 from shardgraph.passes.parameters.accumulate_gradients import local_gradient
 
 
@@ -15,34 +26,32 @@ def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
     no parameter is kept gathered. What backward gathers again stays, for every microbatch.
     """
     named = {node.name: role for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
-    kept = [node for node in forward.graph.nodes if _is_whole(node) and not node.meta["again"]]
+    kept = [node for node in forward.graph.nodes if _is_whole(node) and not RECOMPUTE.of(node)]
     if not kept:
         return None
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    chains = [(named[str(node.meta["equals"])], node, _chain(node)) for node in kept]
+    chains = [(named[EQUALS.of(node)], node, _chain(node)) for node in kept]
     for _, _, chain in chains:
         env[chain[0]] = graph.node_copy(chain[0])
     for _, _, chain in chains:
         for node in chain[1:]:
             env[node] = graph.node_copy(node, env.__getitem__)
-    output = graph.output(tuple(env[node] for _, node, _ in chains))
-    output.meta["roles"] = [Gathered(role.fqn) for role, _, _ in chains]
+    add_output(graph, [(Gathered(role.fqn), env[node]) for role, node, _ in chains])
     for role, node, chain in chains:
         with forward.graph.inserting_before(chain[0]):
-            whole = forward.graph.placeholder(f"gathered_{chain[0].name}")
-        whole.meta.update(node.meta, role=Gathered(role.fqn))
+            whole = new_placeholder(forward.graph, f"gathered_{chain[0].name}", Gathered(role.fqn), node)
+        MEMORY_KIND.set(whole, "gathered")
         node.replace_all_uses_with(whole)
         for each in reversed(chain):
             if not each.users:
                 forward.graph.erase_node(each)
     forward.graph.lint()
-    forward.recompile()
-    return fx.GraphModule(forward, graph)
+    return UnboundGraph(forward, graph)
 
 
 def _is_whole(node: fx.Node) -> bool:
-    return node.meta.get("kind") == "gathered" and "equals" in node.meta
+    return MEMORY_KIND.get(node) == "gathered" and node in EQUALS
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
@@ -65,15 +74,13 @@ def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
         if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
             local = local_gradient(value)
             if local is not value:
-                env[local] = graph.placeholder(f"accumulated_{local.name}")
-                env[local].meta.update(role=Accumulated(role.of), val=local.meta["val"])
+                env[local] = new_placeholder(graph, f"accumulated_{local.name}", Accumulated(role.of), local)
                 results.append((role, value))
     if not results:
         return None
     for node in backward.graph.nodes:
-        if "reduces" in node.meta:
+        if node in REDUCES:
             env[node] = graph.node_copy(node, env.__getitem__)
-    output = graph.output(tuple(env[value] for _, value in results))
-    output.meta["roles"] = [role for role, _ in results]
+    add_output(graph, [(role, env[value]) for role, value in results])
     graph.lint()
-    return fx.GraphModule(backward, graph)
+    return UnboundGraph(backward, graph)

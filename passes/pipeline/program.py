@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -133,7 +133,7 @@ def lower_pipeline(
     """
     assert plan.pipeline is not None
     inside = plan.of_stage
-    context = Context(inside, inside.resolve(shapes), dict(shapes), joint.fake_mode, stored=joint.stored)
+    context = Context.of(inside, shapes, joint.fake_mode, joint.stored)
     show("rewrite")
     gm = ir.copy_graph(joint.module)
     run_passes(gm, (*placing_passes(inside), *WHOLE_PASSES), context)
@@ -170,8 +170,8 @@ def _stage(number: int, gm: fx.GraphModule, context: Context, plan: Plan, saved:
     """The graphs of one stage from its joint graph; ``saved`` gets what it keeps for backward and could offload."""
     assert plan.pipeline is not None
     norms = tuple(batch_norms(gm))
-    run_passes(gm, RANK_PASSES, context := replace(context, facts=set(context.facts)))
-    forward, backward = split(ir.copy_graph(gm), replace(context, facts=set(context.facts)))
+    run_passes(gm, RANK_PASSES, context := context.of_graph())
+    forward, backward = split(ir.copy_graph(gm), context.of_graph())
     reduce = None if backward is None else reductions_of(backward)
     gather = take_gathers(forward)
     last = number == plan.pipeline.count - 1
@@ -202,7 +202,7 @@ def _halves(
 
 
 def _after_split(context: Context) -> Context:
-    return replace(context, facts={*context.facts, "split"})
+    return context.of_graph("split")
 
 
 def crossing(program: PipelineProgram, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

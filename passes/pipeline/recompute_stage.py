@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from shardgraph.ir import CHUNK
+from shardgraph.ir.attributes import CHUNK, MEMORY_KIND, RECOMPUTE
 from shardgraph.passes.base import Context
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.values import computed_once
@@ -15,7 +15,7 @@ from shardgraph.passes.recompute.values import computed_once
 
 @dataclass(frozen=True)
 class RecomputeStage:
-    """Takes the joint graph of a stage; marks with ``meta["again"]`` all that forward computes from what it is given.
+    """Takes the joint graph of a stage; marks with ``RECOMPUTE`` all that forward computes from what it is given.
 
     What is kept for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
     numbers, and what is computed from buffers that forward writes; of a loss in chunks what it keeps anyhow, a number
@@ -30,5 +30,6 @@ class RecomputeStage:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         inside, once = forward_nodes(gm), computed_once(gm)
         for node in gm.graph.nodes:
-            if node.op == "call_function" and node in inside and not {"kind", CHUNK} & node.meta.keys():
-                node.meta["again"] = node not in once
+            pinned = node in MEMORY_KIND or node in CHUNK
+            if node.op == "call_function" and node in inside and not pinned:
+                RECOMPUTE.set(node, node not in once)

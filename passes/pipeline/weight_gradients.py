@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from shardgraph.ir import CHUNK, Returned, Role, Saved, outputs, placeholders
+from shardgraph.ir import Returned, Role, Saved, UnboundGraph, add_output, outputs, placeholders
+from shardgraph.ir.attributes import CHUNK, new_placeholder
 
 
 def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -22,7 +23,7 @@ def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     results = [(role, value) for role, value in outputs(gm) if isinstance(value, fx.Node)]
     returned = [(role, value) for role, value in results if isinstance(role, Returned)]
     rest = [(role, value) for role, value in results if not isinstance(role, Returned)]
-    chunks = [node for node in gm.graph.nodes if CHUNK in node.meta] if returned else []
+    chunks = [node for node in gm.graph.nodes if node in CHUNK] if returned else []
     first = _ancestors([*(value for _, value in returned), *chunks])
     second = _ancestors(value for _, value in rest) - first
     shared = {
@@ -57,14 +58,12 @@ def _graph(
         if node.op == "placeholder":
             env[node] = graph.node_copy(node)
     for node, role in given.items():
-        env[node] = graph.placeholder(f"saved_{node.name}")
-        env[node].meta.update({key: value for key, value in node.meta.items() if key in ("val", "source")}, role=role)
+        env[node] = new_placeholder(graph, f"saved_{node.name}", role, node)
     for node in gm.graph.nodes:
         if node.op == "get_attr" or (node in nodes and node.op == "call_function"):
             env[node] = graph.node_copy(node, env.__getitem__)
-    output = graph.output(tuple(env[value] for _, value in results))
-    output.meta["roles"] = [role for role, _ in results]
+    add_output(graph, [(role, env[value]) for role, value in results])
     for node in [n for n in reversed(graph.nodes) if n.op in ("placeholder", "get_attr") and not n.users]:
         graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)

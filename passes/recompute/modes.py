@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Parameter
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.recompute.values import Values
 
@@ -38,4 +39,4 @@ def _is_weight(node: fx.Node) -> bool:
         getattr(node.target, "is_view", False) or node.target is _aten._to_copy.default
     ):
         node = node.args[0]  # type: ignore[assignment]
-    return isinstance(node.meta.get("role"), Parameter)
+    return isinstance(ROLE.get(node), Parameter)

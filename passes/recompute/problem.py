@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardgraph.ir import is_collective
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.analysis.liveness import Storage
 from shardgraph.passes.analysis.rows import Prices
@@ -57,7 +58,7 @@ def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> Problem:
     """The problem of a joint graph.
 
     What leaves a layer is not computed again: else the backward of one would begin with all those before it.
-    What is marked already, ``meta["again"]``, stays as it is: kept, or for nothing.
+    What is marked already, with ``RECOMPUTE``, stays as it is: kept, or for nothing.
 
     Raises:
         ClusterError: the device has no rate for an operation's arithmetic in its dtype.
@@ -66,7 +67,7 @@ def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> Problem:
     fixed = values.once | values.leaving()
     members: dict[Class, list[fx.Node]] = defaultdict(list)
     for node in values.makes:
-        if not node.meta.get("again"):
+        if not RECOMPUTE.get(node):
             members[classes[node]].append(node)
 
     def result(storage: Storage) -> tuple[Class, int]:
@@ -80,7 +81,7 @@ def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> Problem:
     for key, nodes in members.items():
         node = nodes[0]
         seconds[key] = prices.communication(node) if is_collective(node) else prices.computation(costs[node])
-        settled = any(each in fixed or "again" in each.meta for each in nodes)
+        settled = any(each in fixed or each in RECOMPUTE for each in nodes)
         most[key] = 0 if settled else len(nodes)
         nbytes |= {(key, position): storage.nbytes for position, storage in enumerate(values.makes[node])}
         for each in nodes:

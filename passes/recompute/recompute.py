@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from shardgraph.errors import PlanError
-from shardgraph.ir import CHUNK, Tangent, placeholders
+from shardgraph.ir import Tangent, placeholders
+from shardgraph.ir.attributes import CHUNK, MODULES, RECOMPUTE
 from shardgraph.passes.base import Context
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.modes import operations_of
@@ -20,7 +21,7 @@ from shardgraph.plans.annotations.match import Annotated, matches
 
 @dataclass(frozen=True)
 class Recompute:
-    """Takes a joint graph; marks with ``meta["again"]`` what backward computes again.
+    """Takes a joint graph; marks with ``RECOMPUTE`` what backward computes again.
 
     That is what the plan's ``recompute`` names, and what modules annotated ``recompute()`` compute.
     As in activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
@@ -54,16 +55,16 @@ def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
     values, wanted = values_of(gm), context.plan.recompute
     names = names_of(values.makes)
     chosen = operations_of(wanted, gm, values) if isinstance(wanted, str) else chosen_by(wanted, names)
-    chosen = {node for node in chosen if CHUNK not in node.meta}
+    chosen = {node for node in chosen if node not in CHUNK}
     for node in sorted(chosen & values.once, key=lambda node: names[node]):
         why = "draws random numbers" if draws(node) else "reads what forward writes"
         context.notes.append(f"{names[node][1]} of {names[node][0]!r} {why}: it is kept, not computed again")
     for node in values.together_with(chosen - values.once):
-        node.meta["again"] = True
+        RECOMPUTE.set(node, True)
     for node in values.makes:
         # A cast follows what it casts where nothing is said of it.
-        if node not in chosen and any(operand.meta.get("again") for operand in node.all_input_nodes):
-            node.meta.setdefault("again", False)
+        if node not in chosen and any(RECOMPUTE.get(operand) for operand in node.all_input_nodes):
+            RECOMPUTE.set(node, RECOMPUTE.get(node, False))
 
 
 def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
@@ -71,9 +72,9 @@ def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
     once = computed_once(gm)
     regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and CHUNK not in node.meta and (region := regions.get(node)):
+        if node.op == "call_function" and node not in CHUNK and (region := regions.get(node)):
             alone = all(regions.get(user, region) == region for user in node.users)
-            node.meta["again"] = region != _SAVED and node not in once and alone
+            RECOMPUTE.set(node, region != _SAVED and node not in once and alone)
 
 
 _SAVED = "save()"
@@ -85,7 +86,7 @@ def _region(node: fx.Node, said: list[Annotated]) -> str:
     ``_SAVED`` where that is the innermost; empty where nothing is said.
     """
     region = ""
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = MODULES.get(node, {})
     for call, path in [("the model", ""), *((call, path) for call, (path, _) in stack.items())]:
         for pattern, annotation in said:
             if matches(pattern, path):

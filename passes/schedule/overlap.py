@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from shardgraph.ir import WAIT, collectives
+from shardgraph.ir.attributes import MEMORY_KIND, REDUCES
 from shardgraph.passes.base import Context
 
 
@@ -36,7 +37,7 @@ class OverlapCollectives:
 
 
 def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
-    starts = [node for node in collectives(gm) if node.meta.get("kind") == "gathered"]
+    starts = [node for node in collectives(gm) if MEMORY_KIND.get(node) == "gathered"]
     waits = [next(user for user in start.users if user.target is WAIT) for start in starts]
     for i, start in enumerate(starts[1:], start=1):
         point = waits[i - depth].prev if i >= depth else starts[i - 1]
@@ -57,8 +58,8 @@ def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     chains: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        if "reduces" in node.meta:
-            chains.setdefault(node.meta["reduces"], []).append(node)
+        if node in REDUCES:
+            chains.setdefault(REDUCES.of(node), []).append(node)
     tails = []
     for chain in chains.values():
         wait = next((i for i, node in enumerate(chain) if node.target is WAIT), None)

@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Parameter
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.options import operands
 from shardgraph.plans.annotations.constrain import CONSTRAIN
@@ -44,7 +45,7 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
 
 
 def _path(node: fx.Node) -> str:
-    role = node.meta.get("role")
+    role = ROLE.get(node)
     return role.fqn if isinstance(role, Parameter) else module_of(node)
 
 
@@ -53,11 +54,11 @@ def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
     value = node.meta.get("val")
     own = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
     constants = str(fx.map_arg((node.args, node.kwargs), lambda n: None))
-    role = node.meta.get("role")
+    role = ROLE.get(node)
     placed = fixed.get(role.fqn) if isinstance(role, Parameter) else None
     marks = tuple(str(user.args[1:]) for user in node.users if user.target is CONSTRAIN)
     return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed, marks
 
 
 def _matrices(nodes: list[fx.Node]) -> int:
-    return sum(isinstance(node.meta.get("role"), Parameter) and node.meta["val"].dim() > 1 for node in nodes)
+    return sum(isinstance(ROLE.get(node), Parameter) and node.meta["val"].dim() > 1 for node in nodes)

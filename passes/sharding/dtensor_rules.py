@@ -2,12 +2,17 @@
 
 Single-dimension strategies are tables of placements; the older ones are functions, asked here about every combination
 of placements, of which those that need no redistribution are legal. Neither needs a process group.
+
+What a strategy raises, and what is not asked about, is counted: an operation whose strategy fails, as one may that
+another release of torch has changed, is computed whole on every rank, and the program's notes say so.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,27 +28,43 @@ from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 
 _MOST_COMBINATIONS = 4096
 
+Refused = Counter[tuple[str, str]]
+"""How many combinations of placements could not be used, by operator and reason."""
+
 
 def has_strategy(target: Any) -> bool:
     """Whether DTensor knows the operator."""
     return target in torch_api.single_dim_strategies() or target in torch_api.op_strategies()
 
 
-def strategies(operation: Operation) -> list[Option]:
-    """DTensor's legal placements for an operation, every cut in one block."""
-    found = _tables(operation) if operation.target in torch_api.single_dim_strategies() else _answers(operation)
-    return list(dict.fromkeys(found))
+def strategies(operation: Operation, refused: Refused) -> list[Option]:
+    """DTensor's legal placements for an operation, every cut in one block; counts in ``refused`` what it cannot use."""
+    ask = _tables if operation.target in torch_api.single_dim_strategies() else _answers
+    return list(dict.fromkeys(ask(operation, refused)))
 
 
-def _tables(operation: Operation) -> Iterator[Option]:
+def notes_of(refused: Refused) -> Iterator[str]:
+    """What people should know of combinations that could not be used."""
+    for (target, reason), count in refused.items():
+        yield f"{target}: {count} combinations of placements are not used: {reason}"
+
+
+def _tables(operation: Operation, refused: Refused) -> Iterator[Option]:
     node = operation.node
     args, kwargs = pytree.tree_map_only(fx.Node, _meta, (node.args, node.kwargs))
     produced = results(node)
     given = len(operands(node))
-    for row in torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs):
-        row = [_plain(placement) for placement in row]
+    try:
+        rows = torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs)
+    except Exception as error:  # whatever it is, this operation can be computed whole
+        refused[str(node.target), _raised(error)] += 1
+        return
+    for entries in rows:
+        row = [_plain(placement) for placement in entries]
         count = len(row) - given
-        if all(isinstance(p, Placement) or p is None for p in row) and count == len(produced):
+        if count != len(produced):
+            refused[str(node.target), f"DTensor's table has {len(row)} tensors, not {given + len(produced)}"] += 1
+        elif all(isinstance(p, Placement) or p is None for p in row):
             outs = [p if isinstance(v, torch.Tensor) else None for p, v in zip(row[:count], produced, strict=True)]
             if all(p is not None for p in row[count:]) and all(
                 p is not None or not isinstance(v, torch.Tensor) for p, v in zip(outs, produced, strict=True)
@@ -60,7 +81,11 @@ def _plain(placement: Any) -> Any:
     return placement
 
 
-def _answers(operation: Operation) -> Iterator[Option]:
+def _raised(error: Exception) -> str:
+    return f"DTensor's strategy raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _answers(operation: Operation, refused: Refused) -> Iterator[Option]:
     node = operation.node
     tensors = operands(node)
     candidates: list[list[Placement]] = []
@@ -68,13 +93,16 @@ def _answers(operation: Operation) -> Iterator[Option]:
         value = tensor.meta["val"]
         cuts = [Shard(d) for d, size in enumerate(value.shape) if size > 1 and size % operation.parts == 0]
         candidates.append([REPLICATE, *cuts, *([PARTIAL] if value.is_floating_point() else [])])
-    combinations = itertools.islice(itertools.product(*candidates), _MOST_COMBINATIONS)
-    for combination in combinations:
-        if (outs := _ask(operation, tensors, combination)) is not None:
+    if (left := math.prod(map(len, candidates)) - _MOST_COMBINATIONS) > 0:
+        refused[str(node.target), f"of one operation {_MOST_COMBINATIONS} are tried at most"] += left
+    for combination in itertools.islice(itertools.product(*candidates), _MOST_COMBINATIONS):
+        if (outs := _ask(operation, tensors, combination, refused)) is not None:
             yield Option(combination, outs)
 
 
-def _ask(operation: Operation, tensors: list[fx.Node], given: tuple[Placement, ...]) -> tuple[Any, ...] | None:
+def _ask(
+    operation: Operation, tensors: list[fx.Node], given: tuple[Placement, ...], refused: Refused
+) -> tuple[Any, ...] | None:
     """The placements of the results if the operation runs on these as they are."""
     node, mesh = operation.node, _mesh(operation.parts)
     placements = iter(given)
@@ -83,7 +111,8 @@ def _ask(operation: Operation, tensors: list[fx.Node], given: tuple[Placement, .
     )
     try:
         answer = torch_api.ask_strategy(node.target, args, kwargs)
-    except Exception:  # what a strategy function cannot take is not legal
+    except Exception as error:  # whatever it is, this operation can be computed in other placements, or whole
+        refused[str(node.target), _raised(error)] += 1
         return None
     for spec in answer:
         if any(cost for costs in spec.redistribute_cost or [] for cost in costs):

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import lowering
 from shardgraph.passes.sharding.options import Operation, Option, operands
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 from shardgraph.passes.sharding.rules import rule
-from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def backward(operation: Operation) -> Iterator[Option]:
 
 
 @lowering
-def grouped_product(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def grouped_product(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Own rows times own matrices, zeros for the others."""
     rows, matrices, offs = given
     mine = _Rows(write, offs, rows.meta["val"].shape[0])
@@ -57,7 +57,7 @@ def grouped_product(write: Writer, node: fx.Node, option: Option, given: list[fx
 
 
 @lowering
-def grouped_gradient(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def grouped_gradient(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """The gradients of own matrices, of own rows."""
     left, right, offs = given
     mine = _Rows(write, offs, right.meta["val"].shape[0])
@@ -66,7 +66,7 @@ def grouped_gradient(write: Writer, node: fx.Node, option: Option, given: list[f
 
 
 @lowering
-def grouped_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def grouped_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Both, of own rows and matrices."""
     rows, matrices, offs, gradient = given
     mine = _Rows(write, offs, rows.meta["val"].shape[0])
@@ -78,7 +78,7 @@ def grouped_backward(write: Writer, node: fx.Node, option: Option, given: list[f
 class _Rows:
     """Where this rank's groups are among ``count`` rows that every rank has; ``offs`` counts from the first of them."""
 
-    def __init__(self, write: Writer, offs: fx.Node, count: int) -> None:
+    def __init__(self, write: AxisBuilder, offs: fx.Node, count: int) -> None:
         self.write = write
         none = write.call(aten.new_zeros.default, offs, [1])
         before = write.call(aten.slice.Tensor, offs, 0, 0, offs.meta["val"].shape[0] - 1)

@@ -48,11 +48,18 @@ class Legal:
     """Options of the operations of ``gm`` over ``parts`` ranks.
 
     Cuts start in one block, and as ``starts`` says. Views, splits and the like turn them into cuts in several, which
-    spread to what takes and gives the same values until nothing new is found.
+    spread to what takes and gives the same values until nothing new is found. ``refused`` counts what DTensor's
+    strategies refuse.
     """
 
-    def __init__(self, gm: fx.GraphModule, parts: int, starts: Mapping[Value, Iterable[Placement]] = _NONE) -> None:
-        self.parts = parts
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        parts: int,
+        starts: Mapping[Value, Iterable[Placement]] = _NONE,
+        refused: dtensor_rules.Refused | None = None,
+    ) -> None:
+        self.parts, self._refused = parts, dtensor_rules.Refused() if refused is None else refused
         self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
         self._templates: dict[fx.Node, list[Option]] = {}
@@ -130,7 +137,7 @@ class Legal:
             operation = Operation(node, self.parts)
             found = list(own_options(operation))
             if node.target not in REPLACES and dtensor_rules.has_strategy(node.target):
-                found += dtensor_rules.strategies(operation)
+                found += dtensor_rules.strategies(operation, self._refused)
             self._templates[node] = found
         for option in self._templates[node]:
             yield option

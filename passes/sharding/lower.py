@@ -13,33 +13,23 @@ from torch.utils import _pytree as pytree
 
 from shardgraph import ir, torch_api
 from shardgraph.errors import GraphInvariantError
-from shardgraph.ir import Gradient, Parameter, outputs, set_outputs
+from shardgraph.ir import Gradient, Parameter, add_output, outputs
+from shardgraph.ir.attributes import EQUALS, MADE_BY, PLACEMENTS, RECOMPUTE, ROLE, SUBJECT, Change, carried
 from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is_cut, local_shape, written
-from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
 _NUMBERS = frozenset({ir.first_row, ir.from_later, operator.sub})
 """What gives a number that depends on the rank along another axis, and what is computed from it."""
 _ALONG_ANOTHER_AXIS = ir.COLLECTIVES | {ir.WAIT, ir.local_part, ir.first_only}
-_KEPT = (
-    "source",
-    "stack_trace",
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-    "seq_nr",
-    "partitioner_tag",
-    "placed",
-    "again",
-    "scores",
-)
 
 
-def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: Writer) -> list[str]:
+def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder) -> list[str]:
     """Rewrite ``gm`` in place by ``write``: every operation on this rank's parts, and changes of placement between.
 
     ``chosen`` has an option for every node but the output and those that take one of several results. Returns the
@@ -54,7 +44,7 @@ def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: Writer) -
 
 
 class _Lowering:
-    def __init__(self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: Writer) -> None:
+    def __init__(self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder) -> None:
         self.gm, self.chosen, self.write, self.axis = gm, chosen, write, write.axis
         self.made: dict[Value, dict[Placement, fx.Node]] = {}
         self.scalars: dict[fx.Node, fx.Node] = {}
@@ -62,42 +52,40 @@ class _Lowering:
         self.summands: list[str] = []
 
     def run(self) -> None:
-        roles = self.gm.graph.output_node().meta
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 placement = self.chosen[node].results[0]
                 assert placement is not None
                 self._keep(node, 0, placement, self.write.placeholder(node, placement))
-                if isinstance(role := node.meta.get("role"), Parameter):
+                if isinstance(role := ROLE.get(node), Parameter):
                     self.parameters[role] = placement
             elif node.target in _NUMBERS:
                 self.scalars[node] = self.write.graph.node_copy(node, self.scalars.__getitem__)
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._operation(node)
-        values = tuple(self._result(role, value) for role, value in outputs(self.gm))
-        self.write.graph.output(values)
-        self.write.graph.output_node().meta = dict(roles)
+        results = [(role, self._result(role, value)) for role, value in outputs(self.gm)]
+        add_output(self.write.graph, results)
         for node in reversed(self.write.graph.nodes):
             if node.op == "call_function" and not node.users:
                 self.write.graph.erase_node(node)
         self.gm.graph = self.write.graph
-        set_outputs(self.gm, outputs(self.gm))
 
     # -- one operation -----------------------------------------------------------------------------
 
     def _operation(self, node: fx.Node) -> None:
         option = self.chosen[node]
-        labels = {key: node.meta[key] for key in _KEPT if key in node.meta}
-        self.write.meta = labels | {"subject": f"{node.name} of {module_of(node) or 'the model'}"}
+        labels = carried(Change.DIVIDED, node)
+        moved = f"{node.name} of {module_of(node) or 'the model'}"
+        self.write.labels = labels | {SUBJECT: moved}
         given = [
             self._placed(value_of(operand), wanted)
             for operand, wanted in zip(operands(node), option.operands, strict=True)
         ]
-        self.write.meta = labels
+        self.write.labels = labels
         if option.lowering:
             made = LOWERINGS[option.lowering](self.write, node, option, given)
             for part in filter(None, made):
-                part.meta["made_by"] = self.write.maker
+                MADE_BY.set(part, self.write.maker)
         else:
             made = self._same(node, option, given)
         self._check(node, option, made)
@@ -117,15 +105,13 @@ class _Lowering:
             (self._sizes(node, option), node.kwargs),
         )
         if node.target in _ALONG_ANOTHER_AXIS:
-            assert option.results[0] is not None
-            shape = local_shape(option.results[0], results(node)[0].shape, self.write.parts)
-            return [self.write.symbolic(node, given[0], shape)]
+            return [self.write.on(node, given[0])]
         if node.target in (aten.view.default, aten._unsafe_view.default):
             args = (self.write.contiguous(args[0]) if _cannot_view(args[0], args[1]) else args[0], args[1])
-        copy = self.write.again(node, args, kwargs)
+        copy = self.write.named(node.name, node.target, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             return [copy]
-        self.write.meta = {**self.write.meta, "made_by": self.write.maker}
+        self.write.labels = {**self.write.labels, MADE_BY: self.write.maker}
         return [
             None if placement is None else self.write.call(operator.getitem, copy, index)
             for index, placement in enumerate(option.results)
@@ -164,7 +150,7 @@ class _Lowering:
 
     def _keep(self, node: fx.Node, index: int, placement: Placement, part: fx.Node) -> None:
         if placement != REPLICATE:
-            part.meta["placed"] = {**part.meta.get("placed", {}), self.axis: placement}
+            PLACEMENTS.set(part, {**PLACEMENTS.get(part, {}), self.axis: placement})
         self.made[node, index] = {placement: part}
 
     def _placed(self, value: Value, wanted: Placement) -> fx.Node:
@@ -176,20 +162,20 @@ class _Lowering:
             whole = results(value[0])[value[1]]
             here[wanted] = self.write.place(part, before, wanted, whole.shape)
             for node in list(self.write.graph.nodes)[first:]:
-                node.meta["made_by"] = self.write.maker
+                MADE_BY.set(node, self.write.maker)
                 if is_cut(before) and wanted == REPLICATE:
-                    node.meta["again"] = True  # gathered again in backward rather than kept
+                    RECOMPUTE.set(node, True)  # gathered again in backward rather than saved
             if wanted == REPLICATE and value[0].op == "call_function" and value[1] == 0:
-                here[wanted].meta["equals"] = value[0].name
+                EQUALS.set(here[wanted], value[0].name)
         return here[wanted]
 
     def _result(self, role: Any, value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        self.write.meta = {"subject": str(role)}
+        self.write.labels = {SUBJECT: str(role)}
         wanted: Placement = REPLICATE
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-            self.write.meta = {"subject": f"gradient of {role.of.fqn}"}
+            self.write.labels = {SUBJECT: f"gradient of {role.of.fqn}"}
             wanted = self.write.gradient(self.parameters[role.of])
             if wanted == REPLICATE and PARTIAL in self.made[value_of(value)]:
                 self.summands.append(role.of.fqn)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import local_shape
-from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
-Lowering = Callable[[Writer, fx.Node, Option, list[fx.Node]], list[Any]]
+Lowering = Callable[[AxisBuilder, fx.Node, Option, list[fx.Node]], list[Any]]
 
 LOWERINGS: dict[str, Lowering] = {}
 
@@ -30,7 +30,7 @@ def lowering(function: Lowering) -> Lowering:
 
 
 @lowering
-def sized(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def sized(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """An operation that makes a tensor of a size: its part."""
     assert option.results[0] is not None
     shape = list(local_shape(option.results[0], results(node)[0].shape, write.parts))
@@ -38,7 +38,7 @@ def sized(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) ->
     return [write.call(node.target, *given, shape, *rest, **node.kwargs)]
 
 
-def _mine(write: Writer, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Which of ``index`` are among this rank's rows, and where they are there; 0 for the others."""
     below = write.call(aten.sub.Tensor, index, write.first_row(rows))
     inside = write.call(
@@ -48,7 +48,7 @@ def _mine(write: Writer, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
 
 
 @lowering
-def embedding(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def embedding(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Rows that this rank has, zeros for the others."""
     table, index = given
     inside, row = _mine(write, index, table.meta["val"].shape[0])
@@ -57,7 +57,7 @@ def embedding(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]
 
 
 @lowering
-def embedding_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Gradients of this rank's rows; those of others go to a row that is cut off."""
     gradient, index = given
     total, padding, by_count = node.args[2:5]
@@ -73,23 +73,23 @@ def embedding_backward(write: Writer, node: fx.Node, option: Option, given: list
 
 
 @lowering
-def log_softmax(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """``x - max - log(sum(exp(x - max)))``, maximum and sum over all ranks."""
     (logits,) = given
     dim = node.args[1]
     if node.args[2]:  # half precision in, single precision out
         logits = write.call(aten._to_copy.default, logits, dtype=torch.float32)
-    largest = write.all_reduce(write.call(aten.amax.default, logits, [dim], True), "max")
+    largest = write.reduce(write.call(aten.amax.default, logits, [dim], True), "max")
     shifted = write.call(aten.sub.Tensor, logits, largest)
-    total = write.all_reduce(write.call(aten.sum.dim_IntList, write.call(aten.exp.default, shifted), [dim], True))
+    total = write.reduce(write.call(aten.sum.dim_IntList, write.call(aten.exp.default, shifted), [dim], True))
     return [write.call(aten.sub.Tensor, shifted, write.call(aten.log.default, total))]
 
 
 @lowering
-def log_softmax_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def log_softmax_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """``gradient - exp(output) * sum(gradient)``, the sum over all ranks."""
     gradient, output = given
-    total = write.all_reduce(write.call(aten.sum.dim_IntList, gradient, [node.args[2]], True))
+    total = write.reduce(write.call(aten.sum.dim_IntList, gradient, [node.args[2]], True))
     spread = write.call(aten.mul.Tensor, write.call(aten.exp.default, output), total)
     found = write.call(aten.sub.Tensor, gradient, spread)
     if node.args[3] != found.meta["val"].dtype:
@@ -98,7 +98,7 @@ def log_softmax_backward(write: Writer, node: fx.Node, option: Option, given: li
 
 
 @lowering
-def nll_loss(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def nll_loss(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Minus the sum of what this rank has of the targets, over their number for a mean."""
     scores, target = given
     reduction, ignored = node.args[3], node.args[4]
@@ -116,20 +116,20 @@ def nll_loss(write: Writer, node: fx.Node, option: Option, given: list[fx.Node])
 
 
 @lowering
-def nll_loss_of_rows(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def nll_loss_of_rows(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """The sum over this rank's targets, over the number of all for a mean."""
     reduction, ignored = node.args[3], node.args[4]
     made = write.call(aten.nll_loss_forward.default, *given, None, 2, ignored)
     scores, target = given
     kept = write.call(aten.ne.Scalar, target, ignored)
     kept = write.call(aten._to_copy.default, kept, dtype=scores.meta["val"].dtype)
-    weight = write.all_reduce(write.call(aten.sum.default, kept))
+    weight = write.reduce(write.call(aten.sum.default, kept))
     loss = _item(write, made, 0)
     return [write.call(aten.div.Tensor, loss, weight) if reduction == 1 else loss, weight]
 
 
 @lowering
-def nll_loss_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def nll_loss_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """Minus the gradient at the targets that this rank has, over their number for a mean."""
     gradient, scores, target, weight = given
     reduction, ignored = node.args[4], node.args[5]
@@ -145,7 +145,7 @@ def nll_loss_backward(write: Writer, node: fx.Node, option: Option, given: list[
 
 
 @lowering
-def convolution_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+def convolution_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
     """The gradients for this rank's output channels, as many of which a bias has."""
     gradient, images, weight = given
     sizes, *rest = node.args[3:]
@@ -155,7 +155,7 @@ def convolution_backward(write: Writer, node: fx.Node, option: Option, given: li
 
 
 @lowering
-def dropout(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def dropout(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
     """The part of a mask that is drawn for the whole tensor: every rank of the axis draws the same.
 
     Numbers are drawn in the order of memory, so the tensor they are drawn for lies as the whole one does.
@@ -175,5 +175,5 @@ def dropout(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) 
     return [write.call(aten.mul.Scalar, kept, scale if training else 1.0), mask]
 
 
-def _item(write: Writer, node: fx.Node, index: int) -> fx.Node:
+def _item(write: AxisBuilder, node: fx.Node, index: int) -> fx.Node:
     return write.call(operator.getitem, node, index)

@@ -30,12 +30,18 @@ class Exchanged(Placement):
     experts: int
     tokens: int
 
+    def __post_init__(self) -> None:
+        Placement.__init__(self)  # torch 2.11 refuses an object of its own type that was not initialized
+
 
 @dataclass(frozen=True)
 class Summed(Placement):
     """On an axis whose ranks have batches of their own: the sum over them, each with its part of ``dim``."""
 
     dim: int
+
+    def __post_init__(self) -> None:
+        Placement.__init__(self)
 
 
 def blocks(dim: int, count: int) -> Placement:

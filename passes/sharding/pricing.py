@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Parameter
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import NodeCost
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, is_cut
@@ -76,7 +77,7 @@ class Prices:
 
     def parameter(self, node: fx.Node, placement: Placement) -> float:
         """Holding a parameter so."""
-        if not isinstance(node.meta["role"], Parameter) or is_cut(placement):
+        if not isinstance(ROLE.of(node), Parameter) or is_cut(placement):
             return 0.0
         value = node.meta["val"]
         return (_WHOLE_WEIGHT if value.dim() > 1 else self.moved) * value.nbytes

@@ -12,11 +12,13 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
+from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
 from shardgraph.passes.sharding.choose import Problem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.constraints import Constraints
+from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
@@ -26,10 +28,13 @@ from shardgraph.passes.sharding.sequences import Cuts, connected, input_sequence
 aten = torch.ops.aten
 
 
-def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Constraints) -> dict[fx.Node, Option]:
+def choose_options(
+    gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
+) -> dict[fx.Node, Option]:
     """The option of every node of a joint graph that together cost least and meet ``constraints``.
 
-    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`.
+    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
+    refuse.
 
     Raises:
         PlanError: none do, or the sequences are to be cut (``"context"``) and cannot be.
@@ -37,7 +42,7 @@ def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Cons
     fixed, cuts = constraints.parameters, constraints.cut_activations()
     starts = stripes(gm, parts) if style == "context" else {}
     sequence = style != "whole"
-    legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts))
+    legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts), refused)
     allowed = _only(connected(legal, starts)) if starts else _all_but(_barred(legal, _dimensions(gm, sequence), cuts))
     weights = _weights(gm)
     classes = classes_of(gm, fixed)
@@ -50,7 +55,7 @@ def choose_options(gm: fx.GraphModule, parts: int, style: str, constraints: Cons
         key = classes[node]
         if node.op in ("placeholder", "get_attr"):
             options[node] = [o for o in _held(node, parts, fixed, legal) if allowed(node, o)]
-            price = [prices.parameter(node, o.results[0]) if "role" in node.meta else 0.0 for o in options[node]]
+            price = [prices.parameter(node, o.results[0]) if node in ROLE else 0.0 for o in options[node]]
         elif node in constraints.marks:
             placement = constraints.marks[node]
             options[node], price = [Option((placement,), (placement,))], [0.0]
@@ -97,7 +102,7 @@ def _add_results(gm: fx.GraphModule, problem: Problem, classes: Mapping[fx.Node,
 
 
 def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
-    role = node.meta.get("role")
+    role = ROLE.get(node)
     if not isinstance(role, Parameter):
         return [Option((), (REPLICATE,))]
     if role.fqn in fixed:
@@ -155,7 +160,7 @@ def _weights(gm: fx.GraphModule) -> set[fx.Node]:
     """Parameters of at least two dimensions, and their views and casts."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        role = node.meta.get("role")
+        role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
             found.add(node)
         elif node.op == "call_function":

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import lowering
 from shardgraph.passes.sharding.options import Option, named_arguments, results
 from shardgraph.passes.sharding.placements import blocks
-from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ _OUTPUT_GRADIENTS = ("grad_out", "grad_out_")
 
 
 @lowering
-def ring_attention(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
     """Partial outputs, merged by the logarithms of their sums."""
     ring = _Ring(write, node, given)
     pair = [ring.call["key"], ring.call["value"]]
@@ -59,7 +59,7 @@ def ring_attention(write: Writer, node: fx.Node, option: Option, given: list[fx.
 
 
 @lowering
-def ring_attention_backward(write: Writer, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
     """Gradients of the queries summed in place, those of keys and values as they come by."""
     ring = _Ring(write, node, given)
     pair = [ring.call["key"], ring.call["value"]]
@@ -89,7 +89,7 @@ def ring_attention_backward(write: Writer, node: fx.Node, option: Option, given:
 class _Ring:
     """One attention, forward or backward, with its operands as this rank has them."""
 
-    def __init__(self, write: Writer, node: fx.Node, given: list[fx.Node]) -> None:
+    def __init__(self, write: AxisBuilder, node: fx.Node, given: list[fx.Node]) -> None:
         self.write, self.node = write, node
         self.call: dict[str, Any] = named_arguments(node, given)
         self.mask = next((self.call[name] for name in _MASKS if self.call.get(name) is not None), None)
@@ -202,13 +202,13 @@ class _Ring:
         return self.write.call(aten._to_copy.default, tensor, dtype=dtype)
 
 
-def _nothing_seen(write: Writer, out: fx.Node, logarithm: fx.Node, hidden: fx.Node) -> list[fx.Node]:
+def _nothing_seen(write: AxisBuilder, out: fx.Node, logarithm: fx.Node, hidden: fx.Node) -> list[fx.Node]:
     """An empty sum for the ``hidden`` queries, which see no key of a step: kernels give them what they like."""
     out = write.call(aten.masked_fill.Scalar, out, write.call(aten.unsqueeze.default, hidden, -1), 0.0)
     return [out, write.call(aten.masked_fill.Scalar, logarithm, hidden, -torch.inf)]
 
 
-def _merged(write: Writer, out: fx.Node, logarithm: fx.Node, more: fx.Node, its: fx.Node) -> list[fx.Node]:
+def _merged(write: AxisBuilder, out: fx.Node, logarithm: fx.Node, more: fx.Node, its: fx.Node) -> list[fx.Node]:
     """The average of two partial outputs, each by its sum of exponentials, and the logarithm of both sums."""
     # A query that has seen nothing in either has no difference of logarithms; its outputs are 0 both.
     apart = write.call(aten.nan_to_num.default, write.call(aten.sub.Tensor, its, logarithm), 0.0)

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Input, Parameter, placeholders
+from shardgraph.ir.attributes import ROLE, SOURCE
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, value_of
 from shardgraph.passes.sharding.options import named_arguments, results
 from shardgraph.passes.sharding.placements import blocks, is_cut
@@ -66,10 +67,10 @@ def _attended(gm: fx.GraphModule) -> dict[Value, int]:
 
 def _described(value: Value) -> str:
     node, index = value
-    role, shape = node.meta.get("role"), list(results(node)[index].shape)
+    role, shape = ROLE.get(node), list(results(node)[index].shape)
     if isinstance(role, Input):
         return f"the model's input number {role.index}, of shape {shape},"
-    return f"the queries {shape} of attention ({node.meta.get('source') or node.name})"
+    return f"the queries {shape} of attention ({SOURCE.get(node) or node.name})"
 
 
 def _sizes_that_divide(length: int) -> str:
@@ -94,7 +95,7 @@ def connected(legal: Legal, starts: Cuts) -> dict[Value, set[Placement]]:
                 continue
             for (node, index), placement in together:
                 cuts = found.setdefault((node, index), set())
-                if placement not in cuts and not isinstance(node.meta.get("role"), Parameter):
+                if placement not in cuts and not isinstance(ROLE.get(node), Parameter):
                     cuts.add(placement)
                     grown = True
     return found

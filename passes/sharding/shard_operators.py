@@ -16,13 +16,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter
+from shardgraph.ir.attributes import ROLE, Change, carried
 from shardgraph.passes.base import Context
+from shardgraph.passes.builder import Builder
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.constraints import Constraints, marks_of
+from shardgraph.passes.sharding.dtensor_rules import Refused, notes_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
 from shardgraph.passes.sharding.problem import choose_options
-from shardgraph.passes.sharding.writer import Writer
 from shardgraph.plans.annotations.kinds import Placement as PlacementAnnotation
 from shardgraph.plans.annotations.match import matches, written
 from shardgraph.plans.parameter_plan import AUTO, split_text
@@ -59,18 +62,20 @@ class ShardOperators:
         _constants_apart(gm, context)
         _note_unknown(gm, context)
         constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
+        refused = Refused()
         try:
-            chosen = choose_options(gm, parts, self.style, constraints)
+            chosen = choose_options(gm, parts, self.style, constraints, refused)
         except PlanError as error:
             raise self._impossible(gm, context, constraints.parameters) or error from None
+        context.notes.extend(notes_of(refused))
         for node, option in chosen.items():
-            if isinstance(role := node.meta.get("role"), Parameter):
+            if isinstance(role := ROLE.get(node), Parameter):
                 record_placement(context, role.fqn, position, option.results[0])
         for fqn, entry in context.parameters.items():  # and those that the graph does not use
             if entry.placements[position] == AUTO:
                 record_placement(context, fqn, position, REPLICATE)
-        for fqn in lower(gm, chosen, Writer(fx.Graph(), context.fake_mode, self.axis, parts)):
-            context.sums.setdefault(fqn, []).append(self.axis)
+        for fqn in lower(gm, chosen, AxisBuilder(fx.Graph(), context.values, self.axis)):
+            context.sums[fqn] = (*context.sums.get(fqn, ()), self.axis)
 
     def _impossible(self, gm: fx.GraphModule, context: Context, fixed: Mapping[str, Placement]) -> PlanError | None:
         """The first annotation of parameters that cannot be met even alone."""
@@ -148,23 +153,23 @@ def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
             _add_after(gm, context, node, aten.mm.default, (left, right), bias)
         elif node.target is aten.convolution.default and node.args[2] is not None:
             images, weight, bias, *rest = node.args
-            with gm.graph.inserting_before(node), context.fake_mode:
-                shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
-                column = gm.graph.call_function(aten.view.default, (bias, shape))
-                column.meta = node.meta | {"val": bias.meta["val"].view(shape)}
+            shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
+            column = _before(gm, context, node).call(aten.view.default, bias, shape)
             _add_after(gm, context, node, aten.convolution.default, (images, weight, None, *rest), column)
 
 
 def _add_after(
     gm: fx.GraphModule, context: Context, node: fx.Node, target: Any, args: tuple[Any, ...], bias: fx.Node
 ) -> None:
-    with gm.graph.inserting_before(node), context.fake_mode:
-        product = gm.graph.call_function(target, args)
-        product.meta = dict(node.meta)
-        total = gm.graph.call_function(aten.add.Tensor, (product, bias))
-        total.meta = dict(node.meta)
+    build = _before(gm, context, node)
+    total = build.call(aten.add.Tensor, build.call(target, *args), bias)
     node.replace_all_uses_with(total)
     gm.graph.erase_node(node)
+
+
+def _before(gm: fx.GraphModule, context: Context, node: fx.Node) -> Builder:
+    """A builder of what computes the value of ``node``, in its place."""
+    return Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
 
 
 _CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
@@ -175,9 +180,7 @@ def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
     for node in list(gm.graph.nodes):
         if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
             value = node.meta["val"]
-            options = {"dtype": value.dtype, "device": value.device}
-            with gm.graph.inserting_before(node):
-                constant = gm.graph.call_function(aten.full.default, (node.args[1], _CONSTANTS[node.target]), options)
-            constant.meta = dict(node.meta)
+            fill, options = _CONSTANTS[node.target], {"dtype": value.dtype, "device": value.device}
+            constant = _before(gm, context, node).call(aten.full.default, node.args[1], fill, **options)
             node.replace_all_uses_with(constant)
             gm.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""``shardgraph.annotate``: annotations that a model remembers, for every plan that it is compiled under."""
+"""``shardgraph.annotate``: annotations stored with a model, for every plan that it is compiled under."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardgraph.plans.annotations.kinds import (
     output,
 )
 from shardgraph.plans.annotations.match import Annotated, matches
-from shardgraph.plans.annotations.remembered import check_annotations, remember, remembered
+from shardgraph.plans.remembered import check_annotations, remember, remembered
 
 
 def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[Annotation]]) -> None:
-    """Constrain every plan that ``model`` is compiled, analysed, verified or drawn under from now on.
+    """Constrain every plan under which ``model`` is compiled, analysed, verified or drawn from now on.
 
     ::
 
@@ -28,17 +28,18 @@ def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[A
             "re:.*norm.*": replicate("tp"),
         })
 
-    Nothing of the model changes. Several calls add up. A bare placement is of the parameters that the pattern matches,
-    or, where it matches none, of the first output of the modules that it does.
+    The model itself is unchanged. Annotations of several calls accumulate. A bare placement applies to the parameters
+    that the pattern matches; if it matches none, to the first output of the modules that it matches.
 
     Args:
         model: any module, before it is compiled.
-        annotations: by a pattern of fully qualified names of parameters or modules, in which ``*`` is any part of one
-            name and ``**`` any number of names, or a regular expression after ``re:``; what is said of them.
+        annotations: one annotation or several by a pattern of fully qualified names of parameters or modules, in which
+            ``*`` is any part of one name and ``**`` any number of names, or a regular expression after ``re:``.
 
     Raises:
-        PlanError: a pattern matches nothing (the message has the nearest names), or two annotations, of this call or an
-            earlier one, contradict each other (it names both).
+        PlanError: a pattern matches nothing (the message has the nearest names); two annotations, of this call or an
+            earlier one, contradict each other (it names both); a value is no annotation; or the model is compiled
+            already.
     """
     if isinstance(model, ShardedModule):
         raise PlanError(
@@ -53,13 +54,13 @@ def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[A
             if isinstance(annotation, Placement) and not any(matches(pattern, name) for name in parameters):
                 annotation = _of_output(model, pattern, annotation)
             given.append((pattern, annotation))
-    together = tuple(dict.fromkeys((*remembered(model), *given)))
-    check_annotations(model, together)
-    remember(model, together)
+    combined = tuple(dict.fromkeys((*remembered(model), *given)))
+    check_annotations(model, combined)
+    remember(model, combined)
 
 
 def _of_output(model: nn.Module, pattern: str, placement: Placement) -> Annotation:
-    """A bare placement as one of outputs, where the pattern matches no parameter but a module."""
+    """``output(placement)`` if ``pattern`` matches a module; the placement itself if it matches nothing."""
     if any(matches(pattern, name) for name, _ in model.named_modules()):
         return output(placement)
     first = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,6 +1,7 @@
 """The command ``shardgraph``.
 
-A command is a function that adds its options to a parser and gives back what runs it, and a line in ``COMMANDS``.
+A command is a function that adds its options to a parser and returns the function that runs it, and an entry in
+``COMMANDS``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def calibrate(parser: argparse.ArgumentParser) -> Run:
         cluster = fit(measured)
         cluster.save(options.out)
         print(fit_table(measured, cluster))
-        print(f"\nWrote {options.out}. Give it wherever a cluster is asked for: cluster={options.out!r}")
+        print(f"\nWrote {options.out}. Use it wherever a cluster is needed: cluster={options.out!r}")
 
     return run
 
@@ -36,7 +37,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {"calibrate": ca
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; give its exit status."""
+    """Run a command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="shardgraph", description="A compiler for distributed training with PyTorch.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""``shardgraph.visualize``: a picture of a partition plan and of the memory that it takes."""
+"""``shardgraph.visualize``: pictures of a partition plan and of its memory over a step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shardgraph.pictures.memory import draw_memory
 from shardgraph.pictures.page import html_page
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.pictures.tree import Tree, build_tree
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_alike
@@ -48,31 +48,31 @@ def visualize(
 ) -> Path:
     """Write a picture of a partition plan and of one rank's memory over a step; returns its path.
 
-    The plan: modules as nested clusters with their collectives and the bytes that a rank sends in one step, parameters
-    with the colour of their placement, their whole and local shape (of rank 0, the largest) and their bytes on a rank,
-    and the flow of data between modules. Numbered neighbours that are alike in every respect are drawn once.
-    The memory: bytes live at each operation by kind, with the peak and, where it is near, what the device has. Of a
-    pipeline instead: what each rank runs when, where it waits, and what it holds meanwhile.
+    The plan shows modules as nested clusters with their collectives and the bytes that a rank sends in one step;
+    parameters with the colour of their placement, their global and local shape (of rank 0, the largest) and their bytes
+    per rank; and the data flow between modules. Consecutive layers that are equal in every respect are drawn once.
+    The memory shows the live bytes at each operation by kind, with the peak and, if it is near, the device's memory.
+    For a pipeline it shows the schedule instead: the actions, idle time and memory of each rank.
 
     Nothing is run, and no process group or weights are needed.
 
     Args:
         what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; or an analysis,
-            of which the memory is drawn, and with its ``model`` and inputs the plan too.
-        path: the file. ``.svg`` is both pictures, ``.html`` a page with both and the plan as text;
-            ``.png``, ``.pdf``, and ``.dot`` or ``.gv`` (Graphviz's language) are the plan alone.
+            whose memory is drawn, and with its ``model`` and inputs its plan too.
+        path: the file to write. ``.svg`` has both pictures, ``.html`` both and the plan as text; ``.png``, ``.pdf``,
+            and ``.dot`` or ``.gv`` (Graphviz's language) have only the plan.
         model: the model of a plan or an analysis, not compiled; only shapes and dtypes of its tensors matter.
         example_inputs: positional inputs of one rank's call, real or on ``meta``.
-        example_kwargs: keyword inputs likewise.
-        cluster: what the memory is compared with, as for :func:`shardgraph.analyze`; an analysis has its own.
+        example_kwargs: keyword inputs of the same call.
+        cluster: the cluster for the prediction, as for :func:`shardgraph.analyze`; an analysis has its own.
 
     Without Graphviz's program ``dot``, ``.svg`` and ``.html`` show the plan as nested boxes, with a warning, and
     ``.png`` and ``.pdf`` cannot be written.
 
     Raises:
-        PlanError: a plan without its model, or that does not fit it.
-        ShardGraphError: nothing has been compiled yet; the ending of ``path`` is none of these, or needs the plan of an
-            analysis without its model, or a program that is not installed.
+        PlanError: a plan is given without its model, or does not fit it.
+        ShardGraphError: nothing has been compiled yet; the suffix of ``path`` is none of these; or it requires the plan
+            of an analysis without its model, or a program that is not installed.
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
@@ -114,7 +114,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 def _plan_of(
     what: Plan | ShardedModule | Analysis | PipelineAnalysis, model: nn.Module | None, call: _Call
 ) -> tuple[Tree, Edges] | None:
-    """The modules and their data flow; None for an analysis alone."""
+    """The modules and their data flow; None for an analysis without a model."""
     if isinstance(what, ShardedModule):
         program = what.program
         if isinstance(program, PipelineProgram):
@@ -136,17 +136,17 @@ def _plan_of(
 
 
 def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
-    """As for the program of ``model``; of a stack of equal layers, only a few are captured.
+    """The modules and data flow of ``model`` under ``plan``; of a stack of equal layers, only a few are captured.
 
-    With a pipeline it is that of all stages together.
+    A pipeline is drawn with all its stages together.
     """
     plan = plan.of_stage
-    plan.resolve(named_shapes(model))  # a plan that does not fit is told before the long work
+    plan.resolve(named_shapes(model))  # a plan that does not fit is refused before the long work
     stack = find_stack(model)
     if stack is not None and treats_alike(plan, model, stack):
         try:
-            with shortened(model, stack, SHALLOW[-1]), torch.enable_grad():
-                tree, flow = _outline(build_program(model, plan, *call))
+            with torch.enable_grad():
+                tree, flow = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
             tree.lengthen(stack.path, SHALLOW[-1], stack.layers)
             return tree, flow
         except CaptureError:
@@ -194,7 +194,7 @@ def _texts(analysis: Analysis | PipelineAnalysis) -> list[str]:
     return [str(analysis.plan), *chosen, str(analysis)]
 
 
-# -- Graphviz's program ----------------------------------------------------------------------------
+# -- rendering -------------------------------------------------------------------------------------
 
 
 def _draw_plan(tree: Tree, flow: Edges) -> Drawing:

@@ -1,8 +1,8 @@
-"""Measures the machine at hand: what a cluster file says of it, from timings of its own operations.
+"""Measures this machine: the rates of a cluster file, fitted to timings of operations.
 
-:func:`measure` times operations on every rank at once, since the ranks of one machine share its cores and its memory;
+:func:`measure` times operations on all ranks at once, since the ranks of one machine share its cores and its memory;
 :func:`fit` turns the timings into the rates of a :class:`~shardgraph.cost_models.cluster.Cluster`; :func:`calibrate`
-is both.
+does both.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def calibrate(
     seconds: float = 40.0,
     progress: bool | None = None,
 ) -> Cluster:
-    """The cluster that this machine is, measured on ``nproc`` ranks that all work at once.
+    """This machine as a cluster, measured on ``nproc`` ranks that all work at once.
 
     Args:
-        nproc: number of ranks; by default one for each GPU, or 2 without.
-        dtypes: dtypes to measure arithmetic in; memory traffic is measured in the first.
-        seconds: about how long to measure, besides the start of the ranks. Each operation is timed a few times
-            however short this is.
+        nproc: number of ranks; by default one per GPU, or 2 without GPUs.
+        dtypes: dtypes to measure arithmetic in; memory traffic is measured in the first one.
+        seconds: about how long to measure, in addition to starting the ranks. Each operation is timed at least a few
+            times.
         progress: whether to show a progress line; None shows it on a terminal.
 
     Raises:
-        ClusterError: a dtype is not a floating-point one, or this process is a rank of a run already.
+        ClusterError: a dtype is not a floating-point one, or this process is already a rank of a run.
     """
     return fit(measure(nproc, dtypes, seconds, progress))

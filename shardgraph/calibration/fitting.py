@@ -18,7 +18,7 @@ from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.sizes import format_seconds
 
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
-"""The link of a machine with one rank, where nothing is sent and any link prices it the same."""
+"""The link of a machine with one rank, which sends nothing, so its values do not matter."""
 
 
 def fit(measured: Measurements) -> Cluster:
@@ -57,7 +57,7 @@ def fit(measured: Measurements) -> Cluster:
 
 
 def fit_rate(samples: Sequence[Sample]) -> Rate:
-    """The rate that fits timings of one kind of work."""
+    """The rate that fits timings of one kind of work, in seconds and FLOPs or bytes per second."""
     seconds = [sample.seconds for sample in samples]
     if not any(sample.work for sample in samples):
         return Rate(1.0, statistics.median(seconds))
@@ -68,7 +68,7 @@ def fit_rate(samples: Sequence[Sample]) -> Rate:
 
 
 def fit_host(samples: Sequence[Sample]) -> Host | None:
-    """The host that fits timings of copies from it and of updates on it; None where nothing was timed."""
+    """The host that fits timings of copies from its memory and of updates on it; None without timings."""
     by_kind = _by_kind(samples)
     if not by_kind:
         return None
@@ -77,19 +77,20 @@ def fit_host(samples: Sequence[Sample]) -> Host | None:
 
 
 def behind_computation(transfers: Sequence[Transfer]) -> tuple[list[Transfer], float]:
-    """The collectives with their times behind a computation, and the part of those that the computation hides.
+    """The collectives with their times when overlapped with a computation, and the fraction of them that is hidden.
 
-    Where they share their cores, both take longer: a collective then takes what it adds, and nothing is hidden. One
-    ratio holds for all, since single timings are noisy and the larger of two would be too large for most.
+    If both share the cores, both take longer: a collective then costs the time that it adds, and nothing is hidden.
+    One ratio is used for all of them, since single timings are noisy and a maximum per timing would be too large for
+    most.
     """
     ratio = max(statistics.median(t.added / t.seconds for t in transfers), 0.0) if transfers else 0.0
     return [replace(t, seconds=t.seconds * max(ratio, 1.0)) for t in transfers], max(1 - ratio, 0.0)
 
 
 def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str, float]]:
-    """The link between ``ranks`` that fits timings of collectives, and the part of it that each operation attains.
+    """The link between ``ranks`` that fits timings of collectives, and the efficiency of each operation on it.
 
-    The link has the bandwidth of the operation that attains most and the latency of the one that waits least.
+    The link has the bandwidth of the fastest operation and the latency of the one with the least latency.
     """
     if not transfers:
         return NOMINAL_LINK, {}
@@ -110,7 +111,7 @@ def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str,
 
 
 def fit_table(measured: Measurements, cluster: Cluster) -> str:
-    """What was fitted and how well: a line for each kind of work and each collective.
+    """The fitted rates and their errors: a line for each kind of work and each collective.
 
     ``error`` is the median of ``|fitted - measured| / measured``, over all sizes and over the larger half.
     """
@@ -144,21 +145,21 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients of the columns of ``rows``, none below 0, that give ``seconds``, by least squares.
+    """Non-negative coefficients of the columns of ``rows`` that fit ``seconds`` by iterated least squares.
 
-    Errors are relative to the larger of the fit and what was seen. Relative to what was seen alone, being too low can
-    cost at most 1 and being too high any number, so that a fit would be too low for most; relative to the fit alone,
-    one operation that is slow for reasons of its own would outweigh all others.
+    Errors are relative to the larger of the fitted and the measured value. Relative to the measured value alone, a fit
+    that is too low costs at most 1 and one that is too high any number, so fits would be too low for most samples;
+    relative to the fitted value alone, one unusually slow operation would outweigh all others.
     """
-    columns, seen = np.asarray(rows), np.asarray(seconds)
-    # Columns differ by ten orders of magnitude: brought to one size, or the solver takes small ones for zero.
+    columns, measured = np.asarray(rows), np.asarray(seconds)
+    # Columns differ by ten orders of magnitude: unscaled, the solver would treat small ones as zero.
     sizes = np.maximum(columns.max(axis=0), np.finfo(float).tiny)
-    fitted, solution = seen, np.zeros(len(sizes))
-    for _ in range(30):  # each time with the fit before
-        larger = np.maximum(fitted, seen)
+    fitted, solution = measured, np.zeros(len(sizes))
+    for _ in range(30):  # each iteration uses the previous fit
+        larger = np.maximum(fitted, measured)
         scale = np.linalg.norm(columns / sizes / larger[:, None], axis=0)
         scale[scale == 0] = 1.0
-        solution = nnls(columns / sizes / larger[:, None] / scale, seen / larger)[0] / scale / sizes
+        solution = nnls(columns / sizes / larger[:, None] / scale, measured / larger)[0] / scale / sizes
         fitted = columns @ solution
     return [float(value) for value in solution]
 
@@ -177,7 +178,7 @@ def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def _row(kind: str, rate: float, unit: str, overhead: float, pairs: list[tuple[float, float]]) -> tuple[str, ...]:
-    errors = [abs(fitted - seen) / seen for seen, fitted in pairs]
+    errors = [abs(fitted - measured) / measured for measured, fitted in pairs]
     return (
         kind,
         f"{rate / 1e9:.3g} G{unit}",

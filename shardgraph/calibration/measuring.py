@@ -1,4 +1,4 @@
-"""Times programs and collectives on every rank of this machine at once."""
+"""Timings of programs and collectives on all ranks of this machine at once."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from shardgraph.runtime.mesh import run_mesh
 
 T = TypeVar("T")
 
-_TIMING = 1e-3  # seconds that one timing on a GPU lasts at least: many calls, to hide the cost of synchronizing
-_ROUNDS = (3, 200)  # the fewest and the most timings of an operation
-_WARM_UP = 2  # rounds that do not count
+_TIMING = 1e-3  # minimum seconds of one timing on a GPU: many calls, to hide the cost of synchronizing
+_ROUNDS = (3, 200)  # minimum and maximum number of timings of an operation
+_WARM_UP = 2  # rounds that are discarded
 _STARTED = 6  # collectives in one timing
-_AHEAD = 4  # of which so many are under way, as in the presets
+_AHEAD = 4  # how many of them are in flight at once, as in the presets
 
 
 def measure(
@@ -50,8 +50,8 @@ def measure(
     if dist.is_initialized() or "RANK" in os.environ:
         raise ClusterError("calibrate starts the ranks that it measures: call it from one process, without torchrun")
     for dtype in dtypes:
-        found = getattr(torch, dtype, None)
-        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        known = getattr(torch, dtype, None)
+        if not (isinstance(known, torch.dtype) and known.is_floating_point):
             raise ClusterError(f"calibrate cannot measure dtype {dtype!r}: give floating-point ones, such as float32")
     memory = host_memory()  # before the ranks take any
     ranks = nproc or torch.cuda.device_count() or 2
@@ -60,7 +60,7 @@ def measure(
 
 
 def _merge(measured: Sequence[Measurements]) -> Measurements:
-    """The mean of what the ranks measured; they timed the same operations in the same order."""
+    """The mean over ranks, which timed the same operations in the same order."""
     first = measured[0]
 
     def mean(values: Iterable[float]) -> float:
@@ -99,9 +99,9 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
             show(f"capture {dtype}")
             trainings = [Training(step, mesh) for step in reference_steps(device, getattr(torch, dtype))]
             show(dtype)
-            found = _time_programs(trainings, share, device)
+            timed = _time_programs(trainings, share, device)
             # Memory traffic is measured in the first dtype.
-            samples += [sample for sample in found if dtype == dtypes[0] or "/" in sample.kind]
+            samples += [sample for sample in timed if dtype == dtypes[0] or "/" in sample.kind]
         if mesh is not None:
             group = mesh.get_group().group_name
             show("collectives")
@@ -123,16 +123,16 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-5)
 
     def run(self, clock: Callable[[], T]) -> list[tuple[T, T]]:
-        """What ``clock`` says before and after each operation and the update, the last."""
-        read, gradients = self.step.run(clock)
+        """The readings of ``clock`` before and after each operation; the last pair is the optimizer's update."""
+        readings, gradients = self.step.run(clock)
         for name, gradient in gradients.items():
             self.parameters[name].grad = self._placed(gradient)
-        read.append((clock(), self._update(clock)))
+        readings.append((clock(), self._update(clock)))
         self.optimizer.zero_grad()
-        return read
+        return readings
 
     def samples(self, seconds: Sequence[float]) -> Iterator[Sample]:
-        """The work of each operation and of a parameter's update, with the ``seconds`` that they took."""
+        """The work of each operation and of a parameter's update, with their ``seconds``."""
         *operations, update = seconds
         for cost, taken in zip(self.step.costs, operations, strict=True):
             if cost.kind in FLOP_KINDS:
@@ -152,9 +152,9 @@ class Training:
 
 
 def _time_programs(trainings: Sequence[Training], budget: float, device: torch.device) -> list[Sample]:
-    """Typical seconds of each operation of ``trainings``, run in turn, round after round, for about ``budget`` seconds.
+    """Median seconds of each operation of ``trainings``, run in turn, round after round, for about ``budget`` seconds.
 
-    Every rank runs as many rounds.
+    Every rank runs the same number of rounds.
     """
     clock, between = _clock(device)
     times: list[list[list[float]]] = []
@@ -163,10 +163,10 @@ def _time_programs(trainings: Sequence[Training], budget: float, device: torch.d
         times.append([])
         for training in trainings:
             dist.barrier()
-            read = training.run(clock)
+            readings = training.run(clock)
             _synchronize(device)
-            times[-1].append([between(start, end) for start, end in read])
-        if len(times) == _WARM_UP:  # the first is slower than the others
+            times[-1].append([between(start, end) for start, end in readings])
+        if len(times) == _WARM_UP:  # the first rounds are slower than the others
             (one,) = _slowest([(time.perf_counter() - started) / _WARM_UP], device)
             rounds = _WARM_UP + min(max(int(budget / one) - _WARM_UP, _ROUNDS[0]), _ROUNDS[1])
     samples: list[Sample] = []
@@ -176,7 +176,7 @@ def _time_programs(trainings: Sequence[Training], budget: float, device: torch.d
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Something that is read without waiting for the device, and the seconds between two readings."""
+    """A clock that is read without waiting for the device, and the seconds between two readings."""
     if device.type == "cpu":
         return time.perf_counter, lambda start, end: end - start
 
@@ -189,9 +189,9 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any]
 
 
 def _time_all(runs: Sequence[Callable[[], object]], budget: float, device: torch.device) -> list[float]:
-    """Typical seconds of each of ``runs``, timed in turn, round after round, for about ``budget`` seconds.
+    """Median seconds of each of ``runs``, timed in turn, round after round, for about ``budget`` seconds.
 
-    Every rank does the same number of everything, as collectives need.
+    Every rank runs everything equally often, as collectives require.
     """
     for run in runs:
         run()
@@ -199,7 +199,7 @@ def _time_all(runs: Sequence[Callable[[], object]], budget: float, device: torch
     # On a CPU each runs once, after others of its size, as in training: repeated, its inputs would be in the cache.
     counts = [min(100, ceil(_TIMING / taken)) if device.type == "cuda" else 1 for taken in first]
     one_round = sum(count * taken for count, taken in zip(counts, first, strict=True))
-    rounds = min(max(int(budget / one_round) - 2, _ROUNDS[0]), _ROUNDS[1])  # two are done
+    rounds = min(max(int(budget / one_round) - 2, _ROUNDS[0]), _ROUNDS[1])  # two rounds have run already
     times = [[_seconds(run, count, device) for run, count in zip(runs, counts, strict=True)] for _ in range(rounds)]
     return [statistics.median(taken) for taken in zip(*times, strict=True)]
 
@@ -219,7 +219,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _slowest(times: list[float], device: torch.device) -> list[float]:
-    """The largest of all ranks' times, one by one; also a meeting of the ranks before the timings that count."""
+    """The elementwise maximum of all ranks' times; also synchronizes the ranks before the timings that count."""
     shared = torch.tensor(times, dtype=torch.float32, device=device)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.tolist()
@@ -246,7 +246,7 @@ def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:
-    """Collectives alone, and as a step has them: several under way, behind a computation that takes about as long."""
+    """Timings of collectives alone, and as in a step: several in flight, overlapped with as long a computation."""
     plain: list[tuple[str, int, int]] = []
     runs: list[Callable[[], object]] = []
     rows = 256 if device.type == "cpu" else 2048
@@ -263,7 +263,7 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
             gotten = whole // ranks if operation == "reduce_scatter_tensor" else whole
             plain.append((operation, 4 * given, 4 * gotten))
             start = _starter(operation, torch.ones(given, device=device), group, ranks)
-            _in_flight(start, partial(compute, 1))  # what runs for the first time is slow
+            _in_flight(start, partial(compute, 1))  # the first run is slow
             sending, computing = _slowest(
                 [_seconds(partial(_alone, start), 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3],
                 device,
@@ -296,11 +296,11 @@ def _alone(start: Callable[[], torch.Tensor]) -> None:
 
 
 def _in_flight(start: Callable[[], torch.Tensor], compute: Callable[[], None]) -> None:
-    under_way: deque[torch.Tensor] = deque()
+    in_flight: deque[torch.Tensor] = deque()
     for _ in range(_STARTED):
-        under_way.append(start())
+        in_flight.append(start())
         compute()
-        if len(under_way) > _AHEAD:
-            torch.ops._c10d_functional.wait_tensor(under_way.popleft())
-    for pending in under_way:
+        if len(in_flight) > _AHEAD:
+            torch.ops._c10d_functional.wait_tensor(in_flight.popleft())
+    for pending in in_flight:
         torch.ops._c10d_functional.wait_tensor(pending)

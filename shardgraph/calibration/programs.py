@@ -1,7 +1,7 @@
-"""Training steps of small models, each operation of which is timed where it stands.
+"""Training steps of small models whose operations are timed in place.
 
 An operation costs more in a program than repeated alone: its operands have left the caches, its result is new memory,
-Python is between it and the next. So calibration times programs rather than operations.
+and Python runs between it and the next one. So calibration times programs rather than operations.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class Block(nn.Module):
-    """A layer of a transformer: of the older kind (biases, gelu, dropout), or of the newer (gated silu, rotated)."""
+    """A transformer layer: classic (biases, GELU, dropout), or ``gated`` (SwiGLU, rotary embeddings, causal)."""
 
     def __init__(self, width: int, gated: bool, dropout: float) -> None:
         super().__init__()
-        self.dropout = dropout  # with it, attention is products and a softmax
+        self.dropout = dropout  # with dropout, attention is two products and a softmax
         self.heads = max(2, width // 32)
         self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.ModuleList(nn.Linear(width, width, bias=not gated) for _ in range(3))
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A residual network and its loss: each stage halves the image and has twice the channels."""
+    """A residual network and its loss: each stage halves the image and doubles the channels."""
 
     def __init__(self, channels: int, stages: int) -> None:
         super().__init__()
@@ -94,9 +94,9 @@ class ConvNet(nn.Module):
 
 
 def reference_steps(device: torch.device, dtype: torch.dtype) -> Iterator[Step]:
-    """Training steps from small to large, which together have the operations that models have.
+    """Training steps from small to large, which together cover the usual operations of models.
 
-    On a GPU batches are 8 times as large: smaller ones do not fill it.
+    On a GPU, batches are 8 times as large, because smaller ones do not fill it.
     """
     scale = 1 if device.type == "cpu" else 8
     for width, layers, vocabulary, batch, length, gated, dropout in (
@@ -114,7 +114,7 @@ def reference_steps(device: torch.device, dtype: torch.dtype) -> Iterator[Step]:
 
 
 class Step:
-    """A training step of one model in one process, whose operations tell when they end."""
+    """A training step of one model in one process, which reads a clock after every operation."""
 
     def __init__(self, model: nn.Module, *args: torch.Tensor) -> None:
         self.model, self.args = model, args
@@ -124,11 +124,11 @@ class Step:
 
     @property
     def costs(self) -> list[NodeCost]:
-        """The work of each operation in the order in which they run."""
+        """The work of each operation in execution order."""
         return [cost for half in self._halves for cost in half.costs]
 
     def run(self, clock: Callable[[], T]) -> tuple[list[tuple[T, T]], dict[str, torch.Tensor]]:
-        """What ``clock`` says before and after each operation, and the gradients by parameter."""
+        """The readings of ``clock`` before and after each operation, and the gradients by parameter name."""
         given: dict[Role | None, Any] = {}
 
         def value(role: Role, like: torch.Tensor) -> Any:
@@ -136,15 +136,15 @@ class Step:
                 return torch.ones(like.shape, dtype=like.dtype, device=self.args[0].device)
             return self.args[role.index] if isinstance(role, Input) else given.pop(role)
 
-        read: list[tuple[T, T]] = []
+        readings: list[tuple[T, T]] = []
         with torch.no_grad(), torch_api.below_autograd():
             for half in self._halves:
                 given |= {Parameter(name): parameter.detach() for name, parameter in self.model.named_parameters()}
                 given |= {Buffer(name): buffer for name, buffer in self.model.named_buffers()}
                 times, given = half.run(value, clock)
-                read += times
-        gradients = {role.of: found for role, found in given.items() if isinstance(role, Gradient)}
-        return read, {owner.fqn: found for owner, found in gradients.items() if isinstance(owner, Parameter)}
+                readings += times
+        gradients = {role.of: gradient for role, gradient in given.items() if isinstance(role, Gradient)}
+        return readings, {owner.fqn: each for owner, each in gradients.items() if isinstance(owner, Parameter)}
 
 
 class _Timed:

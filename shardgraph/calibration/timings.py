@@ -1,4 +1,4 @@
-"""What calibration measures, as data."""
+"""The timings of a calibration, as data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 @dataclass(frozen=True)
 class Sample:
-    """One operation: FLOPs or bytes of its ``work``, and the ``seconds`` that it took.
+    """One operation: its ``work`` in FLOPs or bytes, and its ``seconds``.
 
-    ``moved`` are the bytes that it reads and writes where ``work`` is FLOPs.
+    ``moved`` are the bytes that it reads and writes if ``work`` is in FLOPs.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Sample:
 class Transfer:
     """One collective: the bytes of a rank's input and output, and its ``seconds`` from start to wait.
 
-    ``added`` are the seconds by which a computation is longer behind which it runs.
+    ``added`` are the seconds by which it extends a computation that it overlaps with.
     """
 
     operation: str
@@ -36,9 +36,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the ranks of a machine measured; ``memory`` is one rank's bytes.
+    """The timings of a machine's ranks; ``memory`` is one rank's share in bytes.
 
-    ``host`` are copies from its memory to the device (kind ``"copy"``) and updates of parameters there.
+    ``host`` are copies from host memory to the device (kind ``"copy"``) and updates of parameters in host memory.
     """
 
     device: str

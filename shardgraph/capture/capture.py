@@ -1,14 +1,13 @@
 """Capture: an unmodified module and example inputs become a :class:`~shardgraph.ir.JointGraph`.
 
-Nothing is computed and no memory is taken for the model: parameters, buffers and inputs are stood in
-for by fake tensors while the module is traced, then put back.
+Nothing is computed and no memory is taken for the model: what is traced is a private copy of its modules, in which fake
+tensors stand in for parameters and buffers. The model itself is only read, and may run in other threads meanwhile.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from shardgraph.capture import constraints
 from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.constraints import check_met, constrained
+from shardgraph.capture.numbers import check_numbers, is_number
+from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.pytrees import register_types
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import (
@@ -33,10 +34,12 @@ from shardgraph.ir import (
     Parameter,
     Role,
     Tangent,
+    UnboundGraph,
     outputs,
     placeholders,
     set_outputs,
 )
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -104,26 +107,32 @@ def capture(
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
     """
     fake_mode = FakeTensorMode()
+    cpu = torch.device("cpu")
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: _fake(fake_mode, t, device, keep_strides=True), (args, kwargs)
+        torch.Tensor,
+        lambda t: _fake(fake_mode, t, cpu if is_number(t) else device, keep_strides=True),
+        (args, kwargs),
     )
     dtypes = computed_dtypes(model, precision, annotations)
+    private = _stand_in(model, fake_mode, device, dtypes)
+    canonical = _first_names(private)
     with (
-        casting(model, precision, annotations),
-        _fake_state(model, fake_mode, device, dtypes) as canonical,
-        constrained(model, annotations),
+        casting(private, precision, annotations),
+        constrained(private, annotations),
         same_kernels(),
         fake_mode,
     ):
-        traced = model if loss_fn is None else WithLoss(model, loss_fn)
+        traced = private if loss_fn is None else WithLoss(private, loss_fn)
         traced.training = model.training
-        exported = _export(traced, fake_args, fake_kwargs, model)
+        exported = _export(traced, fake_args, fake_kwargs, private)
     check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
     rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
-    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)), leaves)
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
+    check_numbers(joint.module, args, kwargs)
     if loss_fn is own_loss:
         _check_loss(joint)
     return joint
@@ -135,13 +144,14 @@ def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
     The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
     """
     for node in gm.graph.nodes:
-        for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            if stack := node.meta.get(key):
+        for attribute in (MODULES, FORWARD_MODULES):
+            if stack := attribute.get(node):
                 names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
-                node.meta[key] = {
+                inside = {
                     call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
                     for call, (_, kind) in stack.items()
                 }
+                attribute.set(node, inside)
 
 
 # -- standing in for the model's tensors -----------------------------------------------------------
@@ -163,60 +173,38 @@ def _fake(
     return made.requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def _fake_state(
+def _stand_in(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Mapping[str, torch.dtype]
-) -> Iterator[dict[str, str]]:
-    """Put fake tensors of ``dtypes`` in the place of the model's; yields, for every name of a tensor, its first name.
+) -> nn.Module:
+    """A private copy of ``model`` with fake tensors, of ``dtypes`` by their first names.
 
     Parameters become contiguous, as they are once they have been sharded and gathered. Plain tensor
     attributes are presented as buffers, so that they are inputs of the graph rather than constants.
     """
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     fakes: dict[int, torch.Tensor] = {}
-    undo: list[Callable[[], None]] = []
 
-    def stand_in(holder: dict[str, Any], key: str, parameter: bool) -> None:
-        real = holder[key]
-        if id(real) not in fakes:
-            fake = _fake(mode, real, device, not parameter, dtypes.get(names[id(real)]))
+    def stand_in(real: Any, parameter: bool) -> None:
+        if isinstance(real, torch.Tensor) and id(real) not in fakes:
+            fake = _fake(mode, real, device, not parameter, dtypes.get(names.get(id(real), "")))
             fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameter else fake
-        holder[key] = fakes[id(real)]
-        undo.append(lambda: holder.__setitem__(key, real))
 
-    try:
-        for module in model.modules():
-            for key, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor):
-                    _present_as_buffer(module, key, undo)
-        canonical = _first_names(model)
-        names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        for module in model.modules():
-            for holder in (module._parameters, module._buffers):
-                for key in [key for key, value in holder.items() if value is not None]:
-                    stand_in(holder, key, parameter=holder is module._parameters)
-        yield canonical
-    finally:
-        for step in reversed(undo):
-            step()
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, vars(module)):
+            for value in holder.values():
+                stand_in(value, parameter=holder is module._parameters)
+    private = private_copy(model, fakes)
+    for module in private.modules():
+        for key in [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
+            module._buffers[key] = vars(module).pop(key)
+            module._non_persistent_buffers_set.add(key)
+    return private
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-def _present_as_buffer(module: nn.Module, key: str, undo: list[Callable[[], None]]) -> None:
-    value = vars(module).pop(key)
-    module._buffers[key] = value
-    module._non_persistent_buffers_set.add(key)
-
-    def restore() -> None:
-        module._buffers.pop(key)
-        module._non_persistent_buffers_set.discard(key)
-        vars(module)[key] = value
-
-    undo.append(restore)
 
 
 # -- tracing ---------------------------------------------------------------------------------------
@@ -279,7 +267,9 @@ def _explain(name: str, message: str) -> str:
 # -- naming what the traced graph takes and gives --------------------------------------------------
 
 
-def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str]) -> JointGraph:
+def _joint_graph(
+    exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str], leaves: list[Any]
+) -> JointGraph:
     gm = exported.graph_module
     gm.graph.set_codegen(torch_api.CodeGen())
     bases: list[Any] = []
@@ -314,22 +304,27 @@ def _joint_graph(exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[
             f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
         )
 
+    def returned(value: Any) -> Any:
+        of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
+        # What the model is given and returns may be a Python number: a constant, as everywhere in the graph.
+        return leaves[of.index] if isinstance(of, Input) and not isinstance(leaves[of.index], torch.Tensor) else value
+
     output = gm.graph.output_node()
-    results = list(
-        zip([role(d) for d in output.meta["desc"]], pytree.tree_leaves(output.args, is_leaf=_is_none), strict=True)
-    )
+    values = pytree.tree_leaves(output.args, is_leaf=_is_none)
+    results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
     seen: dict[Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
-        node.meta["role"] = role(node.meta["desc"])
+        ROLE.set(node, role(node.meta["desc"]))
         # Tied parameters arrive under each of their names: one input serves them all.
-        if (first := seen.setdefault(node.meta["role"], node)) is not node:
+        if (first := seen.setdefault(ROLE.of(node), node)) is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
     set_outputs(gm, _sum_tied_gradients(gm, results))
     for node in gm.graph.nodes:
-        node.meta["source"] = _source_line(node)
+        SOURCE.set(node, _source_line(node))
+    forget_unknown(gm)
     gm.graph.lint()
-    gm.recompile()
+    gm = UnboundGraph(gm, gm.graph)
     # The tracer works in a mode of its own, and values of two modes do not mix.
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
     mode = next((mode for mode in modes if mode is not None), fake_mode)
@@ -350,11 +345,11 @@ def _is_none(value: Any) -> bool:
 
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', STACK_TRACE.get(node) or "")
     frames = [frame for frame in frames if frame[0] not in _OURS]
     if frames:
         return f"{frames[-1][0]}:{frames[-1][1]}"
-    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+    for path, kind in reversed(list((MODULES.get(node) or {}).values())):
         return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
     return ""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardgraph.capture.capture import capture
+from shardgraph.capture.numbers import is_number
 from shardgraph.ir import JointGraph
 from shardgraph.plans.plan import Plan
 from shardgraph.torch_api import autocast_state, pytree
@@ -31,12 +32,12 @@ class Call:
 
     @property
     def batch(self) -> int:
-        """Rows of the first tensor among the inputs; 0 where there is none."""
+        """Rows of the first input tensor; 0 without one."""
         return next((tensor.shape[0] for tensor in self._tensors() if tensor.dim()), 0)
 
     @property
     def sequence(self) -> int:
-        """Columns of the first tensor among the inputs if it holds sequences: of tokens, or of vectors; else 0."""
+        """Length of the sequences in the first input tensor, if it holds token ids or vectors; else 0."""
         first = next((tensor for tensor in self._tensors() if tensor.dim()), None)
         if first is None:
             return 0
@@ -44,8 +45,8 @@ class Call:
         return first.shape[1] if tokens or first.dim() == 3 else 0
 
     def resized(self, batch: int, sequence: int = 0) -> Call:
-        """A call of other sizes: inputs with the rows of the first have ``batch`` rows, and those with its columns
-        ``sequence`` columns."""
+        """The call with other sizes: inputs with as many rows as the first one get ``batch`` rows, and those with as
+        many columns ``sequence`` columns."""
         now = (self.batch, self.sequence)
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,8 +55,8 @@ class Call:
                 shape[0] = batch
             if sequence and len(shape) > 1 and shape[1] == now[1]:
                 shape[1] = sequence
-            made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            return made.requires_grad_(tensor.requires_grad)
+            resized = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return resized.requires_grad_(tensor.requires_grad)
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
@@ -110,7 +111,9 @@ class Captures:
 
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad
+        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad, is_number(leaf)
+    if isinstance(leaf, (float, complex)):
+        return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal, and a nan is not equal to itself
     try:
         hash(leaf)
     except TypeError:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from shardgraph.errors import CaptureError, PlanError
+from shardgraph.ir.attributes import SOURCE
 from shardgraph.plans.annotations.kinds import precision as precision_annotation
 from shardgraph.plans.annotations.match import Annotated, matches
 from shardgraph.plans.precision import Precision, dtype_of
@@ -65,7 +66,7 @@ def check_products(gm: fx.GraphModule) -> None:
         dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values if value.is_floating_point()})
         if len(dtypes) > 1:
             raise CaptureError(
-                f"{' and '.join(dtypes)} are multiplied at {node.meta['source']}: cast one of them there, cast inputs "
+                f"{' and '.join(dtypes)} are multiplied at {SOURCE.of(node)}: cast one of them there, cast inputs "
                 "and buffers too (shardgraph.Precision), or annotate the module precision(...), which casts its inputs"
             )
 

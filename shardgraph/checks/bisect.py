@@ -12,6 +12,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, SOURCE
 from shardgraph.mesh import Mesh, coordinates, position_of
 from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.placements import cut_of, is_cut
@@ -49,7 +50,7 @@ def first_divergence(
     """Run the captured graph on ``whole`` inputs and the emitted graphs on ``local`` ones; compare node by node.
 
     Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass
-    said what it equals: ``meta["equals"]`` names the captured value, ``meta["averages"]`` the value whose mean
+    said what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean
     over ranks it is. ``evaluate`` gives ``(output, loss, tangents)`` of a rank's results. Returns None when everything
     that can be compared agrees.
     """
@@ -78,9 +79,7 @@ def first_divergence(
                 largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
                 if not error <= tolerance:
-                    raise _Found(
-                        Divergence(node.name, node.meta.get("made_by", "capture"), node.meta.get("source", ""), error)
-                    )
+                    raise _Found(Divergence(node.name, MADE_BY.get(node, "capture"), SOURCE.get(node, ""), error))
 
     mesh = program.plan.mesh
     try:
@@ -130,15 +129,15 @@ def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:
     """Per rank, what the node's value should be; None when nothing says so."""
-    if "averages" in node.meta:
-        values = expected.get(node.meta["averages"])
+    if node in MEAN_OF:
+        values = expected.get(MEAN_OF.of(node))
         if not values or not isinstance(values[0], torch.Tensor):
             return None
         mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
         return _parts(mean, node, program)
-    if "equals" in node.meta:
-        return expected.get(node.meta["equals"])
-    if "made_by" in node.meta or not all(map(is_cut, node.meta.get("placed", {}).values())):
+    if node in EQUALS:
+        return expected.get(EQUALS.of(node))
+    if node in MADE_BY or not all(map(is_cut, PLACEMENTS.get(node, {}).values())):
         return None
     return expected.get(node.name)
 
@@ -146,7 +145,7 @@ def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Progra
 def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
     """The part of a value that the node gives on a rank, where axes of operators cut it."""
     here = coordinates(mesh, rank)
-    for axis, placement in node.meta.get("placed", {}).items():
+    for axis, placement in PLACEMENTS.get(node, {}).items():
         if isinstance(value, torch.Tensor) and is_cut(placement):
             position = position_of(mesh, axis)
             value = ir.take_part(value, *cut_of(placement), mesh[position][1], here[position])
@@ -156,7 +155,7 @@ def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
 def _parts(mean: torch.Tensor, node: fx.Node, program: Program) -> list[torch.Tensor]:
     """The mean, or each rank's part of it for the gradient of a parameter."""
     plan = program.plan
-    entry = program.parameters.get(node.meta.get("reduces", ""))
+    entry = program.parameters.get(REDUCES.get(node, ""))
     if entry is None:
         return [mean] * plan.world_size
     return [part_of(mean, entry, plan.mesh, coordinates(plan.mesh, rank)) for rank in range(plan.world_size)]

@@ -17,6 +17,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.errors import CollectiveError, ShardGraphError
 from shardgraph.ir import Role
+from shardgraph.ir.attributes import ROLE, SOURCE
 from shardgraph.mesh import Mesh, coordinates, group_along, position_of
 
 Results = list[tuple[Role | None, Any]]
@@ -85,7 +86,7 @@ def _run_node(
 ) -> list[Any]:
     ranks = range(len(inputs))
     if node.op == "placeholder":
-        return [inputs[rank][node.meta["role"]] for rank in ranks]
+        return [inputs[rank][ROLE.of(node)] for rank in ranks]
     if node.op == "get_attr":
         return [getattr(gm, str(node.target))] * len(inputs)
     if ir.is_collective(node):
@@ -112,7 +113,7 @@ def _run_node(
         try:
             results.append(_call(node, args, kwargs, rng, rank))
         except Exception as error:
-            where = f" ({node.meta['source']})" if node.meta.get("source") else ""
+            where = f" ({SOURCE.of(node)})" if SOURCE.get(node) else ""
             raise ShardGraphError(f"{node.format_node()}{where} failed on rank {rank}: {error}") from error
     return results
 

@@ -1,11 +1,10 @@
 """The intermediate representation: an FX graph whose inputs and outputs know what they are.
 
-Every placeholder carries ``meta["role"]`` and the output node carries ``meta["roles"]``, one entry per
-returned value. A role says what a value *means* (a parameter by name, a gradient of it, a tangent),
-so no code depends on positions. A captured parameter also has ``meta["stored"]``, the dtype in which it is kept between
-steps; its value has the one that it is computed with. The same representation serves the joint graph and, after the
-split, the forward and the backward graph. A placeholder whose value is in host memory has ``meta["host"]``; what else
-is there follows (:mod:`shardgraph.passes.analysis.places`).
+Every placeholder has the attribute ``ROLE`` and the output node has ``ROLES``, one entry per returned value. A role
+says what a value *means* (a parameter by name, a gradient of it, a tangent), so no code depends on positions. The same
+representation serves the joint graph and, after the split, the forward and the backward graph. A placeholder whose
+value is in host memory has ``ON_HOST``; what else is there follows (:mod:`shardgraph.passes.analysis.places`). All
+attributes of nodes are in :mod:`shardgraph.ir.attributes`.
 
 Until :mod:`shardgraph.runtime.bind` runs, a graph is the same text on every rank: groups are named by mesh axis and
 what depends on the rank is written with the symbolic operations below. That is what makes
@@ -29,7 +28,16 @@ from shardgraph.ir.collectives import (
     send,
 )
 from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
-from shardgraph.ir.graph import CHUNK, JointGraph, OutputAlias, copy_graph, outputs, placeholders, set_outputs
+from shardgraph.ir.graph import (
+    JointGraph,
+    OutputAlias,
+    UnboundGraph,
+    add_output,
+    copy_graph,
+    outputs,
+    placeholders,
+    set_outputs,
+)
 from shardgraph.ir.rank_operations import (
     chunk_bounds,
     first_only,
@@ -63,7 +71,6 @@ __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "ALL_TO_ALL",
-    "CHUNK",
     "COLLECTIVES",
     "DIRECTIONS",
     "REDUCE_SCATTER",
@@ -87,6 +94,8 @@ __all__ = [
     "Role",
     "Saved",
     "Tangent",
+    "UnboundGraph",
+    "add_output",
     "chunk_bounds",
     "collectives",
     "copy_graph",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import AXIS, SOURCE, SUBJECT
 from shardgraph.ir.copies import DIRECTIONS, WAIT_COPY
+from shardgraph.ir.fake_values import fake
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
@@ -23,6 +25,41 @@ def send(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Symbolic: :mod:`shardgraph.runtime.bind` replaces it by an all-to-all in which a rank sends all to one other.
     """
     raise RuntimeError(f"send({axis!r}) has no meaning before the graph is bound to a rank")
+
+
+# Every collective fills a tensor of its own, whose elements lie in order.
+
+
+@fake(ALL_GATHER)
+def _(ranks: Callable[[str], int], shard: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return shard.new_empty((shard.shape[0] * size, *shard.shape[1:]))
+
+
+@fake(REDUCE_SCATTER)
+def _(ranks: Callable[[str], int], full: torch.Tensor, operation: str, size: int, group: str) -> torch.Tensor:
+    return full.new_empty((full.shape[0] // size, *full.shape[1:]))
+
+
+@fake(ALL_REDUCE)
+def _(ranks: Callable[[str], int], tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+@fake(ALL_TO_ALL)
+def _(
+    ranks: Callable[[str], int], rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str
+) -> torch.Tensor:
+    return rows.new_empty((sum(received), *rows.shape[1:]))
+
+
+@fake(send)
+def _(ranks: Callable[[str], int], tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+@fake(WAIT)
+def _(ranks: Callable[[str], int], started: torch.Tensor) -> torch.Tensor:
+    return started.view_as(started)
 
 
 COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, send})
@@ -63,6 +100,6 @@ def describe_collective(node: fx.Node) -> str:
     what = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
-    where = f" ({node.meta['source']})" if node.meta.get("source") else ""
-    over = f" over {node.meta.get('axis', group_of(node))!r}" if is_collective(node) else ""
-    return f"{what} of {node.meta.get('subject', node.name)}{shape}{over}{where}"
+    where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
+    over = f" over {AXIS.get(node, group_of(node))!r}" if is_collective(node) else ""
+    return f"{what} of {SUBJECT.get(node, node.name)}{shape}{over}{where}"

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import ROLE, ROLES
 from shardgraph.ir.roles import Role, Tangent
+
+
+class UnboundGraph(fx.GraphModule):
+    """A graph module that is data: it is rewritten, analysed and interpreted, but has no Python code of its own.
+
+    Writing and compiling code takes as long as all else that happens to a graph. What runs is made of it by
+    :func:`shardgraph.runtime.bind.bind`; for people, :attr:`code` and ``print_readable`` write code when they are read.
+    """
+
+    def recompile(self) -> Any:
+        """Nothing: there is no code that could differ from the graph."""
+
+    @property
+    def code(self) -> str:
+        """The graph as Python, written now."""
+        return self.graph.python_code("self").src
+
+    def forward(self, *args: Any) -> Any:
+        """Interpret the graph."""
+        return fx.Interpreter(self).run(*args)
 
 
 def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:
     """The graph's inputs by role, in calling order."""
-    return {node.meta["role"]: node for node in gm.graph.nodes if node.op == "placeholder"}
+    return {ROLE.of(node): node for node in gm.graph.nodes if node.op == "placeholder"}
 
 
 def outputs(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
     """The graph's results as ``(role, node or constant)``, in order; ``None`` has no meaning outside."""
     node = gm.graph.output_node()
-    return list(zip(node.meta["roles"], node.args[0], strict=True))
+    return list(zip(ROLES.of(node), node.args[0], strict=True))
 
 
 def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> None:
     """Make ``results`` what the graph returns."""
     node = gm.graph.output_node()
     node.args = (tuple(value for _, value in results),)
-    node.meta["roles"] = [role for role, _ in results]
+    ROLES.set(node, [role for role, _ in results])
 
 
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module of its own with the same nodes, names and roles; attributes are shared."""
+def copy_graph(gm: fx.GraphModule) -> UnboundGraph:
+    """A graph of its own with the same nodes, names and roles; attributes are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
+    return UnboundGraph(gm, graph)
 
 
-CHUNK = "chunk"
-"""``meta[CHUNK]`` is the number of the chunk of rows that an operation is done for, where rows are done in chunks."""
+def add_output(graph: fx.Graph, results: Sequence[tuple[Role | None, Any]]) -> fx.Node:
+    """End ``graph`` with ``results``, as ``(role, node of the graph or constant)``."""
+    node = graph.output(tuple(value for _, value in results))
+    ROLES.set(node, [role for role, _ in results])
+    return node
 
 
 @dataclass(frozen=True)

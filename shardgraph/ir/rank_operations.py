@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from shardgraph.ir.fake_values import fake
 
 
 def pad_shard(shard: torch.Tensor, rows: int) -> torch.Tensor:
@@ -68,3 +72,36 @@ def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
     size = -(-rows // parts)
     start = min(index * size, rows)
     return start, min(start + size, rows)
+
+
+# -- values, as rank 0 has them ----------------------------------------------------------------------
+
+
+@fake(trim_shard)
+def _(ranks: Callable[[str], int], padded: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
+    return padded[: chunk_bounds(rows, ranks(axis), 0)[1]]
+
+
+@fake(local_chunk)
+def _(ranks: Callable[[str], int], full: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
+    return full[: chunk_bounds(rows, ranks(axis), 0)[1]]
+
+
+@fake(local_part)
+def _(ranks: Callable[[str], int], full: torch.Tensor, dim: int, blocks: int, axis: str, back: int = 0) -> torch.Tensor:
+    return take_part(full, dim, blocks, ranks(axis), 0)
+
+
+@fake(first_only)
+def _(ranks: Callable[[str], int], full: torch.Tensor, axis: str) -> torch.Tensor:
+    return full.clone()
+
+
+@fake(first_row)
+def _(ranks: Callable[[str], int], rows: int, axis: str) -> int:
+    return 0
+
+
+@fake(from_later)
+def _(ranks: Callable[[str], int], steps: int, axis: str) -> int:
+    return 0

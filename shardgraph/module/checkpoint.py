@@ -1,7 +1,7 @@
-"""Whole checkpoints of sharded models: to the original model, to a file, and back.
+"""Full (unsharded) checkpoints of sharded models: to the original model, to a file, and back.
 
-Sharded checkpoints need nothing from here: ``torch.distributed.checkpoint`` saves and loads ``module.state_dict()``, on
-any number of ranks, because parameters are DTensors.
+Sharded checkpoints need none of this: ``torch.distributed.checkpoint`` saves and loads ``module.state_dict()`` on any
+number of ranks, because parameters are DTensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Whole = Callable[[str, Tensor, bool], Tensor]
 
 
 class LoadedKeys(NamedTuple):
-    """What ``strict=False`` passed over; the fields are named as those of ``nn.Module.load_state_dict``."""
+    """The names that ``strict=False`` ignored; the fields are named as those of ``nn.Module.load_state_dict``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -34,10 +34,10 @@ class LoadedKeys(NamedTuple):
 def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, Tensor]:
     """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks.
 
-    ``whole(name, tensor, keep)`` gives the whole of a tensor in CPU memory where it is to be kept; by default it is
-    gathered over the mesh that it lies on. All ranks must call it. Parameters are gathered one at a time, so that only
-    rank 0 ever holds them all. The tensors are copies; names that are tied in ``module`` share one. What is no tensor
-    (``get_extra_state``) is left out.
+    ``whole(name, tensor, keep)`` returns the unsharded tensor in CPU memory if ``keep``; by default it is all-gathered
+    over the tensor's own mesh. All ranks must call this. Parameters are gathered one at a time, so that only rank 0
+    ever holds them all. The tensors are copies; names that are tied in ``module`` share one. State that is not a
+    tensor (``get_extra_state``) is omitted.
     """
     keep = _rank() == 0
     state: dict[str, Tensor] = {}
@@ -53,12 +53,12 @@ def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, 
 def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = None) -> None:
     """Write a file that the original, unsharded model loads with ``safetensors.torch.load_model(original, path)``.
 
-    All ranks must call it; rank 0 writes and the others wait. Of tied names the file holds the first in
-    alphabetical order, and its metadata maps the others to it, as with ``safetensors.torch.save_model``. An
-    existing file is replaced only once the new one is complete.
+    All ranks must call this; rank 0 writes and the others wait. Tied names are stored once, under the first in
+    alphabetical order, and the metadata maps the others to it, as with ``safetensors.torch.save_model``. An existing
+    file is replaced only once the new one is complete.
 
     Raises:
-        CheckpointError: rank 0 could not write the file; on every rank.
+        CheckpointError: on every rank, if rank 0 could not write the file.
     """
     state = full_state_dict(module, whole)
     failure: list[str | None] = [None]
@@ -77,15 +77,15 @@ def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = 
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> LoadedKeys:
-    """Load whole tensors into a sharded module: each rank cuts its own part, without communication.
+    """Load unsharded tensors into a sharded module: each rank takes its own shard, without communication.
 
-    Values go into the existing parameters and buffers in place, so that optimizers keep working. A value that is a
-    DTensor is brought to the parameter's placement, which communicates unless it is there already. Of tied names one
-    is enough.
+    Values are copied into the existing parameters and buffers, so that optimizers keep working. A value that is a
+    DTensor is redistributed to the parameter's placement, which communicates unless it has that placement. One of
+    several tied names is sufficient.
 
     Args:
         state: by name, tensors of the unsharded shapes on any device, or DTensors. The same on every rank.
-        strict: refuse names that are missing or unexpected; otherwise they are passed over and returned.
+        strict: refuse names that are missing or unexpected; otherwise they are ignored and returned.
 
     Raises:
         CheckpointError: names or shapes are those of another model; nothing has been loaded.
@@ -107,15 +107,15 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
         )
     with torch.no_grad():
         for name, value in state.items():
-            if name in own and not own[name].is_meta:  # which is on the ranks of another pipeline stage
+            if name in own and not own[name].is_meta:  # on meta: on the ranks of another pipeline stage
                 local_tensor(own[name]).copy_(_own_part(value.detach(), own[name]))
     return LoadedKeys(missing, unexpected)
 
 
 def describable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with every DTensor as ``torch.distributed.checkpoint`` can describe it, as one box of the whole.
+    """``state`` with every DTensor as ``torch.distributed.checkpoint`` can describe it: one contiguous box per rank.
 
-    One that is split in several blocks of a dimension is gathered along that axis: all ranks must call this.
+    A tensor that is sharded in several blocks of a dimension is all-gathered along that axis: all ranks must call this.
     """
     return {name: _in_one_box(value) if isinstance(value, DTensor) else value for name, value in state.items()}
 
@@ -129,7 +129,7 @@ def _in_one_box(tensor: DTensor) -> DTensor:
 
 
 def _in_blocks(placement: Placement, inner: Sequence[Placement]) -> bool:
-    """Whether a split leaves a rank several runs of a dimension; one that inner axes cut further is strided as well."""
+    """Whether a rank's shard is several blocks of a dimension, and not strided only because inner axes shard it too."""
     return isinstance(placement, _StridedShard) and not any(
         isinstance(each, (Shard, _StridedShard)) and each.dim == placement.dim for each in inner
     )
@@ -147,7 +147,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gathered(tensor: Tensor, keep: bool) -> Tensor:
-    """A copy of the whole of ``tensor`` on the CPU; an empty tensor where it is not to be kept."""
+    """A copy of the unsharded ``tensor`` on the CPU; an empty tensor unless ``keep``."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
@@ -158,7 +158,7 @@ def gathered(tensor: Tensor, keep: bool) -> Tensor:
 
 
 def _own_part(value: Tensor, target: Tensor) -> Tensor:
-    """The part of a whole ``value`` that belongs into this rank's part of ``target``."""
+    """This rank's shard of ``value``, with the placements of ``target``."""
     if not isinstance(target, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     mesh, placements = target.device_mesh, target.placements
@@ -186,7 +186,7 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
 
 
 def _some(what: str, entries: Iterable[str], limit: int = 4) -> str:
-    """One line of an error: how many names, and the first few of them."""
+    """One line of an error: the number of names, and the first few of them."""
     entries = list(entries)
     if not entries:
         return ""

@@ -13,23 +13,23 @@ from shardgraph.runtime.device import accelerator
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a sharded model: an inf or NaN in any rank's gradients skips the step on all.
 
-    Used as torch's, on CPU as on CUDA::
+    Used like torch's, on CPU and on CUDA::
 
         scaler = shardgraph.GradScaler()
         scaler.scale(sharded(ids).loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
-    Ranks hold different shards, so an overflow may be on one alone. Torch's own asks other ranks only along the mesh
-    axes that shard the first of the gradients.
+    Ranks have different shards, so an overflow may occur on one rank alone. Torch's own scaler reduces the flag only
+    along the mesh axes that shard the first of the gradients.
 
     Args:
-        device: of the gradients; default: the accelerator's, where there is one.
-        init_scale: the first factor of the loss.
-        growth_factor: by which it grows after ``growth_interval`` steps without an overflow.
-        backoff_factor: by which it changes at an overflow.
-        growth_interval: see above.
-        enabled: False makes every method do what there is to do without scaling.
+        device: device type of the gradients; default: the accelerator's, where there is one.
+        init_scale: initial factor of the loss.
+        growth_factor: by which the factor grows after ``growth_interval`` steps without an overflow.
+        backoff_factor: by which the factor is multiplied at an overflow.
+        growth_interval: see ``growth_factor``.
+        enabled: False disables scaling; every method then behaves as without a scaler.
         group: the ranks that step together; default: all.
     """
 
@@ -50,9 +50,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, Any] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = found or {found_inf.device: found_inf}  # a rank without gradients asks the others all the same
+        flags: dict[torch.device, Any] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = flags or {found_inf.device: found_inf}  # a rank without gradients takes part in the reduction too
         if dist.is_initialized():
-            for each in found.values():
-                dist.all_reduce(each, dist.ReduceOp.MAX, self._group)
-        return found
+            for flag in flags.values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
+        return flags

@@ -1,4 +1,4 @@
-"""The norm of gradients that lie in parts on many ranks, of any order, and clipping by it."""
+"""The norm, of any order, of gradients that are sharded over ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for parameters of any placement, of one mesh or several, and of any order.
+    """``torch.nn.utils.clip_grad_norm_`` for parameters of any placement, on one mesh or several, and any order.
 
-    Torch's own gives the same on most plans; it fails for parameters of different meshes, and for orders for which
-    DTensor has no reduction or a rank's empty shard no norm. All ranks of the meshes must call this.
+    Torch's own returns the same on most plans; it fails for parameters on different meshes, and for orders for which
+    DTensor has no reduction or a rank's empty shard has no norm. All ranks of the meshes must call this.
 
     Returns:
-        the norm that the gradients had, the same on every rank.
+        the norm of the gradients before clipping, a scalar, the same on every rank.
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
@@ -55,10 +55,10 @@ def clip_by(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: flo
 
 
 def total_norm(gradients: list[torch.Tensor], order: float, device: torch.device | None = None) -> torch.Tensor:
-    """The norm of the norms of ``gradients``, of which ranks may have parts; a number on ``device``, on every rank.
+    """The norm of the norms of ``gradients``, which may be sharded; a scalar on ``device``, the same on every rank.
 
-    As in torch, order 0 counts the gradients that are not zero, and infinity with its negative are the largest and
-    the smallest absolute value of any element. NaN in any part gives NaN.
+    As in torch, order 0 counts the gradients that are not zero, and infinity and its negative are the largest and the
+    smallest absolute value of any element. NaN in any shard results in NaN.
     """
     full = [gradient for gradient in gradients if gradient.numel()]
     if not full:
@@ -71,9 +71,9 @@ def total_norm(gradients: list[torch.Tensor], order: float, device: torch.device
 
 
 def combined(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The norms of what the ranks of ``group`` have together, from those of the parts of each."""
+    """The norms of tensors that are sharded over ``group``, from the norms of this rank's shards."""
     if math.isinf(order):
-        # Backends do not agree on the maximum of a number and NaN, so that one is told apart.
+        # Backends do not agree on the maximum of a number and NaN, so NaN is reduced separately.
         missing, sign = norms.isnan(), math.copysign(1.0, order)
         both = torch.cat([torch.where(missing, -math.inf, sign * norms), missing.to(norms.dtype)])
         dist.all_reduce(both, dist.ReduceOp.MAX, group)
@@ -85,7 +85,7 @@ def combined(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> tor
 
 
 def nothing(order: float, device: torch.device) -> torch.Tensor:
-    """The norm of no elements, which changes nothing when it is combined with others."""
+    """The norm of no elements, the neutral element of :func:`combined`."""
     return torch.tensor(0.0 if order >= 0 else math.inf, dtype=torch.float64, device=device)
 
 
@@ -98,10 +98,10 @@ def _norm_of_part(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _axes(gradients: list[torch.Tensor]) -> dict[tuple[DeviceMesh, int], list[int]]:
-    """The axes over which gradients are cut, each with the positions of those that are."""
-    found: dict[tuple[DeviceMesh, int], list[int]] = {}
+    """The mesh axes over which gradients are sharded, each with the indices of those gradients."""
+    axes: dict[tuple[DeviceMesh, int], list[int]] = {}
     for position, gradient in enumerate(gradients):
         for dim, placement in enumerate(gradient.placements if isinstance(gradient, DTensor) else ()):
             if not placement.is_replicate():
-                found.setdefault((gradient.device_mesh, dim), []).append(position)  # type: ignore[attr-defined]
-    return found
+                axes.setdefault((gradient.device_mesh, dim), []).append(position)  # type: ignore[attr-defined]
+    return axes

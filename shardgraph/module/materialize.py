@@ -1,4 +1,4 @@
-"""Initialises a model that was built on ``meta``, one parameter at a time, with the values of its own initialisation.
+"""Initialises a model on ``meta``, a few parameters at a time, with the values of its own initialisation.
 
 The initialisation protocol:
 
@@ -7,12 +7,12 @@ The initialisation protocol:
 2. Otherwise, in the order of ``model.modules()``, every module that itself holds a parameter or buffer on ``meta``
    has its ``reset_parameters()`` called, or its ``_reset_parameters()``. All modules of ``torch.nn`` have one.
 
-What a constructor does beyond that (``self.apply(self._init)``) is not run again: put it into ``init_weights``.
+Other initialisation in a constructor (``self.apply(self._init)``) is not repeated: move it to ``init_weights``.
 
 The values are those of the same protocol under the same seed on a copy of the model with real, empty memory (in which
 tied parameters are still tied; ``to_empty`` unties them), because the same operations run on real memory of the same
-shape, in the same order. Only the memory comes and goes: a real tensor takes the place of a meta parameter in the
-arguments of each operation, and the least recently used ones are handed on.
+shape, in the same order. Only the memory is temporary: a real tensor replaces a meta parameter in the arguments of
+each operation, and the least recently used ones are stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardgraph.torch_api import pytree
 Store = Callable[[str, Tensor], None]
 Fetch = Callable[[str], Tensor]
 
-_LIVE = 4  # whole parameters in memory at once: what modules such as attention write in turns
+_LIVE = 4  # unsharded parameters in memory at once: as many as modules such as attention write alternately
 
 _REMEDY = (
     "give the model an init_weights(), or the module that holds them a reset_parameters(), that writes them; "
@@ -50,19 +50,19 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: Fetch, on_host: bool = False) -> None:
-    """Run the model's own initialisation for its parameters and buffers on ``meta``; see the module's text.
+    """Run the model's own initialisation for its parameters and buffers on ``meta``; see the module's docstring.
 
-    Parameters go to ``store`` and stay on ``meta`` in the model. Buffers become real in the model, on ``device``.
-    What is real already keeps its values, though the initialisation draws random numbers for it where it would.
+    Parameters are passed to ``store`` and stay on ``meta`` in the model. Buffers become real in the model, on
+    ``device``. Real tensors keep their values, although the initialisation draws random numbers for them as usual.
 
     Args:
-        device: where whole parameters live while they are initialised.
-        store: ``store(fqn, full)`` is given each parameter's whole value, of its shape and dtype, on ``device``. Tied
-            parameters come once, under their first name. It must copy what it keeps. It is called again, with the
-            new value, for a parameter that is written after it was stored.
-        fetch: ``fetch(fqn)`` gives back the whole value that was stored last. Called for few parameters or none,
-            and, as ``store``, in the same order on every rank.
-        on_host: initialise in host memory, which a parameter fits that ``device`` has no room for.
+        device: where unsharded parameters are while they are initialised.
+        store: ``store(fqn, full)`` receives each parameter's unsharded value, of its shape and dtype, on ``device``.
+            Tied parameters are passed once, under their first name. It must copy what it keeps. A parameter that is
+            written after it was stored is passed once more, with the new value.
+        fetch: ``fetch(fqn)`` returns the unsharded value that was stored last. Called for few parameters or none,
+            and, like ``store``, in the same order on every rank.
+        on_host: initialise in host memory, for parameters that do not fit on ``device``.
 
     Raises:
         InitializationError: nothing writes some parameters or buffers, ``init_weights`` needs arguments, or
@@ -108,7 +108,7 @@ def _check_no_arguments(init_weights: Callable[..., Any], model: str) -> None:
 
 
 def _forget_claims(model: nn.Module) -> None:
-    # transformers marks what it has initialised and skips it. Nothing that is on meta has been.
+    # transformers marks what it has initialised and skips it, but nothing on meta has been initialised.
     modules = [module for module in model.modules() if is_meta(module)]
     tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_meta]
     for part in (*modules, *tensors):
@@ -120,22 +120,22 @@ def _forget_claims(model: nn.Module) -> None:
 
 @dataclass(eq=False)
 class _Slot:
-    """One meta storage, the parameters or buffers that live in it, and its real memory while it has one."""
+    """One meta storage, the parameters or buffers in it, and its real memory while it has any."""
 
     storage: torch.UntypedStorage
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     memory: Tensor | None = None
-    written: bool = False  # holds an initialised value, here or stored
-    unsaved: bool = False  # the memory holds what has not been stored
+    written: bool = False  # has an initialised value, in memory or stored
+    unsaved: bool = False  # the memory has a value that has not been stored
     stored: bool = False
 
 
 class _Memory:
     """Real memory for the meta tensors of a model, a few parameters at a time.
 
-    Tensors are recognised by their storage, so that a view of a parameter (``weight[0]``, ``weight.data``) is a meta
-    tensor that still means the right bytes after the parameter has been stored and fetched again.
+    Tensors are identified by their storage, so that a view of a parameter (``weight[0]``, ``weight.data``) is a meta
+    tensor that still refers to the right bytes after the parameter has been stored and fetched.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, store: Store, fetch: Fetch, on_host: bool) -> None:
@@ -162,11 +162,11 @@ class _Memory:
         return self.slots.get(id(tensor.untyped_storage()))
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Whether this is (a view of) a parameter or buffer that was real before, and stays as it was."""
+        """Whether this is (a view of) a parameter or buffer that was real before, whose values are kept."""
         return id(tensor.untyped_storage()) in self.real
 
     def touch(self, slots: list[_Slot]) -> None:
-        """Give these slots memory, all at once; others make room."""
+        """Allocate memory for all of these slots; the least recently used others are stored and freed."""
         for slot in slots:
             if not slot.buffers:
                 self.live.pop(slot, None)
@@ -186,7 +186,7 @@ class _Memory:
         return torch.empty(slot.storage.nbytes(), dtype=torch.uint8, device=self.device)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The real tensor that a meta tensor stands for; its slot has memory."""
+        """The real tensor of a meta tensor, whose slot has memory."""
         slot = self.slot_of(tensor)
         assert slot is not None and slot.memory is not None
         whole = slot.memory[: slot.memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
@@ -204,7 +204,7 @@ class _Memory:
             slot.unsaved, slot.stored = False, True
 
     def finish(self) -> None:
-        """Store what is left and make buffers real.
+        """Store the remaining parameters and make buffers real.
 
         Raises:
             InitializationError: nothing wrote a parameter or buffer.
@@ -213,7 +213,7 @@ class _Memory:
         for slot in list(self.live):
             self._release(slot)
         for slot in self.slots.values():
-            if not slot.stored and not slot.storage.nbytes():  # nn.init leaves out what has no elements
+            if not slot.stored and not slot.storage.nbytes():  # nn.init skips empty tensors
                 slot.unsaved = True
                 self.touch([slot])
             self._save(slot)
@@ -233,7 +233,7 @@ class _Memory:
             )
 
     def _store_replaced(self) -> None:
-        # The initialisation may have put another parameter in a place (tied it, or made a new one).
+        # The initialisation may have replaced a parameter (tied it, or created a new one).
         for fqn, parameter in self.model.named_parameters():
             if self.parameters.get(fqn) is parameter:
                 continue
@@ -254,7 +254,7 @@ class _Memory:
                 setattr(self.model.get_submodule(owner), name, placed.setdefault(id(buffer), self.view(buffer)))
 
 
-# -- operations on it ------------------------------------------------------------------------------
+# -- operations on real memory ---------------------------------------------------------------------
 
 
 class _OnRealMemory(TorchDispatchMode):
@@ -267,7 +267,7 @@ class _OnRealMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass runs first, and its operations on plain tensors come back here
+            return NotImplemented  # the subclass runs first, and its operations on plain tensors are intercepted
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # of a meta tensor, a meta tensor that shares its storage
 
@@ -277,8 +277,8 @@ class _OnRealMemory(TorchDispatchMode):
         slots = list(dict.fromkeys(slot for tensor in tensors if (slot := self.memory.slot_of(tensor)) is not None))
         self.memory.touch(slots)
 
-        originals: dict[int, Tensor] = {}  # what an operation returns of its arguments is the caller's own tensor
-        stand_ins: list[Tensor] = []  # alive until results have been looked up by id
+        originals: dict[int, Tensor] = {}  # an operation that returns an argument must return the caller's tensor
+        stand_ins: list[Tensor] = []  # kept alive until results have been looked up by id
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
@@ -319,10 +319,10 @@ class _OnRealMemory(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that an operation writes, each with whether this can be their first value.
+    """The tensors that an operation writes, each with whether the operation can initialise them.
 
-    ``mul_`` and its like make a new value of the old one: what was uninitialised stays so. Results
-    (``out=``) and ``fill_``, ``copy_``, ``normal_`` do not read what was there.
+    ``mul_`` and the like compute a new value from the old one, so an uninitialised tensor stays uninitialised.
+    Results (``out=``) and ``fill_``, ``copy_``, ``normal_`` do not read the old value.
     """
     schema = func._schema
     updates = torch.Tag.pointwise in func.tags or schema.name.startswith("aten::_foreach_")
@@ -340,10 +340,10 @@ _GET_DEVICE, _GET_IS_META, _SET_DATA = _tensor.device.__get__, _tensor.is_meta._
 
 
 class _SeemReal(TorchFunctionMode):
-    """Answers for a model's meta tensors as the real ones would.
+    """Makes a model's meta tensors report the device of their real memory.
 
-    Initialisations ask: ``nn.init.orthogonal_`` does nothing on ``meta``, and models compute on a parameter's device.
-    ``parameter.data = value`` copies, as torch refuses to put a real tensor in a meta tensor's place.
+    Initialisations depend on it: ``nn.init.orthogonal_`` does nothing on ``meta``, and models compute on a parameter's
+    device. ``parameter.data = value`` copies, because torch refuses to replace a meta tensor by a real one.
     """
 
     def __init__(self, memory: _Memory) -> None:

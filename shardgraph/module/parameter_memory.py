@@ -1,4 +1,4 @@
-"""Where the parameters of a rank are: in the device's memory, the host's, or files that are mapped into memory."""
+"""The memory of a rank's parameters: on the device, in host memory, or in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from shardgraph.sizes import format_bytes
 
 
 class ParameterMemory:
-    """Memory for what a rank has of each parameter. Room for what is offloaded is made sure of before anything is
-    written."""
+    """Memory for a rank's shards of parameters. Space for offloaded ones is checked before anything is written."""
 
     def __init__(
         self,
@@ -30,11 +29,11 @@ class ParameterMemory:
         folder: str | None,
         ranks: int,
     ) -> None:
-        """``parts`` are this rank's, as tensors on ``meta``. Offloaded ones are in files in ``folder``, if it is given,
-        else in host memory, which as many ``ranks`` share.
+        """``parts`` are this rank's shards, as tensors on ``meta``. Offloaded ones are in files in ``folder`` if it is
+        given, otherwise in host memory, which ``ranks`` ranks share.
 
         Raises:
-            OffloadError: there is no room, or no folder that can be written to; nothing is left of the attempt.
+            OffloadError: there is not enough space, or the folder cannot be written to; nothing is left behind.
         """
         self._entries, self._device = entries, device
         offloaded = {fqn: part for fqn, part in parts.items() if entries[fqn].offload}
@@ -43,7 +42,7 @@ class ParameterMemory:
             _check_room(sum(part.nbytes for part in offloaded.values()), ranks)
 
     def filled(self, fqn: str, part: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of this rank's ``part`` of a parameter; of one on ``meta`` uninitialised memory."""
+        """A contiguous copy of this rank's ``part`` of a parameter; uninitialised memory if it is on ``meta``."""
         if not self._entries[fqn].offload:
             own = torch.empty(part.shape, dtype=part.dtype, device=self._device)
         elif fqn in self._files:
@@ -64,10 +63,10 @@ def _check_room(nbytes: int, ranks: int) -> None:
 
 
 def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tensor in a file of its own for each of ``parts``, whose space is reserved.
+    """A tensor in a file of its own for each of ``parts``, with reserved space.
 
-    A file is unlinked as soon as it is mapped: it has no name that could stay behind, and its space is free again when
-    the tensor goes, or this process.
+    A file is unlinked as soon as it is mapped: it has no name that could stay behind, and its space is freed with the
+    tensor, or with this process.
     """
     total = sum(part.nbytes for part in parts.values())
     with ExitStack() as files:
@@ -88,7 +87,7 @@ def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def _reserved(folder: str, nbytes: int) -> Any:
-    """A new file of that size, with its space."""
+    """A new file of ``nbytes`` bytes, with reserved space."""
     file = tempfile.NamedTemporaryFile(dir=folder, prefix="shardgraph-")  # noqa: SIM115, the caller closes it
     try:
         if nbytes and hasattr(os, "posix_fallocate"):

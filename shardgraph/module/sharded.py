@@ -20,6 +20,7 @@ from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import JointGraph
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.numbers import Numbers, constant_key, shown
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -67,7 +68,7 @@ class ShardedModule(nn.Module):
         self._state = State(model, mesh, {}, device)
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._latest: tuple[list[Any], list[Any]] | None = None
-        self._numbers = _Numbers()
+        self._numbers = Numbers()
         self._sync = True
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +173,11 @@ class ShardedModule(nn.Module):
         )
         for key, leaves in zip(keys, calls, strict=True):
             if key not in self._programs:
-                self._programs[key] = self._compile(leaves, spec, loss_fn)
+                program = self._compile(leaves, spec, loss_fn)
+                after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn)
+                self._programs[after] = program
+                if after != key:  # its numbers cannot be lifted as they were, and all keys are others
+                    return self._executables(calls, spec, loss_fn)
                 if len(self._programs) > _MAX_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
@@ -201,13 +206,12 @@ class ShardedModule(nn.Module):
             args, kwargs = pytree.tree_unflatten(values, spec)
             return self._program(model, args, kwargs, loss_fn, show)
 
-        lifted = self._numbers.lift(leaves, spec)
-        try:
-            return build(lifted)
-        except CaptureError:
-            if not self._numbers.give_up(spec):
-                raise
-            return build(leaves)  # the number decides shapes or control flow: a constant after all
+        while True:
+            try:
+                return build(self._numbers.lift(leaves, spec))
+            except CaptureError:
+                if not self._numbers.give_up(spec):
+                    raise
 
     def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
         joint = self._captured(model, args, kwargs, loss_fn, show)
@@ -224,7 +228,7 @@ class ShardedModule(nn.Module):
         kinds = tuple(
             (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
-            else leaf
+            else constant_key(leaf)
             for leaf in leaves
         )
         modes = tuple(module.training for module in model.modules())
@@ -297,38 +301,8 @@ def _describe(key: tuple[Any, ...]) -> str:
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
         is_tensor = isinstance(kind, tuple) and len(kind) == 4
-        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {kind!r}")
+        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
     lines.append(f"{sum(frozen)} of {len(frozen)} parameters require a gradient")
     lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
     return "\n".join(lines)
-
-
-class _Numbers:
-    """Python numbers among the inputs: constants of a program, until one is seen to change.
-
-    A number that changes becomes a 0-dimensional tensor input, so that a new value is not a new program.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[Any, int], Any] = {}
-        self._changing: set[tuple[Any, int]] = set()
-        self._constant: set[Any] = set()
-
-    def see(self, leaves: list[Any], spec: Any) -> None:
-        for i, leaf in enumerate(leaves):
-            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-            if number and self._seen.setdefault((spec, i), leaf) != leaf:
-                self._changing.add((spec, i))
-
-    def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
-        if spec in self._constant or not self._changing:
-            return leaves
-        return [torch.tensor(leaf) if (spec, i) in self._changing else leaf for i, leaf in enumerate(leaves)]
-
-    def give_up(self, spec: Any) -> bool:
-        """Treat this structure's numbers as constants from now on; whether that changes anything."""
-        if spec in self._constant or not any(where == spec for where, _ in self._changing):
-            return False
-        self._constant.add(spec)
-        return True

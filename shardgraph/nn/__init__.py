@@ -1,4 +1,4 @@
-"""Layers that are written to be sharded: plain PyTorch with static shapes, which capture takes like any other module.
+"""Layers that are written to be sharded: plain PyTorch with static shapes, captured like any other module.
 
 :class:`MoE` is a mixture-of-experts layer, :class:`TopKGate` its router.
 """

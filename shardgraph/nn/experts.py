@@ -1,4 +1,4 @@
-"""Feed-forward networks side by side, one per expert, in batched weights."""
+"""The feed-forward networks of all experts, with batched weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ACTIVATIONS = (*_ACTIVATIONS, *_GATED)
 class Experts(nn.Module):
     """``act(x @ w_in) @ w_out`` for each expert, or ``(silu(x @ w_gate) * (x @ w_in)) @ w_out`` with ``"swiglu"``.
 
-    (SwiGLU: Shazeer 2020, arXiv:2002.05202, equation 6.) Every parameter has experts in dim 0, and no expert reads
-    another's rows: shards along dim 0 are whole experts. With ``E`` experts:
+    (SwiGLU: Shazeer 2020, arXiv:2002.05202, equation 6.) Every parameter has experts in dim 0, and no expert reads the
+    rows of another one, so shards of dim 0 are whole experts. With ``E`` experts:
 
     ======================  =====================
     ``w_in``, ``w_gate``    [E, d_model, d_hidden]
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within ``1 / sqrt(inputs)`` of each matrix and bias: every expert as an ``nn.Linear``."""
+        """Initialise each matrix and bias uniformly within ``1 / sqrt(inputs)``, every expert like an ``nn.Linear``."""
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(self.d_hidden if name.endswith("_out") else self.d_model)
             nn.init.uniform_(parameter, -bound, bound)
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[experts, rows, d_model] of [experts, rows, d_model]: expert ``e`` on ``x[e]``."""
+        """Apply expert ``e`` to ``x[e]``: [experts, rows, d_model] to [experts, rows, d_model]."""
         hidden = _affine(x, self.w_in, self.b_in)
         if self.w_gate is None:
             hidden = _ACTIVATIONS[self.activation](hidden)

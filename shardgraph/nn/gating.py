@@ -1,4 +1,4 @@
-"""Which experts a token goes to, where it stands in their buffers, and how much each of them counts."""
+"""The router of a mixture of experts: the experts of each token, its rows in their buffers, and its weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardgraph.errors import ShardGraphError
 
 
 class Routing(NamedTuple):
-    """What a gate decided for ``x`` of shape [groups, tokens, d_model]; choices are in the order of preference.
+    """The routing of ``x`` of shape [groups, tokens, d_model]; choices are in order of preference.
 
     ``experts`` [groups, k, tokens], int64: the expert of each choice.
     ``positions`` [groups, k, tokens], int64: its row in that expert's buffer of the group; it may be past the end.
     ``kept`` [groups, k, tokens], bool: whether it is not past the end.
-    ``weights`` [groups, k, tokens], fp32 or wider: what the expert's result is multiplied by; 0 where not kept.
+    ``weights`` [groups, k, tokens], fp32 or wider: the factor of the expert's result; 0 where not kept.
     ``aux_loss`` [], fp32 or wider: the load-balancing loss.
     """
 
@@ -31,32 +31,32 @@ class Routing(NamedTuple):
 
 
 class TopKGate(nn.Module):
-    """The router of :class:`~shardgraph.nn.MoE`: logits ``x @ weight.T`` over experts, of which each token takes ``k``.
+    """The router of :class:`~shardgraph.nn.MoE`: logits ``x @ weight.T`` over experts, of which a token chooses ``k``.
 
-    Everything is decided within one row of dim 0, a *group* as GShard calls it (Lepikhin et al. 2020,
-    arXiv:2006.16668, section 2.2): no group changes what another gets.
+    Routing is independent for each row of dim 0, a *group* in GShard's terms (Lepikhin et al. 2020, arXiv:2006.16668,
+    section 2.2).
 
-    * Probabilities are the softmax of the logits over experts, in fp32 under autocast and with half-precision inputs
-      too (in fp64 with those).
-    * The choices are the ``k`` largest logits; of equal ones the first. With ``sampled``, while training, those after
-      the first are instead drawn in proportion to their probabilities, without replacement, by adding Gumbel noise to
-      the logits: what FairScale's ``Top2Gate`` does (there in evaluation too).
-    * An expert takes at most :meth:`capacity` tokens of a group: all first choices, in the order of tokens, before any
-      second choice, and so on. Choices that come too late are dropped: they count for nothing.
-    * The weight of a choice is its probability, divided with ``normalize_gates`` by the sum over the token's choices
-      that were *kept*. FairScale does that; GShard (algorithm 1) divides by the sum over those selected, so that a
-      token that lost a choice comes out smaller. With ``k=1`` nothing is divided, as every weight would be 1 and
-      the output would teach the gate nothing: that is Switch (Fedus et al. 2021, arXiv:2101.03961, equation 2).
+    * Probabilities are the softmax of the logits over experts, in fp32 also under autocast and for half-precision
+      inputs (in fp64 for fp64 inputs).
+    * The choices are the ``k`` largest logits, ties broken by the lowest index. With ``sampled``, in training, the
+      choices after the first are sampled by their probabilities, without replacement, by adding Gumbel noise to the
+      logits, as in FairScale's ``Top2Gate`` (there in evaluation too).
+    * An expert processes at most :meth:`capacity` tokens of a group: all first choices, in the order of tokens, before
+      any second choice, and so on. Choices beyond the capacity are dropped and contribute 0.
+    * The weight of a choice is its probability; with ``normalize_gates`` it is divided by the sum over the token's
+      *kept* choices. FairScale does that; GShard (algorithm 1) divides by the sum over the selected ones, so a token
+      that lost a choice has a smaller output. With ``k=1`` nothing is divided, because every weight would be 1 and the
+      gate would have no gradient from the output: that is Switch (Fedus et al. 2021, arXiv:2101.03961, equation 2).
     * The auxiliary loss is the mean over groups of ``E * sum_e f_e * p_e``, with ``f_e`` the fraction of the group's
       tokens whose first choice is ``e``, dropped or not, and ``p_e`` the mean probability of ``e`` (Switch, equations 4
-      to 6, without its factor alpha). It is 1 when tokens are spread evenly; gradients come through ``p_e``.
+      to 6, without its factor alpha). It is 1 if tokens are spread evenly; gradients flow through ``p_e``.
 
     Args:
         d_model: width of a token.
         num_experts: experts to choose from, ``E``.
         k: choices per token.
         capacity_factor: buffer rows of all experts together, in multiples of the group's ``k * tokens`` choices;
-            None for room for everything.
+            None: nothing is dropped.
         normalize_gates: as above.
         sampled: as above.
         device, dtype: of the weight, [num_experts, d_model].
@@ -97,7 +97,7 @@ class TopKGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within ``1 / sqrt(d_model)``, as ``nn.Linear``."""
+        """Initialise the weight uniformly within ``1 / sqrt(d_model)``, like ``nn.Linear``."""
         bound = 1 / math.sqrt(self.d_model)
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -109,9 +109,9 @@ class TopKGate(nn.Module):
         )
 
     def capacity(self, tokens: int) -> int:
-        """Rows that each expert has for a group of ``tokens``: ``ceil(capacity_factor * k * tokens / num_experts)``.
+        """Rows of each expert for a group of ``tokens``: ``ceil(capacity_factor * k * tokens / num_experts)``.
 
-        At least 1, and at most ``tokens``: no token chooses an expert twice, so more would stay empty.
+        At least 1, and at most ``tokens``, because no token chooses an expert twice.
         """
         if self.capacity_factor is None:
             return tokens
@@ -149,7 +149,7 @@ class TopKGate(nn.Module):
             )
 
     def _logits(self, x: Tensor) -> Tensor:
-        """[groups, tokens, num_experts] in fp32 or wider: bf16 has 3 digits, too few to rank experts by."""
+        """[groups, tokens, num_experts] in fp32 or wider: the 3 digits of bf16 are too few to rank experts."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with _no_autocast(x.device.type):
             return F.linear(x.to(dtype), self.weight.to(dtype))
@@ -157,7 +157,7 @@ class TopKGate(nn.Module):
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The choices [groups, k, tokens], and the same as a mask [groups, k, tokens, num_experts].
 
-        By argmax and mask rather than ``topk``: argmax says which of equal values it takes, on every device.
+        By argmax and mask rather than ``topk``, because argmax breaks ties alike on every device.
         """
         numbers = torch.arange(self.num_experts, device=logits.device)
         scores = logits.detach()
@@ -178,13 +178,13 @@ def _no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _positions(experts: Tensor, chosen: Tensor) -> Tensor:
-    """[groups, k, tokens]: how many choices of the same expert come before each, in its group."""
+    """[groups, k, tokens]: the number of earlier choices of the same expert in the group."""
     upto = chosen.flatten(1, 2).cumsum(1, dtype=torch.int32)  # [groups, k * tokens, num_experts], itself included
     own = upto.gather(2, experts.flatten(1, 2).unsqueeze(-1)).view(experts.shape)
     return own.to(torch.int64) - 1
 
 
 def _balance(probabilities: Tensor, first: Tensor) -> Tensor:
-    """The auxiliary loss, of probabilities and first choices as a mask, both [groups, tokens, num_experts]."""
+    """The auxiliary loss from probabilities and the mask of first choices, both [groups, tokens, num_experts]."""
     fraction = first.to(probabilities.dtype).mean(1)
     return (fraction * probabilities.mean(1)).sum(-1).mean() * probabilities.shape[-1]

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer that a compiler can shard: tokens travel to experts in one batched tensor."""
+"""A mixture-of-experts layer that can be sharded by a compiler: tokens reach the experts in one batched tensor."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from shardgraph.nn.gating import Routing, TopKGate
 
 
 class MoE(nn.Module):
-    """Each token goes through ``k`` of ``num_experts`` feed-forward networks; its result is their weighted sum.
+    """Each token passes through ``k`` of ``num_experts`` feed-forward networks; its result is their weighted sum.
 
     ``output, aux_loss = moe(x)``, ``x`` and ``output`` [groups, tokens, d_model], ``aux_loss`` a scalar in fp32 to add
-    to the loss, times a small factor (Switch: 0.01). It is a result rather than an attribute because a captured
-    graph has results only. A token whose choices were all dropped comes out as 0: the residual is the caller's.
+    to the loss, times a small factor (Switch: 0.01). It is a result rather than an attribute because a captured graph
+    has only results. A token whose choices were all dropped has output 0: the residual is left to the caller.
 
-    GShard's layer (Lepikhin et al. 2020, arXiv:2006.16668), as FairScale's ``MOELayer``; what :class:`TopKGate` says of
-    groups, capacity, weights and the loss holds here. Groups do not meet, so ranks that each have some of dim 0
-    compute together exactly what one would.
+    This is GShard's layer (Lepikhin et al. 2020, arXiv:2006.16668), like FairScale's ``MOELayer``; :class:`TopKGate`
+    defines groups, capacity, weights and the loss. Groups are independent, so ranks that each have some of dim 0
+    together compute exactly what one rank would.
 
-    All shapes are static, whatever the gate decides. Tokens are moved by index, not by products with a one-hot
+    All shapes are static, whatever the routing. Tokens are moved by index, not by products with a one-hot
     [groups, tokens, experts, capacity] as in GShard: capacity grows with tokens, so that this tensor and its products
     grow with their square (a group of 4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of the two masks, and
-    as many FLOPs for the two products as for experts with a ``d_hidden`` of 4096), where an index has ``k * tokens``
-    entries. The result is the same sum, as a row of a buffer holds one token at most. For that reason too nothing
-    is added up in an order that may change from run to run, in either direction.
+    as many FLOPs for the two products as for experts with a ``d_hidden`` of 4096), whereas an index has ``k * tokens``
+    entries. The result is the same sum, since a row of a buffer holds at most one token. For the same reason, no sum
+    in forward or backward depends on an order that may change from run to run.
 
-    Between them stands one tensor of [experts, groups, capacity, d_model] before the experts and one after, and the
-    experts are ``bmm`` over dim 0 of their weights. With experts in shards along dim 0 and groups on different
-    ranks, each of the two is where an all-to-all turns a shard of dim 1 into one of dim 0 or back. A rule for
-    ``*.experts.*`` in a plan means all parameters with experts in dim 0 and no others.
+    One tensor of [experts, groups, capacity, d_model] enters the experts and one leaves them, and the experts are
+    ``bmm`` over dim 0 of their weights. With experts sharded on dim 0 and groups on different ranks, an all-to-all at
+    each of these two tensors turns a shard of dim 1 into a shard of dim 0 or back. A rule for ``*.experts.*`` in a
+    plan means all parameters with experts in dim 0 and no others.
 
     Args:
         d_model: width of a token.
         d_hidden: width inside an expert.
         num_experts: number of experts.
         k: experts per token.
-        capacity_factor: buffer rows of all experts together, in multiples of the group's ``k * tokens`` choices; what
-            does not fit is dropped. None drops nothing: each expert then has room for, and computes on, all tokens.
+        capacity_factor: buffer rows of all experts together, in multiples of the group's ``k * tokens`` choices;
+            choices beyond that are dropped. None drops nothing: each expert then has rows for, and computes on, all
+            tokens.
         activation: ``"gelu"``, ``"silu"``, ``"relu"``, or ``"swiglu"``, which has a third matrix.
         bias: whether experts add biases.
         normalize_gates: whether a token's weights add up to 1 over its kept choices; see :class:`TopKGate`.
-        sampled: whether choices after the first are drawn while training; see :class:`TopKGate`.
+        sampled: whether choices after the first are sampled in training; see :class:`TopKGate`.
         device, dtype: of the parameters.
 
     Raises:
@@ -82,7 +83,7 @@ class MoE(nn.Module):
         self.experts = Experts(num_experts, d_model, d_hidden, activation, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise gate and experts again, as the constructor does."""
+        """Initialise gate and experts, as the constructor does."""
         self.gate.reset_parameters()
         self.experts.reset_parameters()
 
@@ -103,25 +104,25 @@ class MoE(nn.Module):
 
 
 def _rows(routing: Routing, buffers: tuple[int, int, int, int]) -> Tensor:
-    """[groups, k, tokens]: each choice's row among experts * groups * capacity; a dropped one has its expert's last."""
+    """[groups, k, tokens]: each choice's row of experts * groups * capacity; if dropped, the last row of its expert."""
     _, groups, capacity, _ = buffers
     group = torch.arange(groups, device=routing.experts.device).view(-1, 1, 1)
     return (routing.experts * groups + group) * capacity + routing.positions.clamp_max(capacity - 1)
 
 
 def _dispatch(x: Tensor, row: Tensor, kept: Tensor, buffers: tuple[int, int, int, int]) -> Tensor:
-    """Tokens in the buffers of their experts, [experts, groups, capacity, d_model]; rows that nobody took are 0."""
+    """Tokens in the buffers of their experts, [experts, groups, capacity, d_model]; unused rows are 0."""
     *counts, width = buffers
     rows = math.prod(counts)
-    # What is dropped goes to one row more, which is cut off: as many tokens move whatever the gate decides.
+    # Dropped tokens go to an additional row, which is cut off, so the number of moved tokens is static.
     tokens = x.unsqueeze(1).expand(*row.shape, width)
     filled = x.new_zeros(rows + 1, width).index_put((torch.where(kept, row, rows),), tokens)
     return filled[:rows].view(buffers)
 
 
 def _combine(received: Tensor, row: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, [groups, tokens, d_model]; the weight of what was dropped is 0."""
+    """The weighted sum of each token's experts, [groups, tokens, d_model]; dropped choices have weight 0."""
     results = received.flatten(0, 2).index_select(0, row.flatten()).view(*row.shape, -1)
-    # In order, because products with permuted bfloat16 lie otherwise in memory than torch's fake tensors say.
+    # Contiguous, because torch's fake tensors predict other strides for products with permuted bfloat16.
     weights = weights.to(results.dtype, memory_format=torch.contiguous_format)
     return (results * weights.unsqueeze(-1)).sum(1)

@@ -1,1 +1,1 @@
-"""Pictures of a program: what is drawn (``tree``, ``flow``) and how (``graph``, ``boxes``, ``memory``, ``page``)."""
+"""Pictures of a program: the data to draw (``tree``, ``flow``) and the drawings (``graph``, ``boxes``, ``memory``)."""

@@ -1,4 +1,4 @@
-"""The plan as nested boxes, an SVG that needs no program to lay it out."""
+"""The plan as nested boxes, an SVG that needs no layout program."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ WIDTH, LINE, PAD, HEADER = 980, 20, 10, 26
 
 
 def draw_boxes(tree: Tree) -> Drawing:
-    """A plan as nested boxes; numbered neighbours that are alike in every respect are drawn once.
+    """A plan as nested boxes; consecutive layers that are equal in every respect are drawn once.
 
-    Each parameter has the colour of its placement, its whole and its local shape and its bytes per rank; each
+    Each parameter is shown with the colour of its placement, its global and local shape and its bytes per rank; each
     module lists the collectives of its own parameters with the bytes that a rank sends in one step.
     """
     body = [text(0, 20, tree.title, "title"), text(0, 44, tree.summary)]
@@ -28,7 +28,7 @@ def draw_boxes(tree: Tree) -> Drawing:
 
 
 def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, str]) -> tuple[int, list[str]]:
-    """The height and the elements of one box, which stands for all modules that are ``alike``."""
+    """The height and the elements of one box, which represents all modules in ``alike``."""
     module, right = alike[0], x + width - PAD
     name, held = describe(alike)
     body = [text(x + PAD, y + 18, name, "strong"), text(right, y + 18, held, "end")]

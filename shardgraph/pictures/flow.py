@@ -1,9 +1,9 @@
-"""How data flows between the modules of a captured forward.
+"""The data flow between the modules of a captured forward.
 
-Every value of the graph comes from a *site*: a module that applied its parameters, or operations without parameters
-that joined the values of several sites, such as a residual addition or attention over queries, keys and values. What is
-computed from the values of one site alone comes from that site. So activation functions, dropout and reshapes are
-not seen, and an edge says which module's result which other module takes.
+Every value of the graph has an origin, a *site*: a module that applied its parameters, or operations without
+parameters that joined the values of several sites, such as a residual addition or attention over queries, keys and
+values. A value computed from one site alone has that site as its origin. So activation functions, dropout and reshapes
+are not visible, and an edge connects the module that produces a value with the module that consumes it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Iterable
 from torch import fx
 
 from shardgraph.ir import Input, IntermediateBase, Output, Parameter, outputs
+from shardgraph.ir.attributes import ROLE, SUBJECT
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.wire import operation_of
 from shardgraph.pictures.tree import Module, Site
 
 Edges = dict[tuple[Site, Site], None]
-"""Pairs of sites, the second of which takes a result of the first; in order of first use."""
+"""Pairs of sites of which the second consumes a value of the first, in order of first use."""
 
 
 def trace_flow(forward: fx.GraphModule, root: Module) -> Edges:
-    """The flow of data through ``forward``; the sites are added to the modules of the tree ``root``.
+    """The data flow through ``forward``; the sites are added to the modules of the tree ``root``.
 
-    Values that depend on no input, such as positions and masks, and on buffers come from nowhere.
+    Buffers, and values that depend on no input, such as positions and masks, have no origin.
     """
     tracer = _Tracer(root)
     for node in forward.graph.nodes:
@@ -41,14 +42,14 @@ class _Tracer:
         self.inputs, self.outputs = Site(root, "inputs", "inputs"), Site(root, "outputs", "outputs")
         self.origin: dict[fx.Node, Site | None] = {}
         self.edges: Edges = {}
-        # Parameters that a value is made of and nothing else: gathered, cast, transposed.
+        # The parameters of a value that is computed from parameters alone: gathered, cast, transposed.
         self._made_of: dict[fx.Node, tuple[str, ...]] = {}
-        self._order: dict[Site, int] = {self.inputs: 0}  # by when they were first seen
+        self._order: dict[Site, int] = {self.inputs: 0}  # in order of first use
         self._users: dict[tuple[Module, str], Site] = {}
 
     def follow(self, node: fx.Node) -> None:
-        """Find the site that the value of ``node`` comes from."""
-        role = node.meta.get("role")
+        """Determine the origin of the value of ``node``."""
+        role = ROLE.get(node)
         self.origin[node] = self.inputs if isinstance(role, Input) else None
         self._made_of[node] = (role.fqn,) if isinstance(role, Parameter) else ()
         if node.op != "call_function":
@@ -56,7 +57,7 @@ class _Tracer:
         sources = list(dict.fromkeys(site for each in node.all_input_nodes if (site := self.origin[each])))
         sources.sort(key=self._order.__getitem__)
         made_of = tuple(dict.fromkeys(fqn for each in node.all_input_nodes for fqn in self._made_of[each]))
-        if "subject" in node.meta:  # a pass's own: it moves a value and computes nothing
+        if node in SUBJECT:  # added by a pass: it moves a value and computes nothing
             self._made_of[node], self.origin[node] = made_of, sources[-1] if sources else None
             return
         if made_of:
@@ -70,17 +71,17 @@ class _Tracer:
         self.origin[node] = site
 
     def connect(self, sources: Iterable[Site | None], target: Site) -> None:
-        """Note that ``target`` takes results of ``sources``."""
+        """Record that ``target`` consumes values of ``sources``."""
         self.edges |= {(source, target): None for source in sources if source is not None and source is not target}
 
     def useful_edges(self) -> Edges:
-        """The edges, without those to joins whose result only backward uses; those joins leave their modules."""
-        takers: dict[Site, set[Site]] = {}
+        """The edges, without those to joins whose result only backward uses; those joins are removed."""
+        consumers: dict[Site, set[Site]] = {}
         for source, target in self.edges:
-            takers.setdefault(source, set()).add(target)
+            consumers.setdefault(source, set()).add(target)
         useless: set[Site] = set()
-        for site in reversed(self._order):  # what takes a result comes after what gives it
-            if site.kind == "join" and takers.get(site, set()) <= useless:
+        for site in reversed(self._order):  # consumers before producers
+            if site.kind == "join" and consumers.get(site, set()) <= useless:
                 useless.add(site)
                 site.module.sites.remove(site)
         return {(source, target): None for source, target in self.edges if target not in useless}
@@ -88,8 +89,8 @@ class _Tracer:
     def _user_of(self, fqn: str, module: str, sources: list[Site]) -> Site:
         """The site of an operation of ``module`` that uses the parameter ``fqn``.
 
-        It is its owner's at the owner's first use, wherever that is written: attention applies the projection of a
-        module inside of it.
+        At the first use of its owner it is the owner's site, even if the code is in another module: attention applies
+        the projection of a module inside it.
         """
         path, _, name = fqn.rpartition(".")
         owner = self.root.find(path)
@@ -105,7 +106,8 @@ class _Tracer:
     def _join(self, node: fx.Node, module: Module, newest: Site) -> Site:
         """The site of an operation on values of several sites.
 
-        It is the newest of them if that is in the same module: so attention is one site, and none depends on itself.
+        It is the newest of them if that is in the same module, so attention is one site, and no site depends on
+        itself.
         """
         name = operation_of(node).strip("_")
         if newest.module is not module or newest.kind == "inputs":
@@ -122,7 +124,7 @@ class _Tracer:
         return site
 
     def _nearest(self, path: str) -> Module:
-        """The module, or the nearest around it that has parameters."""
+        """The module, or its nearest ancestor that has parameters."""
         module = self.root
         for name in path.split(".") if path else ():
             if name not in module.children:
@@ -132,7 +134,7 @@ class _Tracer:
 
 
 def _beside(site: Site, owner: Module, module: str) -> bool:
-    """Whether ``site`` is where ``module`` uses another parameter of ``owner``."""
+    """Whether ``module`` uses another parameter of ``owner`` at ``site``."""
     if site.kind == "borrowed":
         return site.module.path == module and site.text.rpartition(".")[0] == owner.path
     return site.kind == "parameter" and site.module is owner

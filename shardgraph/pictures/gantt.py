@@ -1,4 +1,4 @@
-"""A pipeline schedule over time: what each rank runs, where it waits, and what it holds meanwhile."""
+"""A pipeline schedule over time: the actions, idle time and memory of each rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardgraph.sizes import format_bytes, format_seconds
 
 WIDTH = 980
 _LEFT, _RIGHT, _TOP = 60, 850, 80  # the sides of the plot
-_BAR, _MEMORY, _GAP = 22, 24, 10  # the heights of a rank's bars and of its memory, and what is between ranks
-_DIGIT = 7  # the width of one in a bar
+_BAR, _MEMORY, _GAP = 22, 24, 10  # the heights of a rank's bars, of its memory, and of the gap between ranks
+_DIGIT = 7  # the width of a digit in a bar
 _KINDS: dict[Kind, tuple[str, str]] = {
     "F": ("#a0cbe8", "forward"),
     "B": ("#ffbe7d", "backward"),
@@ -32,10 +32,10 @@ def draw_schedule(simulated: SimulatedSchedule, path: str | Path, title: str = "
 
 
 def draw_gantt(simulated: SimulatedSchedule, title: str = "Pipeline schedule") -> Drawing:
-    """What each rank runs over a step: a bar is an action, in the colour of its kind, with its microbatch.
+    """The actions of each rank over a step: a bar in the colour of its kind, with the number of its microbatch.
 
-    Of several stages of a rank, later ones are darker. Beside a rank stands the part of the step in which it waits;
-    beneath it, where bytes are known, is what it holds, on one scale for all ranks, with its peak.
+    If a rank has several stages, later ones are darker. Beside a rank is the fraction of the step in which it waits;
+    below it, if bytes are known, is the memory that it holds, on one scale for all ranks, with its peak.
     """
     most = max(simulated.peak(rank)[0] for rank in range(len(simulated.ranks)))
     lane = _BAR + (_MEMORY if most else 0) + _GAP
@@ -64,11 +64,11 @@ def draw_gantt(simulated: SimulatedSchedule, title: str = "Pipeline schedule") -
 
 
 def _bars(spans: Sequence[Ran], x: Callable[[float], int], y: int) -> Iterator[str]:
-    """The actions of a rank. Under the pointer is an action with its seconds; ``2F0`` is microbatch 0 on stage 2."""
+    """The actions of a rank, with a tooltip of the action and its seconds; ``2F0`` is microbatch 0 on stage 2."""
     stages = sorted({ran.action.stage for ran in spans})
     for ran in spans:
         left, width = x(ran.start), x(ran.end) - x(ran.start)
-        shown = max(1, width - 1) if width > 3 else width  # neighbours of one kind stay apart
+        shown = max(1, width - 1) if width > 3 else width  # a gap between neighbours of one kind
         colour = _shade(_KINDS[ran.action.kind][0], stages.index(ran.action.stage), len(stages))
         yield (
             f'<rect x="{left}" y="{y}" width="{shown}" height="{_BAR}" fill="{colour}">'
@@ -86,7 +86,7 @@ def _shade(colour: str, at: int, count: int) -> str:
 
 
 def _outline(changes: Sequence[tuple[float, int]], x: Callable[[float], int], base: int, scale: float) -> str:
-    """The upper edge of what is held, from the foot of its left end to its right."""
+    """The path of the held memory's upper edge, from its lower left corner to its right end."""
     return f"M{_LEFT} {base}" + "".join(f"H{x(seconds)}V{base - round(held * scale)}" for seconds, held in changes)
 
 
@@ -104,7 +104,7 @@ def _legend(simulated: SimulatedSchedule, memory: bool) -> Iterator[str]:
 
 
 def _ticks(top: float) -> Iterator[float]:
-    """Round numbers of seconds from 0 to ``top``, eleven at most."""
+    """Round numbers of seconds from 0 to ``top``, at most eleven."""
     step = 10 ** math.floor(math.log10(top))
     step *= next(part for part in (0.1, 0.2, 0.5, 1) if top / (step * part) <= 10)
     return (step * i for i in range(int(top / step) + 1))

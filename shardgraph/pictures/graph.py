@@ -14,14 +14,14 @@ from shardgraph.pictures.tree import Module, Site, Tree, describe
 from shardgraph.sizes import format_bytes
 
 _FONT = "Helvetica,Arial,sans-serif"
-_COLUMNS = 3  # parameters of a module beside each other
+_COLUMNS = 3  # parameters of a module side by side
 
 
 def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
-    """A plan in the language of Graphviz.
+    """A plan as a Graphviz graph.
 
-    Numbered neighbours that are alike in every respect are one cluster, without what one of them takes from another. A
-    node has the name of its parameter, which viewers show under the pointer.
+    Consecutive layers that are equal in every respect are one cluster, without the edges between them. A node has the
+    name of its parameter, which viewers show as a tooltip.
     """
     dot = graphviz.Digraph("plan")
     dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="11")
@@ -43,7 +43,7 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
 
 
 def render_svg(dot: graphviz.Digraph) -> Drawing:
-    """The graph laid out.
+    """The graph, laid out by Graphviz.
 
     Raises:
         graphviz.ExecutableNotFound: Graphviz's program ``dot`` is not on the ``PATH``.
@@ -65,7 +65,7 @@ def _heading(tree: Tree) -> str:
 
 
 def _add_module(dot: graphviz.Digraph, alike: list[Module], colours: dict[str, str]) -> None:
-    """One cluster, which stands for all modules that are ``alike``."""
+    """One cluster, which represents all modules in ``alike``."""
     module = alike[0]
     with dot.subgraph(name=_cluster(module)) as cluster:
         cluster.attr(label=_label(alike), style="rounded,filled", fillcolor="#00000008", color="#888888", margin="10")
@@ -80,7 +80,7 @@ def _add_module(dot: graphviz.Digraph, alike: list[Module], colours: dict[str, s
 
 
 def _add_parameters(cluster: graphviz.Digraph, module: Module, colours: dict[str, str]) -> None:
-    """A node for each, side by side in their order, in as many lines as it takes."""
+    """A node for each parameter of ``module``, in rows of ``_COLUMNS``."""
     names = [_node(module, parameter.name) for parameter in module.own]
     for start in range(0, len(names), _COLUMNS):
         with cluster.subgraph() as line:
@@ -108,11 +108,11 @@ def _cluster(module: Module) -> str:
 # -- data flow -------------------------------------------------------------------------------------
 
 _Chain = tuple[tuple[Module, int], ...]
-"""The folds that a module is in, outermost first: the first of the modules that are drawn as one, and its number."""
+"""The groups drawn as one that contain a module, outermost first: the group's first module, and the index within."""
 
 
 def _fold(module: Module, drawn: Module, chain: _Chain) -> Iterator[tuple[Module, tuple[Module, _Chain]]]:
-    """Every module from ``module`` on, with the module that is drawn for it and its chain."""
+    """``module`` and all below it, each with the module that is drawn for it and its chain."""
     yield module, (drawn, chain)
     for group in drawn.groups():
         for i, member in enumerate(group):
@@ -131,14 +131,14 @@ def _between_layers(source: _Chain, target: _Chain) -> bool:
 
 def _add_edge(dot: graphviz.Digraph, source: Site, target: Site) -> None:
     looks: dict[str, str] = {}
-    if source.module is not target.module:  # an edge ends at the border of a cluster that it comes from outside of
+    if source.module is not target.module:  # an edge from outside ends at the border of a cluster
         looks |= {"ltail": _cluster(source.module)} if source.kind == "module" else {}
         looks |= {"lhead": _cluster(target.module)} if target.kind == "module" else {}
     dot.edge(_name(source), _name(target), **looks)
 
 
 def _name(site: Site) -> str:
-    """The node that edges of a site are tied to."""
+    """The name of the node that edges of a site are attached to."""
     if site.kind in ("inputs", "outputs"):
         return f"{site.text} of the model"
     if site.kind == "parameter":
@@ -153,10 +153,10 @@ def _node(module: Module, name: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """A label as it is: Graphviz reads entities of HTML in plain labels too."""
+    """A literal label: Graphviz interprets HTML entities in plain labels too."""
     return graphviz.escape(text.replace("&", "&amp;"))
 
 
 def _identifier(name: str) -> str:
-    """The name without the characters that have a meaning of their own in Graphviz's language."""
+    """The name without characters that are special in Graphviz's language."""
     return re.sub(r'[:<>"\\]', "_", name)

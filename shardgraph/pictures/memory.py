@@ -1,4 +1,4 @@
-"""The memory of one rank over a step, by what it is used for."""
+"""The memory of one rank over a step, by kind of tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardgraph.sizes import format_bytes
 
 WIDTH, HEIGHT = 980, 380
 _LEFT, _RIGHT, _TOP, _BASE = 80, 730, 70, 340  # the sides of the plot
-_LEAST = 40  # the width of a half that has few operations, as the optimizer's has
-_COLOURS = {  # from the bottom up: first what stays, last what comes and goes
+_LEAST = 40  # the minimum width of a phase with few operations, such as the optimizer's
+_COLOURS = {  # from the bottom up: first the tensors that stay, last the short-lived ones
     "parameters": "#4e79a7",
     "optimizer state": "#a0cbe8",
     "buffers": "#79706e",
@@ -30,9 +30,10 @@ _OTHER = "#d37295"
 
 
 def draw_memory(analysis: Analysis) -> Drawing:
-    """The bytes that are live as each operation of the step ends, stacked by kind.
+    """The live bytes at the end of each operation of the step, stacked by kind.
 
-    The peak is marked with its bytes and its operation; so is the memory of the device, if less than twice the peak.
+    The peak is marked with its bytes and its operation; the device's memory is marked if it is less than twice the
+    peak.
     """
     peak, limit = analysis.peak, analysis.cluster.device.memory
     top = 1.05 * (limit if peak.live < limit < 2 * peak.live else peak.live)
@@ -50,7 +51,7 @@ def draw_memory(analysis: Analysis) -> Drawing:
         body += [_line(_LEFT, y(nbytes), _RIGHT, y(nbytes), 'stroke="#ddd"')]
         body += [text(_LEFT - 8, y(nbytes) + 4, format_bytes(nbytes), "small end")]
     stacks = [list(accumulate(bar.row.memory.get(kind, 0) for kind in kinds)) for bar in bars]
-    for i, kind in reversed(list(enumerate(kinds))):  # each area begins at zero and hides the foot of the one before
+    for i, kind in reversed(list(enumerate(kinds))):  # each area starts at zero and covers the lower part of the last
         outline = _outline(bars, [y(stack[i]) for stack in stacks])
         body.append(f'<path d="{outline}" fill="{_COLOURS.get(kind, _OTHER)}"><title>{kind}</title></path>')
     for half, group in groupby(bars, lambda bar: bar.row.half):
@@ -73,7 +74,7 @@ def draw_memory(analysis: Analysis) -> Drawing:
 
 @dataclass(frozen=True)
 class _Bar:
-    """The operation that is shown between two horizontal positions."""
+    """The operation that is drawn between two horizontal positions."""
 
     left: int
     right: int
@@ -81,7 +82,7 @@ class _Bar:
 
 
 def _bars(rows: Sequence[Row]) -> list[_Bar]:
-    """Bars of whole pixels from left to right; of the operations that share a pixel, the one with the most live."""
+    """Bars of whole pixels from left to right; for operations that share a pixel, the one with the most live bytes."""
     halves = [list(group) for _, group in groupby(rows, lambda row: row.half)]
     spare = _RIGHT - _LEFT - _LEAST * len(halves)
     bars, left = [], _LEFT
@@ -96,9 +97,9 @@ def _bars(rows: Sequence[Row]) -> list[_Bar]:
 
 
 def _kinds(rows: Sequence[Row]) -> list[str]:
-    """The kinds that occur, from the bottom of the stack to its top."""
-    found = dict.fromkeys(kind for row in rows for kind in row.memory)
-    return [kind for kind in _COLOURS if kind in found] + [kind for kind in found if kind not in _COLOURS]
+    """The kinds of memory that occur, from the bottom of the stack to its top."""
+    kinds = dict.fromkeys(kind for row in rows for kind in row.memory)
+    return [kind for kind in _COLOURS if kind in kinds] + [kind for kind in kinds if kind not in _COLOURS]
 
 
 def _outline(bars: Sequence[_Bar], heights: Sequence[int]) -> str:
@@ -112,7 +113,7 @@ def _outline(bars: Sequence[_Bar], heights: Sequence[int]) -> str:
 
 
 def _ticks(top: float) -> Iterator[int]:
-    """Round numbers of bytes from 0 to ``top``, six at most."""
+    """Round numbers of bytes from 0 to ``top``, at most seven."""
     step = 1
     while top / step > 6:
         step *= 2

@@ -14,7 +14,7 @@ _STYLE = (
 
 
 def html_page(title: str, drawings: Sequence[Drawing], texts: Sequence[str]) -> str:
-    """A page with ``texts`` as they are and ``drawings`` beneath."""
+    """A page with ``texts`` in monospace and ``drawings`` below."""
     return "\n".join(
         [
             f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>',

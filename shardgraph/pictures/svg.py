@@ -1,4 +1,4 @@
-"""SVG by hand: the few elements that the pictures are made of."""
+"""The few SVG elements that the pictures consist of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 MARGIN = 10
-# Classes only: Graphviz's own texts in the same document keep their looks.
+# Classes only: texts by Graphviz in the same document keep their own style.
 _STYLE = (
     ".text{font:13px Helvetica,Arial,sans-serif;fill:#222} .title{font-size:18px;font-weight:600} "
     ".strong{font-weight:600} .mono{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px} "
@@ -17,7 +17,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """SVG elements within ``width`` x ``height`` user units, the origin at the upper left."""
+    """SVG elements within ``width`` x ``height`` user units, with the origin at the upper left."""
 
     width: int
     height: int
@@ -25,7 +25,7 @@ class Drawing:
 
 
 def document(title: str, drawings: Sequence[Drawing]) -> str:
-    """One self-contained SVG document with ``drawings`` beneath each other."""
+    """One self-contained SVG document with ``drawings`` below each other."""
     width = max(drawing.width for drawing in drawings) + 2 * MARGIN
     y, body = MARGIN, []
     for drawing in drawings:

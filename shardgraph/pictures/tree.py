@@ -1,4 +1,4 @@
-"""What a picture of a plan shows: the modules, what a rank holds of each and what it sends for it."""
+"""The data of a plan's picture: the modules, with the parameters that a rank holds and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER = "#d0d0d0"  # all placements beyond the colours that are easily told apa
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter by its name within its module; ``local`` is the shape of rank 0's part, the largest."""
+    """A parameter by its name within its module; ``local`` is the shape of rank 0's shard, the largest one."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,14 +42,14 @@ class HeldParameter:
 
     @property
     def shapes(self) -> str:
-        """``"(8, 4) -> (2, 4)"``, or one shape where the rank holds all of it."""
+        """Global and local shape, as ``"(8, 4) -> (2, 4)"``; one shape if the rank holds the whole parameter."""
         whole, local = (f"({', '.join(map(str, shape))})" for shape in (self.shape, self.local))
         return whole if self.shape == self.local else f"{whole} -> {local}"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind that a module's parameters and buffers take in a step, and the bytes a rank sends."""
+    """The collectives of one kind for a module's parameters and buffers in a step, and the bytes that a rank sends."""
 
     direction: str
     operation: str
@@ -66,15 +66,15 @@ class Traffic:
 
 @dataclass(eq=False)
 class Site:
-    """A place in a module that data flows from and to, see :mod:`shardgraph.pictures.flow`.
+    """A producer and consumer of values in a module, see :mod:`shardgraph.pictures.flow`.
 
     ``kind``
-        ``"module"``, all of a module that has parameters and no modules inside; ``"parameter"``, where one parameter of
-        another module is used; ``"borrowed"``, where a parameter is used that belongs elsewhere, as tied ones do;
-        ``"join"``, operations without parameters on the results of several sites; ``"inputs"`` and ``"outputs"`` of
-        the model.
+        ``"module"``, a whole module with parameters and no submodules; ``"parameter"``, the use of one parameter of
+        any other module; ``"borrowed"``, the use of a parameter that belongs to another module, such as a tied one;
+        ``"join"``, operations without parameters on values of several sites; ``"inputs"`` and ``"outputs"`` of the
+        model.
     ``text``
-        The parameter's name (``"borrowed"``: its fully qualified one) or the operations; empty for all of a module.
+        The parameter's name (``"borrowed"``: fully qualified) or the operations; empty for a whole module.
     """
 
     module: Module
@@ -84,7 +84,7 @@ class Site:
 
 @dataclass(eq=False)
 class Module:
-    """A module with its own parameters, the traffic for them, and the modules inside of it."""
+    """A module with its own parameters, their traffic, and its submodules."""
 
     path: str
     own: list[HeldParameter] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Module:
     children: dict[str, Module] = field(default_factory=dict)
 
     def find(self, path: str) -> Module:
-        """The module of that name below this one, made where there is none."""
+        """The module of that name below this one, created if it does not exist."""
         module = self
         for name in path.split(".") if path else ():
             below = f"{module.path}.{name}" if module.path else name
@@ -131,7 +131,7 @@ class Module:
         return (*self.own, *self.traffic, *((site.kind, site.text) for site in self.sites), inside)
 
     def groups(self) -> Iterator[list[Module]]:
-        """The children; neighbours with numbers for names that are alike are one group."""
+        """The children; consecutive equal ones whose names are numbers are one group."""
 
         def key(item: tuple[str, Module]) -> object:
             name, child = item
@@ -140,7 +140,7 @@ class Module:
         return ([child for _, child in group] for _, group in groupby(self.children.items(), key))
 
     def shown(self) -> Iterator[list[Module]]:
-        """The groups of what is drawn inside; a list of alike layers that holds nothing else is drawn as its layers."""
+        """The groups that are drawn inside; a list that contains only equal layers is replaced by its layers."""
         for group in self.groups():
             inside = list(group[0].groups())
             bare = not (group[0].own or group[0].traffic or group[0].sites)
@@ -161,12 +161,12 @@ class Tree:
 
     @property
     def title(self) -> str:
-        """What it is a picture of, as a heading."""
+        """The heading of the picture."""
         return "Partition plan on " + (" x ".join(f"{axis}={size}" for axis, size in self.mesh) or "one process")
 
     @property
     def summary(self) -> str:
-        """The bytes held and sent in all, as a line."""
+        """The total bytes held and sent, as one line."""
         sent: dict[str, int] = {}
         for traffic in (each for module in self.root.walk() for each in module.traffic):
             sent[traffic.axis] = sent.get(traffic.axis, 0) + traffic.nbytes
@@ -183,7 +183,7 @@ class Tree:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The colour of every placement, and a line on what has it."""
+        """The colour of every placement, and a line about the parameters that have it."""
         lines = []
         for placement, colour in self.colours.items():
             placed = [parameter for parameter in self.root.parameters() if parameter.placement == placement]
@@ -194,7 +194,7 @@ class Tree:
     def lengthen(self, path: str, captured: int, layers: int) -> None:
         """Repeat the middle one of the ``captured`` layers of the stack ``path``, so that there are ``layers``.
 
-        Layers without parameters are not drawn, and those that share theirs are drawn once, however many there are.
+        Layers without parameters are not drawn, and layers that share parameters are drawn once.
         """
         stack = self.root.find(path)
         present = list(stack.children.values())
@@ -209,7 +209,7 @@ class Tree:
 def build_tree(program: Program) -> Tree:
     """The modules of ``program`` that have parameters or collectives.
 
-    A collective counts for the module of the parameter or buffer that it is for, else for that of its node.
+    A collective counts for the module of its parameter or buffer if it has one, otherwise for the module of its node.
     """
     mesh, root = program.plan.mesh, Module("")
     for fqn, shape in program.shapes.items():
@@ -226,7 +226,7 @@ def build_tree(program: Program) -> Tree:
 
 
 def describe(alike: list[Module]) -> tuple[str, str]:
-    """The name of modules that are drawn as one, and what a rank holds of them."""
+    """The name of modules that are drawn as one, and the bytes that a rank holds of them."""
     module, held = alike[0], f"{format_bytes(alike[0].nbytes)} per rank"
     if len(alike) == 1:
         return module.path.rpartition(".")[2] or "model", held if module.nbytes else ""

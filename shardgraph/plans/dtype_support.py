@@ -1,4 +1,4 @@
-"""Whether a device can compute in the dtypes that a plan asks for: one of this machine, or one that is described."""
+"""Whether a device, of this machine or described by a cluster, can compute in the dtypes of a plan."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ from shardgraph.plans.precision import DTYPES, dtype_of
 
 
 def check_described(plan: Plan, device: Device) -> None:
-    """Raise PlanError if a described device has no matrix products in a dtype that ``plan`` asks for."""
+    """Check that a described device has a rate for matrix products in every dtype of ``plan``.
+
+    Raises:
+        PlanError: it has none for a dtype; the message lists those that it has.
+    """
     able = [name for name in DTYPES if device.rate("matmul", name) is not None]
     _check(plan, able, f"device {device.name!r}, as it is described,")
 
 
 def check_present(plan: Plan, device: torch.device) -> None:
-    """Raise PlanError if ``device``, of this machine, cannot compute matrix products in a dtype ``plan`` asks for."""
-    if _asked(plan):
+    """Check that ``device``, of this machine, can compute matrix products in every dtype of ``plan``.
+
+    Raises:
+        PlanError: it cannot in some dtype; the message lists those in which it can.
+    """
+    if _dtypes_of(plan):
         able = [name for name in DTYPES if _multiplies(dtype_of(name), device)]
         _check(plan, able, torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type}")
 
 
-def _asked(plan: Plan) -> list[str]:
-    said = [annotation.dtype for _, annotation in plan.annotations if isinstance(annotation, precision)]
-    return [str(name) for name in (plan.precision.parameters, *said) if name is not None]
+def _dtypes_of(plan: Plan) -> list[str]:
+    annotated = [annotation.dtype for _, annotation in plan.annotations if isinstance(annotation, precision)]
+    return [str(name) for name in (plan.precision.parameters, *annotated) if name is not None]
 
 
 def _check(plan: Plan, able: list[str], device: str) -> None:
-    for name in _asked(plan):
+    for name in _dtypes_of(plan):
         if name not in able:
             raise PlanError(
                 f"plan {plan.name!r} computes in {name}, which {device} cannot: it can in {', '.join(able) or 'none'}. "
@@ -42,7 +50,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    if device.type == "cuda" and dtype == torch.bfloat16:  # before compute capability 8.0 emulated, and slow
+    if device.type == "cuda" and dtype == torch.bfloat16:  # emulated, and slow, below compute capability 8.0
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         one = torch.ones(1, 1, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Offloading as data: what a plan keeps in host memory, or on disk, rather than on the device."""
+"""Offloading as data: the tensors that a plan keeps in host memory, or on disk, instead of on the device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ _NAMES = {"parameters": ("parameters",), "activations": ("activations",), "all":
 
 @dataclass(frozen=True)
 class Offload:
-    """What is in host memory while the computation does not use it.
+    """The tensors that are in host memory while the computation does not use them.
 
     ``parameters``
         Parameters, with their gradients and the optimizer's state, which is updated there (Ren et al., "ZeRO-Offload",
-        2021, https://arxiv.org/abs/2101.06840). Each is copied to the device before it is used, in forward and again in
-        backward, unless it is kept; its gradient is copied back.
+        2021, https://arxiv.org/abs/2101.06840). Each is copied to the device before its use, in forward and again in
+        backward unless it stays gathered; its gradient is copied to the host.
     ``activations``
-        What forward keeps for backward.
+        What forward saves for backward.
     ``disk``
-        A folder: parameters are in files there, mapped into memory, instead of in host memory (Rajbhandari et al.,
+        A folder: parameters are in memory-mapped files there instead of in host memory (Rajbhandari et al.,
         "ZeRO-Infinity", 2021, https://arxiv.org/abs/2104.07857).
+
+    Raises:
+        PlanError: a field has a value that is not allowed.
     """
 
     parameters: bool = False
@@ -40,10 +43,10 @@ class Offload:
 
     @classmethod
     def of(cls, given: str | Offload) -> Offload:
-        """The offloading that is meant: ``"parameters"``, ``"activations"`` or ``"all"``.
+        """The offloading of a name: ``"parameters"``, ``"activations"`` or ``"all"``.
 
         Raises:
-            PlanError: there is none of that name.
+            PlanError: there is no offloading of that name.
         """
         if isinstance(given, cls):
             return given
@@ -61,4 +64,4 @@ class Offload:
 
 
 NOTHING = Offload()
-"""All on the device."""
+"""Everything is on the device."""

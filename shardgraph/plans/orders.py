@@ -1,4 +1,4 @@
-"""The pipeline schedules by name: where their stages are, which numbers they take, and what each rank does when.
+"""The pipeline schedules by name: where their stages are, the numbers that they allow, and the order of actions.
 
 The orders are those that ``torch.distributed.pipelining`` executes, as plain data.
 """
@@ -22,11 +22,11 @@ _ROUNDS = "microbatches in equal rounds, of as many as there are ranks or a few 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule asks for.
+    """The requirements of a schedule.
 
-    A rank has ``least`` to ``most`` stages. They lie in a loop over the ranks, or in a ``v``, which turns back at the
-    last rank: the first rank has the first stage and the last. ``rule`` says which numbers of microbatches there may
-    be. With ``prefetch`` a rank asks for messages before it comes to the action that needs them.
+    A rank has ``least`` to ``most`` stages. Stages are placed in a loop over the ranks, or in a ``v``, which turns back
+    at the last rank, so that the first rank has the first and the last stage. ``rule`` describes the allowed numbers of
+    microbatches. With ``prefetch`` a rank posts receives before it reaches the actions that need them.
     """
 
     torch_name: str
@@ -36,7 +36,7 @@ class Schedule:
     rule: str
     prefetch: bool
 
-    def takes(self, microbatches: int, ranks: int, stages: int) -> bool:
+    def allows(self, microbatches: int, ranks: int, stages: int) -> bool:
         """Whether ``rule`` holds."""
         return {
             _ANY: True,
@@ -60,7 +60,7 @@ def find_schedule(name: str) -> Schedule:
     """The schedule of a name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no schedule of that name.
     """
     if name not in SCHEDULES:
         hint = nearest(name, SCHEDULES) or f"; there are {', '.join(SCHEDULES)}"
@@ -69,7 +69,7 @@ def find_schedule(name: str) -> Schedule:
 
 
 def stages_per_rank(schedule: str) -> int:
-    """The stages that a rank has where no one asks for more: one, or what the schedule needs."""
+    """The default number of stages per rank: the least that the schedule allows."""
     return find_schedule(schedule).least
 
 
@@ -81,10 +81,10 @@ def rank_of_stage(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
 
 
 def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
-    """That ``schedule`` runs so many microbatches through so many stages on so many ranks.
+    """Check that ``schedule`` can run these numbers of ranks, stages and microbatches.
 
     Raises:
-        PlanError: it does not; the message says what it would run.
+        PlanError: it cannot; the message says which numbers it can run.
     """
     kind = find_schedule(schedule)
     if min(ranks, stages, microbatches) < 1:
@@ -93,7 +93,7 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
         )
     if stages % ranks or not kind.least <= stages // ranks <= kind.most:
         raise PlanError(_wrong_stages(schedule, kind, ranks, stages))
-    if not kind.takes(microbatches, ranks, stages):
+    if not kind.allows(microbatches, ranks, stages):
         lower = _first(range(microbatches - 1, 0, -1), kind, ranks, stages)
         higher = _first(range(microbatches + 1, microbatches + stages + 1), kind, ranks, stages)
         raise PlanError(
@@ -104,7 +104,7 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
 
 @lru_cache(maxsize=64)
 def pipeline_order(schedule: str, ranks: int, stages: int, microbatches: int) -> Order:
-    """What each rank does in one step, in its order: that of torch's executor.
+    """The actions of each rank in one step, in the order of torch's executor.
 
     Raises:
         PlanError: as :func:`check`.
@@ -132,4 +132,4 @@ def _wrong_stages(schedule: str, kind: Schedule, ranks: int, stages: int) -> str
 
 
 def _first(numbers: Iterable[int], kind: Schedule, ranks: int, stages: int) -> list[str]:
-    return [str(number) for number in numbers if kind.takes(number, ranks, stages)][:1]
+    return [str(number) for number in numbers if kind.allows(number, ranks, stages)][:1]

@@ -1,4 +1,4 @@
-"""What a plan says of its pipeline: the stages, and the schedule by which ranks work on microbatches."""
+"""The pipeline of a plan: its stages, and the schedule of microbatches."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ class Pipeline:
     """The pipeline of a :class:`shardgraph.Plan`, along a mesh axis of its own.
 
     ``microbatches``
-        How many parts a rank's batch is cut in along dimension 0, all of a size but the last, which may be smaller. 0:
-        twice the number of stages.
+        Number of microbatches into which a rank's batch is cut along dimension 0, of equal size except for the last,
+        which may be smaller. 0: twice the number of stages.
     ``schedule``
         The order in which ranks run forward and backward of microbatches: ``"gpipe"``, ``"1f1b"``,
         ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``, ``"zbv"`` or ``"dualpipev"``.
     ``stages``
-        The modules with which the stages after the first begin, in the order of forward. Empty: found so that the step
-        is fastest.
+        The modules at which the stages after the first begin, in the order of forward. Empty: chosen for the shortest
+        predicted step.
     ``balance``
-        Instead, how many layers of the model's longest stack each stage has.
+        Instead of ``stages``, the number of layers of the model's longest stack in each stage.
     ``checkpoint``
-        Which microbatches compute a stage's forward again in backward, from what the stage was given, instead of
-        keeping it: ``"never"``, ``"always"``, or ``"except_last"``, which keeps that of the last.
+        The microbatches whose backward recomputes a stage's forward from the stage's inputs, instead of saving it:
+        ``"never"``, ``"always"``, or ``"except_last"`` (all but the last).
     ``ranks``, ``axis``
         The size and name of the mesh axis along which ranks have different stages.
+
+    Raises:
+        PlanError: a field has a value that is not allowed, or the schedule cannot run these numbers.
     """
 
     microbatches: int = 0
@@ -49,52 +52,51 @@ class Pipeline:
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages a rank has."""
+        """Number of stages per rank."""
         given = len(self.stages) + 1 if self.stages else len(self.balance)
         return given // self.ranks if given else stages_per_rank(self.schedule)
 
     @property
     def count(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.stages_per_rank * self.ranks
 
     @property
     def parts(self) -> int:
-        """How many microbatches a step has."""
+        """Number of microbatches per step."""
         return self.microbatches or 2 * self.count
 
     def rank_of(self, stage: int) -> int:
-        """Where along the axis a stage is."""
+        """The position along the pipeline axis of the rank that has a stage."""
         return rank_of_stage(self.schedule, self.ranks, self.count)[stage]
 
     def places_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """The places along the axis that have any of these stages, ascending."""
+        """The positions along the pipeline axis that have any of these stages, ascending."""
         return tuple(sorted(set(map(self.rank_of, stages))))
 
     def recomputes(self, microbatch: int, count: int) -> bool:
-        """Whether this one of ``count`` microbatches computes its stages' forward again in backward."""
+        """Whether the backward of this one of ``count`` microbatches recomputes the forward of its stages."""
         return self.checkpoint == "always" or (self.checkpoint == "except_last" and microbatch < count - 1)
 
     @property
     def order(self) -> Order:
-        """What each rank does in a step."""
+        """The actions of each rank in a step."""
         return pipeline_order(self.schedule, self.ranks, self.count, self.parts)
 
     @property
     def prefetch(self) -> bool:
-        """Whether ranks ask for messages ahead of what needs them."""
+        """Whether ranks post receives ahead of the actions that need them."""
         return find_schedule(self.schedule).prefetch
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of the rank at this place along the axis."""
+        """The stages of the rank at this position along the pipeline axis."""
         return tuple(stage for stage in range(self.count) if self.rank_of(stage) == rank)
 
     def __str__(self) -> str:
-        again = "" if self.checkpoint == "never" else f", recomputed {self.checkpoint.replace('_', ' ')}"
+        recomputed = "" if self.checkpoint == "never" else f", recomputed {self.checkpoint.replace('_', ' ')}"
         begins = f", stages begin with {', '.join(self.stages)}" if self.stages else ""
-        return (
-            f"{self.axis}={self.ranks}: {self.count} stages, {self.schedule}, {self.parts} microbatches{again}{begins}"
-        )
+        schedule = f"{self.count} stages, {self.schedule}, {self.parts} microbatches"
+        return f"{self.axis}={self.ranks}: {schedule}{recomputed}{begins}"
 
 
 def _check(pipeline: Pipeline) -> None:

@@ -1,8 +1,8 @@
-"""Mixed precision as data: in which dtypes a plan computes, reduces gradients and keeps buffers.
+"""Mixed precision as data: the dtypes in which a plan computes, reduces gradients and keeps buffers.
 
-Parameters are stored, and optimized, in their own dtype, usually float32; what computes with them sees copies in a
-lower one (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740). :mod:`shardgraph.capture.casting` says what
-that means for each tensor of a model, :mod:`shardgraph.passes.parameters.mixed_precision` puts it into a program.
+Parameters are stored and optimized in their own dtype, usually float32; the computation uses copies in a lower one
+(Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740). :mod:`shardgraph.capture.casting` applies that to each
+tensor of a captured model, :mod:`shardgraph.passes.parameters.mixed_precision` to the program.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 
 def dtype_name(given: str | torch.dtype, what: str) -> str:
-    """The name of a dtype that can be computed in; ``what`` says in errors whose it is.
+    """The name of a floating-point dtype, given by its name, a short form or itself; ``what`` names it in errors.
 
     Raises:
-        PlanError: it is none.
+        PlanError: it is none of ``DTYPES``.
     """
     name = str(given).removeprefix("torch.")
     name = _SHORT.get(name, name)
@@ -31,28 +31,32 @@ def dtype_name(given: str | torch.dtype, what: str) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name of ``DTYPES``."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    """The dtype of a name in ``DTYPES``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a plan works, by name (``"bfloat16"``) or as ``torch.bfloat16``; None: as they are.
+    """The dtypes of a plan, by name (``"bfloat16"``) or as ``torch.bfloat16``; None leaves a dtype unchanged.
 
-    The fields are those of FSDP2's ``MixedPrecisionPolicy``, and buffers.
+    The fields are those of FSDP2's ``MixedPrecisionPolicy``, and ``buffers``.
 
     ``parameters``
-        What floating-point parameters are computed with, and gathered in; they are stored in the dtype that they have.
+        The dtype in which floating-point parameters are all-gathered and used; they are stored in their own dtype.
     ``reduce``
-        What gradients are reduced in; None: the dtype that they are computed in. Then they get their parameter's.
+        The dtype in which gradients are reduced; None: the dtype in which they are computed. The result is cast to the
+        dtype of the stored parameter.
     ``buffers``
-        What floating-point buffers are kept in.
+        The dtype of floating-point buffers.
     ``inputs``
         Whether floating-point inputs of the model are cast to ``parameters``.
     ``outputs``
-        What floating-point outputs of the model are cast to.
+        The dtype to which floating-point outputs of the model are cast.
+
+    Raises:
+        PlanError: a field has a value that is not allowed.
     """
 
     parameters: str | None = None
@@ -70,10 +74,10 @@ class Precision:
 
     @classmethod
     def of(cls, given: str | Precision) -> Precision:
-        """The precision that is meant: ``"bf16"`` and ``"fp16"`` compute in it and reduce in float32.
+        """The precision of a name: ``"bf16"`` and ``"fp16"`` compute in that dtype and reduce in float32.
 
         Raises:
-            PlanError: there is none of that name.
+            PlanError: there is no precision of that name.
         """
         if isinstance(given, cls):
             return given
@@ -87,9 +91,9 @@ class Precision:
 
     def __str__(self) -> str:
         given = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        said = [f"{name} {dtype}" for name, dtype in given if isinstance(dtype, str)]
-        return ", ".join([*said, *([] if self.inputs or not self.parameters else ["inputs as they are"])])
+        dtypes = [f"{name} {dtype}" for name, dtype in given if isinstance(dtype, str)]
+        return ", ".join([*dtypes, *([] if self.inputs or not self.parameters else ["inputs as they are"])])
 
 
 AS_STORED = Precision()
-"""Everything in the dtype that it has."""
+"""Every tensor in its own dtype."""

@@ -1,8 +1,8 @@
-"""The plans that have a name: DDP, the stages of ZeRO, hybrid sharding; with each of them operators or experts divided.
+"""The named plans: DDP, the stages of ZeRO and hybrid sharding, each also with sharded operators or experts.
 
-One preset is one function from a mesh to a :class:`Plan`, registered in ``PRESETS``. The stages are those
-of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D form is hybrid sharding
-(Zhao et al., 2023, https://arxiv.org/abs/2304.11277).
+A preset is a function from a mesh to a :class:`Plan`, registered in ``PRESETS``. The stages are those of ZeRO
+(Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D form is hybrid sharding (Zhao et al., 2023,
+https://arxiv.org/abs/2304.11277).
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ PRESETS: dict[str, Callable[[Mesh], Plan]] = {
 def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None = None) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
 
-    ``"tp"`` divides operators along the axis ``tp``, or the only one; ``"tp+sp"`` also cuts what lies between them
-    along the sequence. ``"cp"`` cuts sequences and nothing else along the axis ``cp``, ``"ep"`` divides experts along
-    the axis ``ep``, or each the only one. They go with a plan for the other axes, and some with each other:
-    ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``. Alone they are ``ddp`` there. Any of all these may
-    follow ``"pp"``, which cuts the model into stages along the axis ``pp``, or the only one, as ``pipeline`` says:
-    ``"pp"``, ``"pp+fsdp"``, ``"pp+fsdp+tp"``.
+    ``"tp"`` shards operators along the axis ``tp``; ``"tp+sp"`` also shards the activations between them along the
+    sequence. ``"cp"`` shards sequences and nothing else along the axis ``cp``, ``"ep"`` shards experts along the axis
+    ``ep``. On a mesh with a single axis, that axis may have any name. They combine with a plan for the other axes, and
+    some with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``; without one, the other axes
+    use ``ddp``. All of these may follow ``"pp"``, which cuts the model into stages along the axis ``pp`` with the
+    schedule of ``pipeline``: ``"pp"``, ``"pp+fsdp"``, ``"pp+fsdp+tp"``.
 
     Raises:
-        PlanError: there is no such preset, or the mesh has not the dimensions that it needs.
+        PlanError: there is no such preset, or the mesh does not have the axes that it needs.
     """
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
     if name.split("+")[0] == "pp":
@@ -91,7 +91,7 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
 
 
 def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
-    """The rest of ``name`` on the axes beside the pipeline's."""
+    """A pipeline, with the rest of ``name`` as the plan for the other axes."""
     inside = name.removeprefix("pp").removeprefix("+")
     if len(mesh) == 1:
         pipeline = replace(pipeline, axis=mesh[0][0])
@@ -115,11 +115,15 @@ def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
 
 
 def refuse_pipeline(mesh: Mesh) -> None:
-    """Raise PlanError if ``mesh`` has an axis of pipeline stages: ``"auto"`` would take it for one of data."""
+    """Check that ``mesh`` has no axis of pipeline stages, which ``"auto"`` would use as a data axis.
+
+    Raises:
+        PlanError: it has one.
+    """
     if "pp" in dict(mesh):
         raise PlanError(
             f"plan 'auto' does not choose pipelines, and the mesh {dict(mesh)} has an axis 'pp': ask for 'pp', or "
-            "'pp+' and a plan for the other axes, such as 'pp+fsdp'; the stages are found"
+            "'pp+' and a plan for the other axes, such as 'pp+fsdp'; the stages are chosen"
         )
 
 
@@ -130,11 +134,11 @@ DIVIDING = {
     "cp+tp": {"cp": "context", "tp": "whole"},
     "ep": {"ep": "experts"},
 }
-"""The styles of the axes that divide operators, or experts, by how they are asked for."""
+"""The styles of the axes that shard operators or experts, by the name of the plan."""
 
 
 def _dividing(name: str, data: str, styles: Mapping[str, str], mesh: Mesh) -> Plan:
-    """The plan ``data`` on the other axes, with what is divided along those of ``styles``."""
+    """The plan ``data`` for the other axes, with operators or experts sharded along the axes of ``styles``."""
     names = [axis for axis, _ in mesh]
     if not mesh:  # one process
         return replace(preset(data or "single", mesh), name=name)

@@ -1,4 +1,4 @@
-"""What a program costs, before it runs: every node, the memory of a step and the time it takes."""
+"""Predicted costs of a program: those of every node, peak memory and step time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 
 class OtherSizes(Protocol):
-    """What an analysis asks of the model that it is of."""
+    """Analyses of the same model and plan at other sizes."""
 
     def symbolic(self) -> Any:
         """The costs as expressions in batch, sequence and mesh sizes."""
@@ -37,14 +37,14 @@ class OtherSizes(Protocol):
 
 
 class StepCosts:
-    """What follows from the predicted costs of a step on one rank, however they were found."""
+    """Quantities derived from the predicted costs of a step on one rank, with or without a pipeline."""
 
     plan: Plan
     cluster: Cluster
     samples: int
     tokens: int
 
-    if TYPE_CHECKING:  # what each kind of analysis has in its own way
+    if TYPE_CHECKING:  # defined by each kind of analysis
 
         @property
         def peak_memory(self) -> int: ...
@@ -67,9 +67,10 @@ class StepCosts:
 
     @property
     def mfu(self) -> float | None:
-        """The part of the device's peak FLOP/s that the step attains, in the dtype of most of its FLOPs.
+        """Model FLOPs utilisation, from 0 to 1: the fraction of the device's peak FLOP/s that the step attains.
 
-        Definition: A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. None where the device states no peak.
+        The peak is that of the dtype with the most FLOPs; None if the device has none for it. Definition:
+        A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
         """
         peak = self.cluster.device.peak.get(self._dtype)
         return self.flops / self.time.total / peak if peak and self.time.total else None
@@ -103,8 +104,8 @@ class StepCosts:
 class Analysis(StepCosts):
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
-    ``rows`` are its operations in the order in which they run, the optimizer's update last. ``samples`` and ``tokens``
-    are those of one step over all ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
+    ``rows`` are its operations in execution order, the optimizer's update last. ``samples`` and ``tokens`` count one
+    step over all ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
     """
 
     plan: Plan
@@ -124,32 +125,32 @@ class Analysis(StepCosts):
 
     @cached_property
     def peak(self) -> Row:
-        """The first operation during which the most is live."""
+        """The first operation at which live memory on the device is at its peak."""
         return max(self.rows, key=lambda row: row.live)
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes live at once on one rank."""
+        """Peak bytes of one rank."""
         return self.peak.live
 
     @cached_property
     def host_peak(self) -> Row:
-        """The first operation during which the most is live in host memory."""
+        """The first operation at which live host memory is at its peak."""
         return max(self.rows, key=lambda row: sum(row.host.values()))
 
     @property
     def host_memory(self) -> int:
-        """The most bytes live at once in host memory for one rank; 0 where nothing is offloaded."""
+        """Peak bytes of one rank in host memory; 0 if nothing is offloaded."""
         return sum(self.host_peak.host.values())
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The operations on their streams."""
+        """The simulated timeline: the operations on the compute stream and the streams of mesh axes and copies."""
         return simulate(list(tasks_of(self.rows)), self.cluster.overlap)
 
     @cached_property
     def time(self) -> StepTime:
-        """The step's seconds by what they are spent on."""
+        """The seconds of the step, by kind of work."""
         optimizer = sum(row.seconds for row in self.rows if row.kind == "optimizer")
         communication = sum(row.seconds for row in self.rows if row.stream)
         compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer
@@ -157,30 +158,33 @@ class Analysis(StepCosts):
 
     @property
     def unpriced(self) -> dict[str, int]:
-        """Operations that no formula was found for, priced by their bytes, and how often they occur."""
+        """Operations without a formula, which are priced by their bytes, and how often each occurs."""
         return dict(Counter(row.operation for row in self.rows if not row.known))
 
     # -- other sizes -------------------------------------------------------------------------------
 
     def symbolic(self) -> Any:
         """The costs as sympy expressions in batch size, sequence length and mesh sizes; see
-        :class:`shardgraph.report.symbolic.Symbolic`.
+        :class:`shardgraph.search.symbolic.Symbolic`.
 
         Raises:
-            NotSizedError: the model does other things at other sizes.
-            ShardGraphError: this analysis is of a program; only one that starts from a model can change its sizes.
+            NotSizedError: the model runs different operations at other sizes.
+            ShardGraphError: this is the analysis of a compiled program, whose sizes are fixed.
         """
         return self._other_sizes.symbolic()
 
     def max_batch(self, memory: int | str | None = None) -> int:
-        """The most rows that a rank's call may have for the peak to be within ``memory``, such as ``"80GiB"``.
+        """The largest batch of one rank, in rows, whose peak is within ``memory``, such as ``"80GiB"``.
 
-        The default is what the device has. Raises as :meth:`symbolic`, and when not even one row fits.
+        The default is the device's memory.
+
+        Raises:
+            NotSizedError, ShardGraphError: as :meth:`symbolic`; or not even one row fits.
         """
         return self._largest("batch", memory)
 
     def max_sequence(self, memory: int | str | None = None) -> int:
-        """The longest sequence likewise, the batch being as it is."""
+        """The longest sequence whose peak is within ``memory``, with the present batch; raises as :meth:`max_batch`."""
         return self._largest("sequence", memory)
 
     def _largest(self, size: str, memory: int | str | None) -> int:
@@ -192,29 +196,29 @@ class Analysis(StepCosts):
         if self.other_sizes is None:
             raise ShardGraphError(
                 "this is the analysis of a compiled program, whose sizes are fixed: shardgraph.analyze(model, ...) "
-                "gives one that can be asked for other sizes"
+                "returns one that can predict other sizes"
             )
         return self.other_sizes
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def by_module(self) -> dict[str, dict[str, float]]:
-        """FLOPs, bytes moved, seconds of computation and bytes sent of every module with all below it, by name.
+        """FLOPs, bytes moved, seconds of computation and bytes sent of every module, by its name.
 
-        The model itself is ``""``. A node counts for its module and for each that contains it.
+        The model itself is ``""``. A node counts for its module and for each module that contains it.
         """
-        found: dict[str, dict[str, float]] = {}
+        modules: dict[str, dict[str, float]] = {}
         for row in self.rows:
             for path in _ancestors(row.module):
-                entry = found.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "sent": 0})
+                entry = modules.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "sent": 0})
                 entry["flops"] += row.flops
                 entry["sent"] += row.sent
                 entry["moved"] += 0 if row.stream else row.read + row.written
                 entry["seconds"] += 0 if row.stream else row.seconds
-        return dict(sorted(found.items()))
+        return dict(sorted(modules.items()))
 
     def table(self, limit: int = 20) -> str:
-        """The ``limit`` nodes that take longest, as text."""
+        """The ``limit`` slowest nodes, as text."""
         lines = [f"{'node':<34}{'module':<34}{'GFLOP':>9}{'moved':>12}{'time':>10}{'live':>12}"]
         for row in sorted(self.rows, key=lambda row: -row.seconds)[:limit]:
             moved, live = format_bytes(row.read + row.written), format_bytes(row.live)
@@ -291,10 +295,10 @@ class Analysis(StepCosts):
 
 
 def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
-    """Computation as one stream and every mesh axis as one.
+    """The tasks of a timeline with one compute stream and one stream per mesh axis.
 
-    A collective starts when the computation issued before it has ended; a wait holds the computation until its
-    collective has.
+    A collective starts when the computation issued before it has ended; a wait blocks the computation until its
+    collective has ended.
     """
     latest = -1  # the last task of the computation
     for i, row in enumerate(rows):
@@ -313,16 +317,16 @@ def analyze_program(
     fused: bool = False,
     other_sizes: OtherSizes | None = None,
 ) -> Analysis:
-    """Analyse a training step of an emitted program, or one without gradients: then forward alone.
+    """Analyse a training step of a lowered program; if it has no backward, its forward alone.
 
     :func:`shardgraph.analyze` starts from a model.
 
     Args:
-        program: what :func:`shardgraph.passes.lowering.build_program` gives.
-        cluster: what it runs on.
+        program: from :func:`shardgraph.passes.lowering.build_program`.
+        cluster: the cluster that it runs on.
         optimizer: name of the optimizer, see :mod:`shardgraph.cost_models.optimizers`.
-        fused: take chains of pointwise operations as fused.
-        other_sizes: answers for other sizes of the model that the program was made from, if there are any.
+        fused: price chains of pointwise operations as fused.
+        other_sizes: predicts other sizes of the model that the program was built from, if possible.
 
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
@@ -344,7 +348,7 @@ def analyze_program(
 
 
 def update_row(shards: list[int], optimizer: str, seconds: float, memory: MemoryProfile, host: bool = False) -> Row:
-    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``; on the host or not."""
+    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``, on device or host."""
     cost = optimizer_cost(optimizer)
     return Row(
         half="optimizer",
@@ -369,10 +373,10 @@ def update_row(shards: list[int], optimizer: str, seconds: float, memory: Memory
 
 
 def program_halves(program: Program) -> dict[str, fx.GraphModule]:
-    """The graphs that a step runs, by name, in order.
+    """The graphs of a step by name, in execution order.
 
-    A model that returns a scalar is taken to be trained on it alone, as models that return their loss are;
-    otherwise the loss is taken to depend on every floating-point output.
+    If a model returns a scalar, the loss is assumed to be that scalar; otherwise the loss is assumed to depend on
+    every floating-point output.
     """
     if program.backward is None:
         return {"forward": program.forward}
@@ -388,7 +392,8 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
 
 
 def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
-    """The memory of a training step on ``rank``, the optimizer's state and update included."""
+    """The memory of a training step on ``rank``, including optimizer state and update; sizes round up to ``granule``
+    bytes."""
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     on_device, on_host = (_trained_shards(program, rank, host) for host in (False, True))
@@ -396,14 +401,14 @@ def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int
 
 
 def update_memory(shards: list[int], optimizer: str) -> UpdateMemory:
-    """What the optimizer takes beside ``shards`` (bytes of each) and their gradients."""
+    """The optimizer's memory in addition to ``shards`` (bytes of each) and their gradients."""
     cost = optimizer_cost(optimizer)
     state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
     return UpdateMemory(state, cost.temporaries * max(shards, default=0))
 
 
 def _trained_shards(program: Program, rank: int, host: bool) -> list[int]:
-    """Bytes of this rank's part of every parameter that gets a gradient and lies on the host, or of every other."""
+    """Bytes of this rank's shard of every parameter that has a gradient, in host memory or on the device."""
     if program.backward is None:
         return []
     trained = {r.of for r, v in outputs(program.backward) if isinstance(r, Gradient) and v is not None}
@@ -422,7 +427,7 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def _batch(program: Program) -> tuple[int, int]:
-    """``(samples, tokens)`` of one call: rows of the first tensor among the inputs, and elements of integer ones."""
+    """``(samples, tokens)`` of one call: the rows of the first input tensor, and its elements if it holds token ids."""
     roles = placeholders(program.forward).items()
     tensors = [node.meta["val"] for role, node in roles if isinstance(role, Input) and node.meta["val"].dim()]
     if not tensors:

@@ -1,4 +1,4 @@
-"""What it costs to send values from stage to stage of a pipeline."""
+"""The time of messages between the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardgraph.plans.plan import Plan
 
 
 def message_seconds(tensors: Iterable[torch.Tensor], plan: Plan, cluster: Cluster) -> float:
-    """Seconds of sending ``tensors`` to the stage before or after; 0 where there are none."""
+    """Seconds to send ``tensors`` to the previous or next stage; 0 if there are none."""
     assert plan.pipeline is not None
     nbytes = sum(tensor.nbytes for tensor in tensors)
     link = cluster.link_of(plan.whole_mesh, plan.pipeline.axis)

@@ -1,4 +1,4 @@
-"""What a step of a pipeline costs, before it runs: operations of stages, the schedule on the clock, memory of ranks."""
+"""Predicted costs of a pipeline step: operations of each stage, the simulated schedule, and memory of each rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import StepTime, simulate
 from shardgraph.ir import Buffer, Input
+from shardgraph.ir.attributes import ON_HOST
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
@@ -25,18 +26,27 @@ from shardgraph.report.analysis import StepCosts, tasks_of
 from shardgraph.report.messages import message_seconds
 from shardgraph.sizes import format_bytes, format_seconds
 
-_STAYS = ("parameters", "buffers", "inputs", "gathered parameters")  # of a profile: what no microbatch brings
+_STAYS = ("parameters", "buffers", "inputs", "gathered parameters")  # kinds of memory that no microbatch adds to
 
 
 @dataclass(frozen=True)
 class StageAnalysis:
     """One stage on one of its ranks.
 
-    ``rows`` are the operations of one microbatch, forward and backward; ``cost`` what the schedule is simulated with.
-    ``once`` are the seconds of what a step does once: gathers of parameters that are kept and reductions of gradients;
-    ``update`` those of the optimizer's update. Of bytes, ``state`` is there all the time (parameters and buffers, what
-    is gathered once, the optimizer's state) and ``gradients`` from the first backward on; ``working`` is what an action
-    of each kind has live at most, beyond those and what other microbatches have saved.
+    ``rows``
+        The operations of one microbatch, forward and backward.
+    ``cost``
+        The stage's cost in the simulated schedule.
+    ``once``
+        Seconds of work done once per step: all-gathers of parameters that stay gathered, reductions of gradients.
+    ``update``
+        Seconds of the optimizer's update.
+    ``state``
+        Bytes that are always live, by kind: parameters, buffers, parameters gathered once, optimizer state.
+    ``gradients``
+        Bytes of gradients, live from the first backward on.
+    ``working``
+        Peak bytes of an action by its kind, in addition to those and to what other microbatches have saved.
     """
 
     number: int
@@ -59,8 +69,8 @@ class StageAnalysis:
 class PipelineAnalysis(StepCosts):
     """The predicted costs of a training step of a pipeline; see :func:`shardgraph.analyze`.
 
-    ``stages`` in order, ``schedule`` the step as simulated. ``samples`` and ``tokens`` are those of one step over all
-    ranks, ``inputs`` the bytes of a rank's batch.
+    ``stages`` are in order, ``schedule`` is the simulated step. ``samples`` and ``tokens`` count one step over all
+    ranks, ``inputs`` is the bytes of a rank's batch.
     """
 
     plan: Plan
@@ -78,7 +88,7 @@ class PipelineAnalysis(StepCosts):
         return tuple(row for stage in self.stages for row in stage.rows)
 
     def peak(self, rank: int) -> int:
-        """The most bytes live at once on the ranks at this place along the pipeline."""
+        """Peak bytes of the ranks at this position of the pipeline axis."""
         own = {stage.number: stage for stage in self.stages if stage.rank == rank}
         steady = self.inputs + sum(sum(stage.state.values()) for stage in own.values())
         saved, gradients, most = 0, 0, steady
@@ -94,12 +104,12 @@ class PipelineAnalysis(StepCosts):
 
     @cached_property
     def peak_memory(self) -> int:
-        """The most bytes live at once on any rank."""
+        """The largest peak of all ranks, in bytes."""
         return max(map(self.peak, range(len(self.schedule.ranks))))
 
     @cached_property
     def time(self) -> StepTime:
-        """The step's seconds on the rank that computes longest, by what they are spent on."""
+        """The seconds of the step on the busiest rank, by kind of work."""
         busy = [sum(ran.end - ran.start for ran in spans) for spans in self.schedule.ranks]
         rank = busy.index(max(busy))
         own = [stage for stage in self.stages if stage.rank == rank]
@@ -117,12 +127,12 @@ class PipelineAnalysis(StepCosts):
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of the schedule in which ranks wait, over all of them."""
+        """The fraction of the schedule in which ranks are idle, averaged over all of them."""
         return self.schedule.bubble_fraction
 
     @property
     def flops(self) -> int:
-        """FLOPs of one step on all ranks of the pipeline, divided by their number."""
+        """FLOPs of one step, averaged over the ranks of the pipeline."""
         parts = self.plan.pipeline.parts  # type: ignore[union-attr]
         return parts * sum(stage.flops for stage in self.stages) // len(self.schedule.ranks)
 
@@ -164,7 +174,7 @@ class PipelineAnalysis(StepCosts):
 def analyze_pipeline(
     program: PipelineProgram, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False
 ) -> PipelineAnalysis:
-    """Analyse a training step of a pipeline whose microbatches are all as ``program`` has them.
+    """Analyse a training step of a pipeline whose microbatches all have the sizes of ``program``.
 
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
@@ -173,8 +183,8 @@ def analyze_pipeline(
     pipeline = plan.pipeline
     assert pipeline is not None
     cluster.check_mesh(plan.whole_mesh)
-    find = _Stages(program, cluster, optimizer, fused)
-    stages = tuple(find.analysis(stage) for stage in program.stages)
+    costs = _Stages(program, cluster, optimizer, fused)
+    stages = tuple(costs.analysis(stage) for stage in program.stages)
     schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     tensors = [n.meta["val"] for r, n in ir.placeholders(program.joint.module).items() if isinstance(r, Input)]
     rows = next((t.shape[0] for t in tensors if t.dim()), 0)
@@ -185,7 +195,7 @@ def analyze_pipeline(
 
 
 class _Stages:
-    """Finds what stages cost."""
+    """Computes the costs of stages."""
 
     def __init__(self, program: PipelineProgram, cluster: Cluster, optimizer: str, fused: bool) -> None:
         self.program, self.cluster, self.fused = program, cluster, fused
@@ -269,7 +279,7 @@ class _Stages:
         return shard_bytes(self.program.context, fqn, 0)
 
     def _state(self, stage: StageProgram, shards: Sequence[int]) -> dict[str, int]:
-        """What is on the device all the time; of ``shards`` the optimizer has its state there."""
+        """Bytes that are always on the device, by kind; the optimizer state on the device is that of ``shards``."""
         buffers = [n.meta["val"] for r, n in ir.placeholders(stage.kept.forward).items() if isinstance(r, Buffer)]
         gathered = [] if stage.gather is None else [v.meta["val"] for _, v in ir.outputs(stage.gather)]
         return {
@@ -280,29 +290,29 @@ class _Stages:
         }
 
     def _gradients(self, stage: StageProgram) -> int:
-        """Bytes of the stage's whole gradients, which are added up over microbatches."""
+        """Bytes of the stage's unsharded gradients, which are accumulated over microbatches."""
         if stage.kept.backward is None:
             return 0
         return sum(node.meta["val"].nbytes for node in gradients_of(ir.outputs(stage.kept.backward)).values())
 
     def _working(self, halves: Halves, memory: MemoryProfile, saved: int, kept: int) -> dict[str, int]:
-        """What an action has live at most, without what stays and without what its own microbatch had saved before."""
-        found = {"F": self._most(memory, "forward"), "B": 0, "I": 0, "W": 0}
+        """Peak bytes of each kind of action, without what always stays and what its own microbatch saved before."""
+        peaks = {"F": self._most(memory, "forward"), "B": 0, "I": 0, "W": 0}
         if halves.backward is not None:
-            found["B"] = self._most(memory, "backward") - saved
+            peaks["B"] = self._most(memory, "backward") - saved
             for kind, part, held in zip("IW", halves.parts, (saved, kept), strict=True):
-                found[kind] = max(0, max(profile_memory(part, self.granule).timeline, default=0) - held)
-        return found
+                peaks[kind] = max(0, max(profile_memory(part, self.granule).timeline, default=0) - held)
+        return peaks
 
     def _kept(self, halves: Halves) -> int:
-        """Bytes that wait for the second half of backward once the first has run."""
+        """Bytes held from the first part of a split backward for the second."""
         if halves.backward is None:
             return 0
         wanted = ir.placeholders(halves.parts[1]).items()
         storages = {
             n.meta["val"].untyped_storage()._cdata: n.meta["val"].untyped_storage().nbytes()
             for role, n in wanted
-            if not n.meta.get("host")
+            if not ON_HOST.get(n)
             if isinstance(role, (ir.Saved, ir.Returned)) and isinstance(n.meta["val"], torch.Tensor)
         }
         return sum(storages.values())

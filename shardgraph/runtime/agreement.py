@@ -1,7 +1,7 @@
-"""Ranks make sure that they agree before they go on, so that what would be a hang is an error on all of them.
+"""Ranks check that they agree before they continue, so that a potential hang becomes an error on all of them.
 
-It goes through the key-value store of the process group and not through a collective: any backend will do,
-waiting has a limit, and a rank that fails can say so while others still work.
+The check uses the key-value store of the process group instead of a collective: it works with any backend, waits have
+a time limit, and a rank that fails can report it while others still work.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shardgraph.errors import RankMismatchError
 from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
-_SHOWN = 12  # lines of a difference, and ranks of a list, that a message shows
+_SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
-_made: Counter[str] = Counter()  # agreements made so far, by name of their group
+_made: Counter[str] = Counter()  # number of agreements so far, by name of their group
 
 
 class Agreement:
     """A series of points that all ranks of a group pass together or not at all.
 
-    All ranks make their agreements in the same order, and call :meth:`agree` equally often. Each call is a round:
-    a rank posts a digest of its value, and the last to arrive compares the digests and posts the verdict for which
-    the others wait. So a round costs a few store operations per rank. The first verdict stands: a rank
-    that fails, or that has waited too long, posts its own, and every rank raises.
+    All ranks create their agreements in the same order, and call :meth:`agree` equally often. Each call is a round: a
+    rank posts a digest of its value, and the last one to arrive compares the digests and posts the verdict for which
+    the others wait. So a round costs a few store operations per rank. The first verdict is final: a rank that fails,
+    or that has waited too long, posts its own, and every rank raises.
 
     Args:
-        group: the ranks; None, a group of one and a fake group have nobody to ask, and agree with themselves.
+        group: the ranks; None, a group of one and a fake group always agree.
         timeout: seconds that a rank waits for the others in each round.
     """
 
@@ -50,20 +50,20 @@ class Agreement:
         self._rank = dist.get_rank()
         prefix = f"shardgraph/agreement/{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
-        # A connection of our own: a long wait on the shared one would keep the process group's own threads from it.
+        # A separate connection: a long wait on the shared one would block the process group's own threads.
         self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # the stubs lack it
 
     def agree(self, topic: str, value: str | None = None, error: BaseException | None = None) -> None:
-        """Return when all ranks have come here with the same ``topic`` and ``value`` and without error.
+        """Return when all ranks have arrived here with the same ``topic`` and ``value`` and without error.
 
         Args:
-            topic: what is agreed on, as a noun for messages: "the compiled program".
-            value: what must be equal, as lines for people to read; a message shows those that differ.
-            error: why this rank cannot go on; the others are told at once.
+            topic: the subject of the agreement, as a noun for messages: "the compiled program".
+            value: the text that must be equal; a message shows the lines that differ.
+            error: the reason why this rank cannot continue; the others raise at once.
 
         Raises:
             RankMismatchError: on every rank: values or topics differ, a rank has an error, or a rank did not
-                come in time.
+                arrive in time.
             BaseException: ``error``, on the rank that has it.
         """
         verdict = _AGREED
@@ -127,7 +127,7 @@ class Agreement:
         return text
 
     def first_failure(self, text: str) -> str:
-        """What the first rank that failed said of it: ``text``, if that is this one. Without a round."""
+        """The text of the first rank that failed, which is ``text`` if that is this one; not a round."""
         if self._store is None:
             return text
         try:
@@ -145,7 +145,7 @@ class Agreement:
         key = f"{self._round}/verdict"
         if error is not None:
             store.compare_set(key, "", f"rank {self._rank} failed at {topic}: {type(error).__name__}: {error}")
-        # Posts are overwritten by the next round, whose ranks all have their verdict on this one.
+        # Posts are overwritten in the next round, which a rank enters only with the verdict of this one.
         store.set(f"text/{self._rank}", value)
         store.set(f"post/{self._rank}", json.dumps([self._round, topic, _digest(value)]))
         if store.add(f"{self._round}/arrived", 1) == len(self._ranks):
@@ -156,7 +156,7 @@ class Agreement:
         try:
             if error is None:
                 store.wait([key], timedelta(seconds=self._timeout))
-        except RuntimeError:  # no verdict in time, or no store any more: the next line tells which
+        except RuntimeError:  # no verdict in time, or the store is gone: then the next line raises
             store.compare_set(key, "", self._overdue(store, topic))
         return store.get(key).decode()
 
@@ -225,7 +225,7 @@ def _digest(text: str) -> str:
 
 
 def _camps(ranks: Iterable[int], values: Iterable[str]) -> dict[str, list[int]]:
-    """The ranks by their value, the largest camp first, and of equals the one with the lowest rank."""
+    """The ranks by their value, the largest group first; among equal sizes the one with the lowest rank."""
     camps: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         camps.setdefault(value, []).append(rank)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
-    bound = ir.copy_graph(gm)
+    bound = ir.copy_graph(gm)  # without code, until it is this rank's
     if mesh is not None:
         for node in bound.graph.nodes:
             if node.target is ir.send:
@@ -43,8 +43,7 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
                 steps, axis = node.args
                 node.replace_all_uses_with(int(mesh.get_local_rank(axis) < steps))
                 bound.graph.erase_node(node)
-    bound.recompile()
-    return bound
+    return fx.GraphModule(bound, bound.graph)
 
 
 def _send(node: fx.Node, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several local ranks, and says which one failed and why.
+"""Runs a function on several local ranks, and reports which rank failed first and why.
 
 For tests, notebooks and single machines; ``torchrun`` is for clusters, and the same script works under both.
 """
@@ -28,36 +28,36 @@ from torch.multiprocessing import ProcessContext, start_processes
 
 from shardgraph.errors import LaunchError
 
-_NOTICE = 1.0  # seconds that may pass between a rank's death and our notice of it, on a busy machine
+_NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on a busy machine
 
 _inside_rank = False
 
 
 def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), timeout: float = 600.0) -> list[Any]:
-    """Call ``fn(*args)`` on ``nproc`` new local processes with a process group; give their results in rank order.
+    """Call ``fn(*args)`` in ``nproc`` new local processes with a process group; return their results in rank order.
 
-    Each rank finds the default process group made (NCCL where every rank has a GPU, else gloo), its GPU selected,
-    and ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set.
-    Ranks share the CPU cores evenly. Every rank has its own copy of ``args``. Tensors travel through host
-    memory: in ``args`` and in the results they are on the CPU.
+    In each rank the default process group is initialised (NCCL if every rank has a GPU, otherwise gloo), its GPU is
+    selected, and ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
+    are set. Ranks share the CPU cores evenly. Every rank has its own copy of ``args``. Tensors in ``args`` and in the
+    results are transferred through host memory and arrive on the CPU.
 
-    Ranks are new interpreters. A program that launches often saves them their imports, seconds for each, with
+    Ranks are new interpreters. A program that launches often saves their imports, seconds each, with
     ``multiprocessing.set_start_method("forkserver")`` and ``set_forkserver_preload([...])``: ranks are then forked
-    from a process that has these modules.
+    from a process that has imported these modules.
 
     Under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` are set) this process already is a rank: nothing is started,
-    ``nproc`` is torchrun's to choose, ``fn`` is called here, and the list has **this rank's result only**.
-    The process group is made if there is none, and stays for the next launch.
+    ``nproc`` is ignored, ``fn`` is called here, and the list has **only this rank's result**. The process group is
+    initialised if there is none, and stays for the next launch.
 
     Args:
         fn: a function defined at the top of a module that the ranks can import.
         nproc: number of ranks.
-        args: positional arguments for ``fn``; anything that ``torch.save`` takes.
+        args: positional arguments for ``fn``; anything that ``torch.save`` can save.
         timeout: seconds for the whole run, and for each collective; under ``torchrun`` for each collective.
 
     Raises:
         LaunchError: a rank raised (with its traceback), died (with the signal or exit code) or was still running
-            after ``timeout`` seconds; of several failures the first in time. No rank is left running.
+            after ``timeout`` seconds; if several failed, the first in time. No rank is left running.
             Also: ``fn`` or ``args`` cannot be sent to another process, ``nproc`` is below 1, or ``launch``
             was called by a rank.
     """
@@ -75,7 +75,7 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
         _send_task(fn, tuple(args), folder)
         deadline = time.monotonic() + timeout
         store = _serve_store(timeout)  # served from here, so that it outlives every rank
-        given = (nproc, store.port, folder, timeout, dict(os.environ))  # a server of forks has that of its own start
+        given = (nproc, store.port, folder, timeout, dict(os.environ))  # a fork server has the environment of its start
         context = start_processes(_run_rank, given, nproc, join=False, start_method=_start_method())
         try:
             _wait(context, folder, deadline, timeout)
@@ -107,7 +107,7 @@ def _typed(fn: Callable[..., Any]) -> bool:
     file = getattr(main, "__file__", None)
     if getattr(main, "__spec__", None) is not None or (file is not None and Path(file).is_file()):
         return False
-    # Ranks run the main program's file first, so one that is no file ("<stdin>") stops them, whatever fn is.
+    # Ranks run the main program's file first, so a program without one ("<stdin>") stops them, whatever fn is.
     return file is not None or getattr(fn, "__module__", None) == "__main__"
 
 
@@ -116,7 +116,7 @@ def _start_method() -> str:
 
 
 def _serve_store(timeout: float) -> dist.TCPStore:
-    listener = socket.create_server(("127.0.0.1", 0))  # bound before anyone is told the port: nobody can take it
+    listener = socket.create_server(("127.0.0.1", 0))  # bound before the port is published, so it cannot be taken
     port = listener.getsockname()[1]
     return dist.TCPStore(
         "127.0.0.1",
@@ -147,15 +147,15 @@ def _wait(context: ProcessContext, folder: Path, deadline: float, timeout: float
 
 def _end(context: ProcessContext) -> None:
     for process in context.processes:
-        process.kill()  # a rank inside a collective hears nothing softer
+        process.kill()  # a rank inside a collective does not react to anything weaker
     for process in context.processes:
         process.join()
 
 
 def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> str:
-    """The first failure in full, and the last line of each later one, which is mostly its consequence.
+    """The first failure in full, and the last line of each later one, which is usually its consequence.
 
-    A rank that raised wrote down when. One that died without a word died at most ``_NOTICE`` before ``noticed``.
+    A rank that raised recorded the time. One that died without a record died at most ``_NOTICE`` before ``noticed``.
     """
     failures = []
     for rank in range(nproc):
@@ -220,7 +220,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
         record = json.dumps({"time": time.time(), "traceback": traceback.format_exc()})
         draft = folder / f"{rank}.draft"
         draft.write_text(record)
-        draft.rename(_error(folder, rank))  # there whole or not at all: we may be killed any moment
+        draft.rename(_error(folder, rank))  # atomic: this process may be killed at any moment
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an orderly exit can wait for ever for threads of a broken process group
@@ -236,7 +236,7 @@ def _end_with_parent() -> None:
 def _call_here(fn: Callable[..., Any], args: Sequence[Any], timeout: float) -> Any:
     global _inside_rank
     if not dist.is_initialized():
-        _join_group(timeout)  # never left: a second group over the same store would read the first one's addresses
+        _join_group(timeout)  # never destroyed: a second group on the same store would read the first one's addresses
     _inside_rank = True
     try:
         return fn(*args)
@@ -253,11 +253,11 @@ def _join_group(timeout: float) -> None:
 
 
 def _cpus() -> int:
-    """Cores that this process may use, which in a container can be fewer than there are."""
+    """Cores that this process may use, which in a container can be fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# -- what both sides name alike -------------------------------------------------------------------------
+# -- names that both sides share -------------------------------------------------------------------------
 
 
 def _result(folder: Path, rank: int) -> Path:

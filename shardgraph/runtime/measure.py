@@ -1,7 +1,7 @@
-"""The measured twin of :mod:`shardgraph.passes.analysis.liveness`: bytes of tensors that really were live.
+"""The measured counterpart of :mod:`shardgraph.passes.analysis.liveness`: bytes of tensors that were live.
 
-What is in host memory is counted apart, also where the CPU is the device as well, by PyTorch's rule for devices: what
-an operation makes from tensors of the host is the host's, but for what copies it (:mod:`shardgraph.runtime.host`).
+Host memory is counted separately, even if the CPU is also the device, by PyTorch's rule for devices: the result of an
+operation on host tensors is a host tensor, except for copies to the device (:mod:`shardgraph.runtime.host`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FROM_FILE = torch.ops.aten.from_file.default
 
 
 class PeakMemory:
-    """Measures the peak of live tensor bytes inside a ``with`` block, above what was live when it began.
+    """Measures the peak of live tensor bytes inside a ``with`` block, above what was live at its start.
 
-    On CPU every storage that an operation makes is counted once, from when it is made until it is freed: in custom
-    autograd functions and in the backward engine too, and whatever Python or C++ holds it. What a kernel
-    allocates and frees inside is not seen. On CUDA the caching allocator's own statistics are read.
+    On CPU every storage that an operation allocates is counted once, from its allocation until it is freed, also in
+    custom autograd functions and in the backward engine, and no matter whether Python or C++ owns it. What a kernel
+    allocates and frees internally is not counted. On CUDA the caching allocator's own statistics are read.
 
         with PeakMemory(torch.device("cpu")) as memory:
             model(x).sum().backward()
@@ -41,10 +41,10 @@ class PeakMemory:
         self._gpu = _CudaMeter(self.device) if on_gpu else None
 
     def track(self, tensors: Iterable[torch.Tensor], host: bool = False) -> PeakMemory:
-        """Count tensors that exist already (parameters, inputs), as if they had been made in the block.
+        """Count tensors that exist already (parameters, inputs), as if they had been allocated in the block.
 
-        ``host`` says that they are the host's, such as an optimizer's state of parameters there. Call before the block
-        begins; returns self.
+        ``host`` declares them as host tensors, such as the optimizer state of offloaded parameters. Call it before the
+        block starts; returns self.
         """
         for tensor in tensors:
             for plain in _plain(tensor):
@@ -56,12 +56,12 @@ class PeakMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the device live at once, so far or in the finished block."""
+        """Peak bytes on the device, so far or in the finished block."""
         return self._cpu.device.peak if self._gpu is None else self._gpu.peak
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most bytes of the host likewise."""
+        """Peak bytes in host memory, so far or in the finished block."""
         return self._cpu.host.peak
 
     def __enter__(self) -> PeakMemory:
@@ -77,8 +77,8 @@ class PeakMemory:
 
 
 def _plain(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors with a storage of their own that ``value`` is made of (a DTensor's local shard), but for those that
-    stand for others while they are traced."""
+    """The plain tensors that ``value`` consists of (for a DTensor its local shard), without functional tensors, which
+    only wrap others during tracing."""
     for leaf in tree_iter(value):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
@@ -104,9 +104,9 @@ class _Counter:
 
 
 class _DispatchMeter(TorchDispatchMode):
-    """Sees every operation of this thread, which on CPU is where the backward engine runs.
+    """Intercepts every operation of this thread, in which the backward engine runs on CPU.
 
-    Where the CPU ``is_device`` too, what is not known to be the host's is the device's.
+    If the CPU ``is_device`` too, tensors that are not known to be host tensors count for the device.
     """
 
     def __init__(self, is_device: bool) -> None:
@@ -125,8 +125,8 @@ class _DispatchMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass runs first, and its operations on plain tensors come back here
-        # A view of, or a write to, what was live before the block must not count: its storage is an argument's.
+            return NotImplemented  # the subclass runs first, and its operations on plain tensors are intercepted
+        # A view of, or a write to, a tensor from before the block must not count: its storage is an argument's.
         given = {tensor.untyped_storage(): tensor for tensor in _plain((args, kwargs))}
         host = func in (TO_HOST, EMPTY_ON_HOST) or (func is not TO_DEVICE and any(map(is_on_host, given.values())))
         result = func(*args, **kwargs)

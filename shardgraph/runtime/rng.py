@@ -1,8 +1,8 @@
 """Random numbers on data-parallel ranks: different on each, reproducible on all.
 
-Users seed every rank alike, so that initialisation agrees. Dropout must then still differ between ranks that
-see different data. Each forward draws one number from the default generator (the same on every rank)
-and derives a seed for its rank from it; the default generator moves on by that one draw.
+Users seed every rank alike, so that initialisation agrees, but dropout must differ between ranks with different data.
+So each forward draws one number from the default generator (the same on every rank) and derives a seed for its rank
+from it; the default generator advances by that one draw.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of ``rank`` in a step whose common draw was ``seed``; rank 0 keeps it.
+    """The seed of ``rank`` in a step whose common draw was ``seed``; for rank 0 it is ``seed`` itself.
 
-    A rank is that of data parallelism, or whatever else draws by itself.
+    ``rank`` is the data-parallel rank, or the index of anything else that draws independently.
     """
     return (seed + _GOLDEN * rank) % 2**63
 
@@ -27,8 +27,7 @@ def rank_seed(seed: int, rank: int) -> int:
 def rank_generator(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
     """Run the body with ``device``'s (and the CPU's) generator seeded for ``rank`` of ``world_size``.
 
-    With one rank the body sees the default generators as they are, so that it draws what the
-    original model would.
+    With one rank the default generators are used unchanged, so that the body draws what the original model would.
     """
     if world_size == 1:
         yield
@@ -38,13 +37,13 @@ def rank_generator(rank: int, world_size: int, device: torch.device) -> Iterator
 
 
 def common_draw() -> int:
-    """A number from the default generator: the same on every rank, as they are seeded alike."""
+    """A number from the default generator: the same on every rank, since all are seeded alike."""
     return int(torch.randint(2**62, (), device="cpu").item())
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Run the body with ``device``'s (and the CPU's) generator seeded, and put it back; None leaves it as it is."""
+    """Run the body with ``device``'s (and the CPU's) generator seeded, then restore it; None changes nothing."""
     if seed is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""From a question to the analysis of its answer, of a few of the model's equal layers where that is enough."""
+"""The analysis of a question's answer, from a few of the model's equal layers if that is sufficient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from shardgraph.search.symbolic import Symbolic, symbolic
 
 
 def analyze_source(source: Source) -> Analysis:
-    """The analysis of one rank's step under the plan that is decided for it."""
+    """The analysis of one rank's step under the plan that is decided for it.
+
+    Raises:
+        CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
+    """
     stack = source.stack
     if stack is not None:
         try:
@@ -35,22 +39,19 @@ def _whole(source: Source) -> Analysis:
 
 
 def _folded(source: Source, stack: Stack) -> Analysis:
-    """The analysis of all layers of a stack from those of a few.
+    """The analysis extrapolated from a few layers of the stack.
 
     Raises:
-        NotPeriodicError, CaptureError: that cannot be.
+        NotPeriodicError, CaptureError: the layers are not periodic, or cannot be captured without the others.
     """
-    shallow = []
-    for layers in SHALLOW:
-        with shortened(source.question.model, stack, layers):
-            shallow.append(_whole(source))
+    shallow = [_whole(source.of(shortened(source.question.model, stack, layers))) for layers in SHALLOW]
     rows = tuple(extend([each.rows for each in shallow], stack.layers))
     return replace(shallow[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
 
 
 @dataclass(frozen=True)
 class SizesOf:
-    """Other sizes of the call that an analysis is of."""
+    """Predictions for other sizes of a source's call."""
 
     source: Source
 
@@ -58,7 +59,7 @@ class SizesOf:
         """The costs as sympy expressions.
 
         Raises:
-            NotSizedError: the model does other things at other sizes.
+            NotSizedError: the model runs different operations at other sizes.
         """
         return self._symbolic
 
@@ -67,19 +68,24 @@ class SizesOf:
         return symbolic(self.source)
 
     def largest(self, size: str, budget: int) -> int:
-        """The largest batch or sequence whose peak is within ``budget`` bytes; raises when not even 1 is."""
-        found = self.symbolic().largest(size, budget)
+        """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget`` bytes.
+
+        Raises:
+            NotSizedError: the model runs different operations at other sizes.
+            ShardGraphError: not even 1 fits.
+        """
+        estimate = self.symbolic().largest(size, budget)
         sizes = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 
         def fits(value: int) -> bool:
             return analyze_source(self.source.resized(**(sizes | {size: value}))).peak_memory <= budget
 
-        # The allocator rounds every tensor up, and a capacity may be a rounded part of a sequence: no expression
-        # knows. What it gives is near, so less is tried in steps that grow.
+        # The expression ignores that the allocator rounds every tensor up, and that a capacity may be a rounded
+        # fraction of a sequence. Its estimate is close, so the search goes down from there in growing steps.
         step = 1
-        while found > 1 and not fits(found):
-            found, step = max(1, found - step), 2 * step
-        low, high = found, found + step // 2
+        while estimate > 1 and not fits(estimate):
+            estimate, step = max(1, estimate - step), 2 * step
+        low, high = estimate, estimate + step // 2
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

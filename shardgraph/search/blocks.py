@@ -101,7 +101,7 @@ def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
 
 def _saved(gm: fx.GraphModule, assignment: Assignment, joint: JointGraph, plan: Plan) -> list[int]:
     """Bytes that each piece keeps for backward."""
-    forward, _ = split(copy_graph(gm), Context(plan.of_stage, {}, {}, joint.fake_mode))
+    forward, _ = split(copy_graph(gm), Context(plan.of_stage, joint.fake_mode))
     homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
     found = [0] * assignment.count
     seen: set[int] = set()

@@ -17,11 +17,11 @@ from shardgraph.capture.casting import computed_dtypes
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
-from shardgraph.plans.annotations.remembered import annotated
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import named_or_loaded, resolve_plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.pipeline.microbatches import microbatches

@@ -7,7 +7,6 @@ peak is within the budget is taken. So a smaller budget, which fewer of the same
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from torch import fx
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
@@ -35,7 +35,6 @@ from shardgraph.plans.plan import Plan, Recomputation, in_patterns
 from shardgraph.report.analysis import analyze_program, program_memory
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
-from shardgraph.torch_api import without_code
 
 _LEVELS = 24  # choices between all that backward reads kept and as little as can be
 _TRACTABLE, _EXACT_LEVELS = 24, 8  # operations of forward for which the exact program is solved too, and how often
@@ -63,13 +62,11 @@ class Recomputations:
         optimizer: str = "adamw",
     ) -> None:
         self.joint, self.plan, self.shapes, self.cluster, self.optimizer = joint, plan, shapes, cluster, optimizer
-        with without_code():
-            self._placed, self._context = place(joint, plan.of_stage, shapes)
+        self._placed, self._context = place(joint, plan.of_stage, shapes)
         self._peaks: dict[Choice, int] = {}
         self._latest: tuple[Choice, Program] | None = None
 
     @cached_property
-    @without_code()
     def choices(self) -> list[Choice]:
         """From the least to the most time that is added; the first keeps all that backward reads."""
         if self.plan.recompute != "budget" or not self.joint.differentiable:
@@ -87,7 +84,7 @@ class Recomputations:
 
         found = {choice(again) for again in _ladder(problem, values)}
         if len(values.makes) <= _TRACTABLE:
-            free = {node: s for node, s in seconds.items() if node not in values.once and "again" not in node.meta}
+            free = {node: s for node, s in seconds.items() if node not in values.once and node not in RECOMPUTE}
             found |= {choice(again) for again in self._exact(gm, values, free, choice(()))}
         return sorted(found, key=lambda choice: (choice.rules != "none", choice.seconds, choice.dropped))
 
@@ -105,7 +102,6 @@ class Recomputations:
             if schedule is not None:
                 yield schedule.again
 
-    @without_code()
     def program(self, choice: Choice) -> Program:
         """The program under a choice."""
         if self._latest is None or self._latest[0] != choice:
@@ -115,10 +111,8 @@ class Recomputations:
 
     def _of_its_own(self, rules: str | Recomputation) -> Context:
         """What passes know of the placed graph, for them to change, with these rules in the plan."""
-        mode, plan = self._context.fake_mode, replace(self._context.plan, recompute=rules)
-        return replace(copy.deepcopy(replace(self._context, fake_mode=None)), plan=plan, fake_mode=mode)
+        return self._context.copy(replace(self._context.plan, recompute=rules))
 
-    @without_code()
     def peak(self, choice: Choice) -> int:
         """The most bytes live at once in a step under a choice: those of the program as it would run."""
         if choice not in self._peaks:
@@ -206,7 +200,6 @@ class PipelineRecomputations(Recomputations):
         """The predicted time of a step under a choice."""
         return self._analysis(choice).time.total
 
-    @without_code()
     def _analysis(self, choice: Choice) -> PipelineAnalysis:
         if choice not in self._analyses:
             program = lower_pipeline(self.joint, self.chosen(choice), self.shapes)

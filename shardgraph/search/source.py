@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
@@ -47,7 +49,7 @@ class Source:
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
 
     def program(self) -> Program:
-        """The call under the plan that is decided for it, of the model as it is now.
+        """The call under the plan that is decided for it.
 
         Raises:
             CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
@@ -55,6 +57,11 @@ class Source:
         captures = Captures()
         plan = decide(self.question, captures)
         return lower(captures.take(self.call, plan), plan, self.question.shapes)
+
+    def of(self, model: nn.Module) -> Source:
+        """The same analysis of another model."""
+        call = replace(self.call, model=model)
+        return replace(self, question=replace(self.question, model=model, call=call))
 
     def settled(self, plan: Plan) -> Source:
         """The same analysis of a plan that has been decided."""

@@ -30,16 +30,16 @@ class Symbolic:
     """The costs of one rank's step as sympy expressions in :attr:`batch`, :attr:`sequence` and :attr:`mesh`.
 
     Exact for every batch size and sequence length at which the model runs the same operations (a batch of 1 often
-    runs others), but for the allocator's rounding of each tensor; and for mesh sizes that divide the rows of the same
-    parameters as the present ones do (elsewhere copies for padding, one parameter's at a time, come or go).
+    runs others), except for the allocator's rounding of each tensor; and for mesh sizes that divide the rows of the
+    same parameters as the present ones (other sizes add or remove a padding copy, of one parameter at a time).
 
     ``peak_memory``
         Bytes.
     ``flops``, ``sent``
         FLOPs, and bytes on the wire.
     ``compute``, ``optimizer``, ``communication``
-        Seconds. How much of the communication is hidden is no expression: the step takes between
-        :attr:`fastest` and :attr:`slowest`, and ``analyze`` says where.
+        Seconds. The overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and
+        ``analyze`` simulates it for given sizes.
     """
 
     batch: sympy.Symbol
@@ -55,16 +55,16 @@ class Symbolic:
 
     @property
     def slowest(self) -> sympy.Expr:
-        """Seconds of a step that hides no communication."""
+        """Seconds of a step without any overlap of communication and computation."""
         return self.compute + self.optimizer + self.communication
 
     @property
     def fastest(self) -> sympy.Expr:
-        """Seconds of a step that hides all that it can."""
+        """Seconds of a step with full overlap of communication and computation."""
         return sympy.Max(self.compute + self.optimizer, self.communication, evaluate=False)
 
     def at(self, **sizes: int) -> dict[str, float]:
-        """Every quantity by name, at the present sizes but for those that are given: ``batch=8, sequence=4096, dp=64``.
+        """Every quantity by name, for the given sizes, such as ``batch=8, sequence=4096, dp=64``; others as at present.
 
         Raises:
             ShardGraphError: there is no such size, or it is not positive.
@@ -74,10 +74,10 @@ class Symbolic:
         return {name: float(_function(getattr(self, name), tuple(values))(*values.values())) for name in names}
 
     def largest(self, size: str, memory: int, **sizes: int) -> int:
-        """The largest batch, sequence or axis whose peak is within ``memory`` bytes, the other sizes being as given.
+        """The largest batch, sequence or axis whose peak is within ``memory`` bytes, with the other sizes as given.
 
         Raises:
-            ShardGraphError: 1 is too large already; the message says what it takes.
+            ShardGraphError: not even 1 fits, and the message has its peak; or the peak does not depend on ``size``.
         """
         values = self._values({**sizes, size: 1})
         symbol = self._symbols[size]
@@ -100,8 +100,8 @@ class Symbolic:
 
     @property
     def _symbols(self) -> dict[str, sympy.Symbol]:
-        found = {"batch": self.batch} | ({"sequence": self.sequence} if self.sequence is not None else {})
-        return found | self.mesh
+        symbols = {"batch": self.batch} | ({"sequence": self.sequence} if self.sequence is not None else {})
+        return symbols | self.mesh
 
     def _values(self, sizes: dict[str, int]) -> dict[sympy.Symbol, int]:
         for name, value in sizes.items():
@@ -114,15 +114,16 @@ class Symbolic:
 
 @cache
 def _function(expression: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Callable[..., float]:
-    """The expression as a function of numbers: substitution into a large maximum takes minutes."""
+    """The expression as a function of numbers, because substitution into a large maximum takes minutes."""
     return sympy.lambdify(symbols, expression, modules="math")
 
 
 def symbolic(source: Source) -> Symbolic:
-    """The costs of what was analysed, as expressions.
+    """The costs of a source as expressions.
 
     Raises:
-        NotSizedError: the model does other things at other sizes.
+        NotSizedError: the model runs different operations at other sizes, or the plan shards operators or experts.
+        ShardGraphError: no input has a batch dimension.
     """
     if source.plan.operators or source.plan.experts:
         raise NotSizedError(
@@ -132,13 +133,13 @@ def symbolic(source: Source) -> Symbolic:
     points = _points(source)
     shapes, mesh = source.question.shapes, source.plan.mesh
     entries = source.plan.resolve(shapes)
-    cut = [
+    sharded_rows = [
         (shapes[fqn][0], mesh[entry.shard_axis][0]) for fqn, entry in entries.items() if entry.shard_axis is not None
     ]
-    sizes = Sizes(mesh, cut)
+    sizes = Sizes(mesh, sharded_rows)
 
-    def rows() -> list[Row]:
-        programs = [source.resized(batch, sequence).program() for batch, sequence in points]
+    def rows(of: Source = source) -> list[Row]:
+        programs = [of.resized(batch, sequence).program() for batch, sequence in points]
         return list(_rows(programs, points, sizes, source))
 
     try:
@@ -167,9 +168,9 @@ def symbolic(source: Source) -> Symbolic:
 
 
 def _points(source: Source) -> list[Point]:
-    """The batch sizes and sequence lengths to capture at; the last checks the rest.
+    """The ``(batch, sequence)`` sizes to capture at; the last one checks the interpolation of the others.
 
-    None is 1, at which broadcasting and views make it another program.
+    No size is 1, at which broadcasting and views change the program.
     """
     batch, sequence = max(source.call.batch, 2), source.call.sequence
     if not source.call.batch:
@@ -177,21 +178,19 @@ def _points(source: Source) -> list[Point]:
     more, last = batch + 1, batch + 2
     if not sequence:
         return [(batch, 0), (more, 0), (last, 0)]
-    # Shorter ones: a model may have no positions beyond what it was given.
+    # Shorter ones: a model may have no positions beyond the present length.
     less, least = (sequence - 1, sequence - 3) if sequence > 4 else (sequence + 1, sequence + 3)
     return [(batch, sequence), (more, sequence), (batch, less), (more, less), (last, least)]
 
 
-def _folded(source: Source, stack: Stack, rows: Callable[[], list[Row]]) -> list[Row]:
-    shallow = []
-    for layers in SHALLOW:
-        with shortened(source.question.model, stack, layers):
-            shallow.append(rows())
-    return extend(shallow, stack.layers)
+def _folded(source: Source, stack: Stack, rows: Callable[..., list[Row]]) -> list[Row]:
+    return extend(
+        [rows(source.of(shortened(source.question.model, stack, layers))) for layers in SHALLOW], stack.layers
+    )
 
 
 def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, source: Source) -> Iterator[Row]:
-    """The rows of a program, their quantities polynomials and their seconds expressions."""
+    """The rows of a program, with polynomials for FLOPs and bytes and expressions for seconds."""
     halves = size_program([program_halves(program) for program in programs], points, sizes, programs[0].context)
     forward, backward = halves["forward"], halves.get("backward")
     trained = {
@@ -218,12 +217,12 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
 
 
 def _at(size: Any, sizes: Sizes, source: Source) -> int:
-    """A size of a parameter on the present mesh."""
+    """The value of a parameter's symbolic size on the present mesh."""
     return int(sizes.expression(size).subs({sizes.axes[axis]: n for axis, n in source.plan.mesh}))
 
 
 def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
-    """The largest of polynomials whose variables are not negative, without those that another one always exceeds."""
+    """The maximum of polynomials in non-negative variables, without those that another one always dominates."""
     distinct = list(dict.fromkeys(sizes.ring(live) for live in lives))
     distinct.sort(key=lambda size: -sum(size.coeffs()))
     kept: list[PolyElement] = []

@@ -29,7 +29,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
@@ -66,7 +66,6 @@ __all__ = [
     "single_dim_strategies",
     "strategy_of",
     "tensor_meta",
-    "without_code",
 ]
 
 DynamoError = dynamo.exc.TorchDynamoException
@@ -135,20 +134,6 @@ def has_backend(device_type: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@contextmanager
-def without_code() -> Iterator[None]:
-    """Graph modules that are made or changed in the body get no Python code: for graphs that are looked at, not run.
-
-    Writing and compiling it takes as long as all else that happens to a graph.
-    """
-    recompile = fx.GraphModule.recompile
-    setattr(fx.GraphModule, "recompile", lambda module: None)  # noqa: B010, mypy knows no other way
-    try:
-        yield
-    finally:
-        setattr(fx.GraphModule, "recompile", recompile)  # noqa: B010
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -228,7 +213,8 @@ def _with_builtins(captured: fx.GraphModule) -> fx.GraphModule:
 
     torch 2.11 runs it with the globals of the model's forward alone, and refuses a name that is not among them.
     """
-    for bytecode in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+    bytecodes: Any = (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten)
+    for bytecode in bytecodes:
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
     return captured
 
@@ -251,7 +237,26 @@ def _fake_attention(mode: FakeTensorMode, op: Any, query: torch.Tensor, *rest: A
         return torch.empty_like(query), sums.transpose(1, 2)
 
 
+def _by_greedy_steps(found: Callable[..., Any]) -> Callable[..., Any]:
+    """Redistribution of placements that are no order of shards, such as a dimension cut in blocks, step by step."""
+
+    def wrapper(source: DTensorSpec, target: DTensorSpec, by_graph: bool | None = None) -> Any:
+        try:
+            return found(source, target, by_graph)
+        except ValueError as error:
+            if "unable to be interpreted" not in str(error):
+                raise
+            assert source.tensor_meta is not None
+            planner = _redistribute.get_redistribute_planner(source.mesh, source.tensor_meta)
+            return planner.generate_greedy_transform_infos(source, target)
+
+    return wrapper
+
+
 if torch.__version__ < "2.12":
+    # What 2.12 does where its search cannot read the placements; this release gives up.
+    redistribution: Any = _redistribute
+    redistribution._gen_transform_infos_non_cached = _by_greedy_steps(_redistribute._gen_transform_infos_non_cached)
     # Its tracer knows no value of it. What a device has does not change, so it can be asked while tracing.
     torch.compiler.assume_constant_result(torch.amp.is_autocast_available)
 if torch.__version__ < "2.13":

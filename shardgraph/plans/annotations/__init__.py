@@ -1,6 +1,6 @@
-"""Manual annotations: constraints that a person puts on the plan of a model, without editing the model.
+"""Manual annotations: the user's constraints on the plan of a model, without editing the model.
 
-One kind of annotation is one frozen dataclass in ``kinds.py``, named and printed as it is written. ``match.py`` finds
-what patterns mean, ``annotate.py`` remembers annotations with a model, ``constrain.py`` puts those of activations
-into the captured graph.
+Each kind of annotation is one frozen dataclass in ``kinds.py``, which prints as the Python call that creates it.
+``match.py`` resolves patterns, ``remembered.py`` stores annotations with a model, ``constrain.py`` adds those of
+activations to the captured graph.
 """

@@ -1,10 +1,9 @@
 """Annotated activations: a placement that a value of the captured graph, and its gradient, must have.
 
-In the graph such a value goes through one operation, ``shardgraph::constrain``, an identity. What finds placements for
-operators honours it (:mod:`shardgraph.passes.sharding.problem`); then
-:mod:`shardgraph.passes.sharding.remove_constraints` takes it out. Annotations of outputs and inputs of modules become
-that operation by hooks that are there while the model is traced, so they see what the module really takes and gives,
-however often it is called.
+Such a value passes through an identity operation in the graph, ``shardgraph::constrain``. The search for placements of
+operators treats it as a constraint (:mod:`shardgraph.passes.sharding.problem`); then
+:mod:`shardgraph.passes.sharding.remove_constraints` removes it. For annotations of modules' inputs and outputs, hooks
+add the operation while the model is traced, so they apply to the actual inputs and outputs of every call.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import SOURCE
 from shardgraph.plans.annotations.kinds import Placement, replicate, shard
 
 
 def constrain(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """``tensor``, which under a plan that divides operators lies as ``placement`` says, and its gradient equally.
+    """``tensor``, constrained to ``placement`` under a plan that shards operators, and so is its gradient.
 
-    For use inside of a forward: ``hidden = shardgraph.constrain(hidden, shard(1, "tp"))``. Without a plan, or under one
-    whose mesh has no such axis of operators, it does nothing.
+    For use inside a forward: ``hidden = shardgraph.constrain(hidden, shard(1, "tp"))``. It is an identity without a
+    plan, or under a plan whose mesh has no such operator axis.
     """
     if not torch.compiler.is_compiling():
         return tensor
@@ -29,7 +29,7 @@ def constrain(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def constrain_to(tensor: torch.Tensor, placement: Placement, of: str) -> torch.Tensor:
-    """``tensor`` through the operation; ``of`` names the annotation in errors."""
+    """``tensor`` passed through the operation; ``of`` names the annotation in errors."""
     if isinstance(placement, shard):
         return _operation(tensor, placement.dim, placement.blocks, placement.mesh_dim, of)
     return _operation(tensor, None, 1, placement.mesh_dim, of)
@@ -62,11 +62,11 @@ CONSTRAIN = torch.ops.shardgraph.constrain.default
 
 
 def placement_of(node: fx.Node) -> Placement:
-    """The placement that a node of the operation demands."""
+    """The placement that a ``constrain`` node requires."""
     _, dim, blocks, mesh_dim, _ = node.args
     return replicate(mesh_dim) if dim is None else shard(dim, mesh_dim, blocks)
 
 
 def describe(node: fx.Node) -> str:
-    """Which annotation a node of the operation is from."""
-    return str(node.args[-1]) or f"constrain(..., {placement_of(node)}) at {node.meta.get('source', '')}"
+    """The annotation of a ``constrain`` node, for errors."""
+    return str(node.args[-1]) or f"constrain(..., {placement_of(node)}) at {SOURCE.get(node, '')}"

@@ -1,9 +1,9 @@
-"""The kinds of annotations. Each is a small frozen dataclass, registered with ``@kind``, that prints as it is written.
+"""The kinds of annotations: frozen dataclasses, registered with ``@kind``, that print as the call that creates them.
 
-A kind of parameters says what becomes of the parameter's plan (:meth:`ParameterAnnotation.changed`). What applies a
-kind of modules reads it from the plan: placements of activations are put into the graph at capture
-(:mod:`shardgraph.plans.annotations.constrain`), and so are casts (:mod:`shardgraph.capture.casting`); ``recompute``
-and ``save`` are applied by :mod:`shardgraph.passes.recompute.recompute`, ``stage`` by
+An annotation of parameters defines the resulting plan of the parameter (:meth:`ParameterAnnotation.changed`). An
+annotation of modules is read from the plan by the code that applies it: placements of activations
+(:mod:`shardgraph.plans.annotations.constrain`) and casts (:mod:`shardgraph.capture.casting`) are added to the graph by
+capture; ``recompute`` and ``save`` are applied by :mod:`shardgraph.passes.recompute.recompute`, ``stage`` by
 :mod:`shardgraph.passes.pipeline.cuts`.
 """
 
@@ -25,7 +25,7 @@ from shardgraph.plans.precision import dtype_name
 
 
 class Axes(Protocol):
-    """What an annotation reads of a plan: its name and its mesh, whose axes are of data, operators or experts."""
+    """The part of a plan that annotations read: its name and its mesh, with axes for data, operators or experts."""
 
     @property
     def name(self) -> str: ...
@@ -40,10 +40,10 @@ class Axes(Protocol):
 
 
 class Annotation:
-    """A constraint on the plan of what a pattern names."""
+    """A constraint on the plan of the parameters or modules that a pattern matches."""
 
     def contradicts(self, other: Annotation) -> bool:
-        """Whether nothing can be as both say."""
+        """Whether no plan can satisfy both annotations."""
         return False
 
     def __repr__(self) -> str:
@@ -60,12 +60,12 @@ class ParameterAnnotation(Annotation):
     """An annotation of parameters."""
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """The plan of a parameter of global ``shape`` for which ``plan`` has ``entry``, as it is annotated.
+        """The plan of a parameter of global ``shape`` for which ``plan`` has ``entry``, with this annotation applied.
 
         Raises:
-            PlanError: it cannot be; the message says why and what would work.
+            PlanError: the annotation cannot be satisfied; the message says why and what would work.
         """
-        raise TypeError(f"{self} does not say what it changes")
+        raise TypeError(f"{self} does not define what it changes")
 
 
 class ModuleAnnotation(Annotation):
@@ -87,7 +87,7 @@ def kind(cls: _Kind) -> _Kind:
 
 
 class Placement(ParameterAnnotation):
-    """How a tensor lies along a mesh axis; ``mesh_dim`` None is every axis."""
+    """The placement of a tensor along a mesh axis; ``mesh_dim`` None means every axis."""
 
     mesh_dim: str | None
 
@@ -101,10 +101,10 @@ class Placement(ParameterAnnotation):
 @kind
 @dataclass(frozen=True, repr=False)
 class shard(Placement):
-    """Every rank along ``mesh_dim`` has another part of dimension ``dim``, or of each of ``blocks`` equal blocks of it.
+    """Each rank along ``mesh_dim`` has a shard of dimension ``dim``, or of each of ``blocks`` equal blocks of it.
 
-    Along an axis of operators the part is what the rank computes with. Along an axis of data a parameter is stored so,
-    with ``dim`` 0, and gathered before use.
+    Along an operator axis the rank computes with its shard. Along a data axis, with ``dim`` 0, a parameter is stored
+    sharded and all-gathered before use.
     """
 
     dim: int
@@ -117,10 +117,10 @@ class shard(Placement):
         _expect(isinstance(self.blocks, int) and self.blocks > 0, self, "blocks", "a whole number from 1")
 
     def part(self, shape: Sequence[int], ranks: int) -> int:
-        """The dimension of a tensor of ``shape`` that is cut, counted from the first.
+        """The sharded dimension of a tensor of ``shape``, as a non-negative number.
 
         Raises:
-            PlanError: there is no such dimension, or it cannot be cut among so many ranks.
+            PlanError: there is no such dimension, or it does not divide by the number of ranks.
         """
         if not -len(shape) <= self.dim < len(shape):
             raise PlanError(f"it has {len(shape)} dimensions: dim may be {-len(shape)} to {len(shape) - 1}")
@@ -133,11 +133,11 @@ class shard(Placement):
         return dim
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """``split(dim)`` along an axis of operators or experts, ``shard(0)`` along one of data."""
+        """``split(dim)`` along an axis of operators or experts, ``shard(0)`` along a data axis."""
         position = plan.axes.index(self.mesh_dim)
         if dict(plan.operators).get(self.mesh_dim) == "context":
             raise PlanError(
-                f"{self.mesh_dim!r} cuts sequences, along which parameters are whole: "
+                f"{self.mesh_dim!r} shards sequences, and parameters are replicated along it: "
                 f"replicate({self.mesh_dim!r}) works"
             )
         if self.mesh_dim in (*dict(plan.operators), plan.experts):
@@ -148,11 +148,11 @@ class shard(Placement):
                 )
             return _placed(entry, position, split_text(dim, self.blocks))
         if not shape or not math.prod(shape):
-            raise PlanError("it has no rows to store in parts; replicate() works")
+            raise PlanError("it has no rows to shard; replicate() works")
         if self.dim % len(shape) or self.blocks > 1:
             raise PlanError(
-                f"{self.mesh_dim!r} is an axis of data, along which parameters are stored in parts of dimension 0: "
-                f"shard(0, {self.mesh_dim!r}) works, and so does an axis of operators, as plan 'tp' has one"
+                f"{self.mesh_dim!r} is a data axis, along which parameters are sharded on dimension 0: "
+                f"shard(0, {self.mesh_dim!r}) works, and so does an axis of operators, as in plan 'tp'"
             )
         if entry.shard_axis is None:
             entry = replace(entry, gradient="reduce_scatter", reshard_after_forward=True)
@@ -163,7 +163,7 @@ class shard(Placement):
 @kind
 @dataclass(frozen=True, repr=False)
 class replicate(Placement):
-    """Every rank along ``mesh_dim`` has all of it; without one, along every axis."""
+    """Replicated along ``mesh_dim``; without one, along every axis."""
 
     mesh_dim: str | None = None
 
@@ -171,7 +171,7 @@ class replicate(Placement):
         _expect(self.mesh_dim is None or isinstance(self.mesh_dim, str), self, "mesh_dim", "the name of a mesh axis")
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """Whole on every rank of the axis, also between steps."""
+        """Replicated on every rank of the axis, also between steps."""
         for position, axis in enumerate(plan.axes):
             if self.mesh_dim in (None, axis):
                 if axis in (*dict(plan.operators), plan.experts):
@@ -194,20 +194,20 @@ def _placed(entry: ParameterPlan, position: int, text: str) -> ParameterPlan:
 @kind
 @dataclass(frozen=True, repr=False)
 class keep_gathered(ParameterAnnotation):
-    """A parameter that is stored in shards stays gathered from forward to backward: less to send, more memory."""
+    """A sharded parameter stays gathered from forward to backward: fewer all-gathers, more memory."""
 
     def contradicts(self, other: Annotation) -> bool:
         return isinstance(other, reshard)
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """Not resharded after forward; what is whole anyway stays as it is."""
+        """Not resharded after forward; no effect on a parameter that is not sharded."""
         return replace(entry, reshard_after_forward=False)
 
 
 @kind
 @dataclass(frozen=True, repr=False)
 class reshard(ParameterAnnotation):
-    """A parameter that is stored in shards is freed after forward and gathered again in backward."""
+    """A sharded parameter is resharded after forward and all-gathered again in backward."""
 
     def contradicts(self, other: Annotation) -> bool:
         return isinstance(other, keep_gathered)
@@ -235,9 +235,9 @@ class _OfValue(ModuleAnnotation):
 @kind
 @dataclass(frozen=True, repr=False)
 class output(_OfValue):
-    """How what a module returns lies along an axis of operators, and its gradient equally.
+    """The placement of a module's output, and of its gradient, along an operator axis.
 
-    ``at`` says which of the tensors that it returns, in order.
+    ``at`` is the index among the tensors that the module returns, in order.
     """
 
     placement: Placement
@@ -251,10 +251,10 @@ class output(_OfValue):
 @kind
 @dataclass(frozen=True, repr=False)
 class input(_OfValue):
-    """How what a module is called with lies along an axis of operators, and its gradient equally.
+    """The placement of a module's input, and of its gradient, along an operator axis.
 
-    ``at`` says which of the tensors that it is given, in order, or the name of an argument of its forward. The inputs
-    of the model are those of the module ``""``.
+    ``at`` is the index among the tensors that the module is called with, in order, or the name of an argument of its
+    forward. The inputs of the model are those of the module ``""``.
     """
 
     placement: Placement
@@ -269,9 +269,9 @@ class input(_OfValue):
 @kind
 @dataclass(frozen=True, repr=False)
 class recompute(ModuleAnnotation):
-    """What a module computes is not kept for backward but computed again there, from its inputs.
+    """What a module computes is not saved for backward, but recomputed there from the module's inputs.
 
-    Of several modules around an operation that say ``recompute()`` or ``save()`` the innermost counts.
+    Of several modules around an operation with ``recompute()`` or ``save()``, the innermost takes precedence.
     """
 
     def contradicts(self, other: Annotation) -> bool:
@@ -281,7 +281,8 @@ class recompute(ModuleAnnotation):
 @kind
 @dataclass(frozen=True, repr=False)
 class save(ModuleAnnotation):
-    """What backward needs of a module's values is kept, inside of ``recompute()`` and where it is gathered again."""
+    """The values of a module that backward needs are saved, also inside ``recompute()`` and instead of a second
+    all-gather."""
 
     def contradicts(self, other: Annotation) -> bool:
         return isinstance(other, recompute)
@@ -290,9 +291,9 @@ class save(ModuleAnnotation):
 @kind
 @dataclass(frozen=True, repr=False)
 class stage(ModuleAnnotation):
-    """The module is in stage ``index`` of the pipeline, and so is what runs after it until the next stage begins.
+    """The module is in stage ``index`` of the pipeline, and so is everything after it until the next stage begins.
 
-    The first stage, 0, begins with forward. Passes by without effect where the plan has no pipeline.
+    Stage 0 begins with forward. Without effect if the plan has no pipeline.
     """
 
     index: int
@@ -310,10 +311,10 @@ class stage(ModuleAnnotation):
 @kind
 @dataclass(frozen=True, repr=False)
 class offload(Annotation):
-    """A parameter is in host memory while it is not used, with its gradient and the optimizer's state.
+    """A parameter is in host memory while it is not in use, with its gradient and the optimizer's state.
 
-    Of a module, what is kept for backward of what it computes is in host memory meanwhile; where it is computed again,
-    what it is computed again from.
+    For a module, what it saves for backward is in host memory until backward; if it is recomputed, what it is
+    recomputed from.
     """
 
 
@@ -323,10 +324,10 @@ class offload(Annotation):
 @kind
 @dataclass(frozen=True, repr=False)
 class precision(Annotation):
-    """A module computes in ``dtype`` whatever the plan's precision is, or a parameter is computed with in it.
+    """A module computes in ``dtype`` whatever the plan's precision is, or a parameter is cast to it before its use.
 
-    What a module is called with is cast to ``dtype``, and what it returns to ``outputs``, or else to the dtype of the
-    module that it is in. Of several modules around a parameter the innermost that says it counts.
+    A module's inputs are cast to ``dtype``, and its outputs to ``outputs``, by default to the dtype of the surrounding
+    module. Of several annotated modules around a parameter, the innermost takes precedence.
     """
 
     dtype: str | torch.dtype
@@ -348,17 +349,17 @@ def parse(text: str) -> Annotation:
     """The annotation that prints as ``text``.
 
     Raises:
-        PlanError: it is none; the message says what there is.
+        PlanError: the text is no annotation; the message lists the kinds.
     """
     try:
-        found = _built(ast.parse(text, mode="eval").body)
+        annotation = _built(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError, ValueError) as error:
         raise PlanError(
             f'{text!r} is no annotation ({error}): write one as in Python, such as shard(0, "tp")'
         ) from None
-    if not isinstance(found, Annotation):
+    if not isinstance(annotation, Annotation):
         raise PlanError(f"{text!r} is no annotation; there are {', '.join(KINDS)}, each written as a call")
-    return found
+    return annotation
 
 
 def _built(node: ast.expr) -> Any:

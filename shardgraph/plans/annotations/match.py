@@ -1,7 +1,7 @@
-"""What the patterns of annotations mean: shell wildcards, name by name, or regular expressions.
+"""The patterns of annotations: shell wildcards per name component, or regular expressions.
 
-``*`` stands for any part of one name between dots, ``**`` for any number of names, and ``re:`` begins a regular
-expression that must match all of a full name.
+``*`` matches any part of one component between dots, ``**`` any number of components, and ``re:`` starts a regular
+expression that must match the full name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shardgraph.errors import PlanError, nearest
 from shardgraph.plans.annotations.kinds import Annotation
 
 Annotated = tuple[str, Annotation]
-"""A pattern and what it says of what it matches."""
+"""A pattern, and the annotation of what it matches."""
 
 
 @functools.cache
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` names ``name``.
+    """Whether ``pattern`` matches ``name``.
 
     Raises:
-        PlanError: it is no regular expression.
+        PlanError: ``pattern`` is no valid regular expression.
     """
     if not pattern.startswith("re:"):
         return _match(pattern.split(".") if pattern else [], name.split(".") if name else [])
@@ -45,13 +45,13 @@ def _match(pattern: list[str], names: list[str]) -> bool:
 def said_of(
     annotations: Sequence[Annotated], of: type[Annotation], names: Iterable[str], what: str
 ) -> dict[str, list[Annotated]]:
-    """What annotations that are ``of`` a kind say of each of ``names``, which are ``what`` the model has.
+    """The annotations ``of`` a kind by each of ``names`` that they match; ``what`` describes the names in errors.
 
     Raises:
-        PlanError: a pattern matches none of them, or two annotations of the same one contradict each other.
+        PlanError: a pattern matches none of the names, or two annotations of one name contradict each other.
     """
     names = list(names)
-    said: dict[str, list[Annotated]] = {}
+    by_name: dict[str, list[Annotated]] = {}
     for pattern, annotation in annotations:
         if not isinstance(annotation, of):
             continue
@@ -60,18 +60,18 @@ def said_of(
             known = nearest(pattern, names) or (f"; it has {', '.join(map(repr, names[:4]))}, ..." if names else "")
             raise PlanError(f"{written((pattern, annotation))} matches none of the {what} of this model{known}")
         for name in matched:
-            said.setdefault(name, []).append((pattern, annotation))
-    for name, given in said.items():
+            by_name.setdefault(name, []).append((pattern, annotation))
+    for name, given in by_name.items():
         for one, other in itertools.combinations(given, 2):
             if one[1].contradicts(other[1]):
                 raise PlanError(
                     f"{written(one)} and {written(other)} contradict each other, and both are of {name!r}: take one "
                     "back, or narrow its pattern"
                 )
-    return said
+    return by_name
 
 
 def written(annotated: Annotated) -> str:
-    """``'layers.*': recompute()``."""
+    """The text of an annotation in errors and plans: ``'layers.*': recompute()``."""
     pattern, annotation = annotated
     return f"{pattern!r}: {annotation}"

@@ -11,33 +11,32 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from shardgraph.ir import ALL_REDUCE, CHUNK, WAIT, outputs, set_outputs
+from shardgraph.ir import ALL_REDUCE, WAIT, add_output, outputs
+from shardgraph.ir.attributes import CHUNK, RECOMPUTE, Change, Labels, carried
+from shardgraph.ir.fake_values import Propagation
+from shardgraph.passes.builder import Builder
 from shardgraph.passes.chunking.region import NotByRowsError, Region, halves, pieces
 from shardgraph.passes.chunking.rows import SUMMED, TURNED, WHOLE, Form, is_number
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
-from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
 Loop = tuple[fx.Node, ...]
 """Operations that are done one chunk after the other, all of them for one before the next."""
 
-_OF_THE_WHOLE = frozenset({"val", "equals", "placed", "role", "again", "scores"})
-"""What is said of a node that is not so of a chunk of it."""
 
-
-def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int, int]], fake_mode: Any) -> None:
+def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int, int]], values: Propagation) -> None:
     """Rewrite ``gm`` in place: the operations of ``region`` for the rows of each of ``bounds``, one after the other.
 
-    What is large is marked ``meta["again"]``: backward computes it again, chunk by chunk.
+    What is large is marked ``RECOMPUTE``: backward computes it again, chunk by chunk.
 
     Raises:
         NotByRowsError: something needs a sum over all rows before it can begin with the first.
     """
     forward, backward = (tuple(half) for half in halves(gm, region))
     order = _order(gm, [loop for loop in (forward, backward) if loop])
-    _Chunks(gm, region, bounds, frozenset(backward), fake_mode).run(order)
+    _Chunks(gm, region, bounds, frozenset(backward), values).run(order)
 
 
 def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
@@ -80,10 +79,10 @@ class _Chunks:
         region: Region,
         bounds: Sequence[tuple[int, int]],
         backward: frozenset[fx.Node],
-        fake_mode: Any,
+        values: Propagation,
     ) -> None:
         self.gm, self.region, self.bounds, self.backward = gm, region, bounds, backward
-        self.write = Writer(fx.Graph(), fake_mode, "chunk", len(bounds))
+        self.write = Builder(fx.Graph(), values, prefix="chunk")
         self.whole: dict[Value, fx.Node] = {}
         self.chunks: list[dict[Value, fx.Node]] = [{} for _ in bounds]
         self.slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
@@ -96,12 +95,9 @@ class _Chunks:
                 self._loop(each)
             elif each.op != "output":
                 self.whole[each, 0] = self.write.graph.node_copy(each, self._get)
-        meta = self.gm.graph.output_node().meta
-        values = tuple(self._get(v) if isinstance(v, fx.Node) else v for _, v in outputs(self.gm))
-        self.write.graph.output(values)
-        self.write.graph.output_node().meta = dict(meta)
+        results = [(role, self._get(v) if isinstance(v, fx.Node) else v) for role, v in outputs(self.gm)]
+        add_output(self.write.graph, results)
         self.gm.graph = self.write.graph
-        set_outputs(self.gm, outputs(self.gm))
 
     def _get(self, node: fx.Node) -> fx.Node:
         return self.whole[node, 0] if (node, 0) in self.whole else self.whole[value_of(node)]
@@ -113,7 +109,7 @@ class _Chunks:
             for node in loop:
                 self._operation(node, number, end - start)
         for node in loop:
-            self.write.meta = self._labels(node, again=False)
+            self.write.labels = self._labels(node, recompute=False)
             for index, layout in enumerate(self.region.forms[node].gives):
                 if layout == SUMMED:
                     self.whole[node, index] = self._total(node, index)
@@ -124,12 +120,12 @@ class _Chunks:
 
     def _operation(self, node: fx.Node, number: int, rows: int) -> None:
         form, chunk = self.region.forms[node], self.chunks[number]
-        self.write.meta = self._labels(node, again=True) | {CHUNK: number}
+        self.write.labels = self._labels(node, recompute=True, number=number)
         given = [self._operand(each, take, number) for each, take in zip(operands(node), form.takes, strict=True)]
         if form.target is None:
             chunk[node, 0] = given[0]
             return
-        self.write.meta = self._labels(node, again=node in self.region.large) | {CHUNK: number}
+        self.write.labels = self._labels(node, recompute=node in self.region.large, number=number)
         if node in self.backward and node.target is aten.mm.default and (node, 0) in self.totals:
             self.totals[node, 0] = self._add_product(self.totals[node, 0], *given)
             return
@@ -145,7 +141,7 @@ class _Chunks:
 
     def _call(self, node: fx.Node, form: Form, rows: int, given: list[fx.Node], number: int) -> fx.Node:
         if node.target in (ALL_REDUCE, WAIT):
-            return self.write.symbolic(node, given[0], tuple(given[0].meta["val"].shape))
+            return self.write.on(node, given[0])
         if form.target is aten.view.default:
             given = [self.write.contiguous(given[0])]
         places = dict(zip(operands(node), given, strict=True))  # one operand in two places has one layout
@@ -154,8 +150,10 @@ class _Chunks:
         )
         return self.write.named(f"chunk{number}_{node.name}", form.target, args, kwargs)
 
-    def _labels(self, node: fx.Node, again: bool) -> dict[str, Any]:
-        return {key: value for key, value in node.meta.items() if key not in _OF_THE_WHOLE} | {"again": again}
+    @staticmethod
+    def _labels(node: fx.Node, recompute: bool, number: int | None = None) -> Labels:
+        of_chunk = {} if number is None else {CHUNK: number}
+        return carried(Change.CHUNKED, node) | {RECOMPUTE: recompute} | of_chunk
 
     # -- operands ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Annotations that a model remembers, and a plan with them."""
+"""Annotations stored with a model, and a plan that includes them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ _REMEMBERED = "_shardgraph_annotations"
 
 
 def remember(model: nn.Module, annotations: tuple[Annotated, ...]) -> None:
-    """Have ``model`` remember these annotations and no others."""
+    """Store these annotations with ``model``, in place of any others."""
     vars(model)[_REMEMBERED] = annotations
 
 
 def remembered(model: nn.Module) -> tuple[Annotated, ...]:
-    """What :func:`annotate` has been told of a model."""
+    """The annotations of a model by :func:`shardgraph.annotate`."""
     return vars(model).get(_REMEMBERED, ())
 
 
 def annotated(plan: Plan, model: nn.Module) -> Plan:
-    """``plan`` with the annotations that ``model`` remembers beside its own.
+    """``plan`` with its own annotations and those of ``model``.
 
     Raises:
         PlanError: they contradict each other, or match nothing in the model.
     """
-    together = tuple(dict.fromkeys((*plan.annotations, *remembered(model))))
-    check_annotations(model, together)
-    return replace(plan, annotations=together)
+    annotations = tuple(dict.fromkeys((*plan.annotations, *remembered(model))))
+    check_annotations(model, annotations)
+    return replace(plan, annotations=annotations)
 
 
 def check_annotations(model: nn.Module, annotations: Sequence[Annotated]) -> None:
-    """Raise PlanError where annotations contradict each other, or match nothing in ``model``."""
+    """Check that annotations match something in ``model`` and do not contradict each other.
+
+    Raises:
+        PlanError: they do not; the message names the annotations.
+    """
     said_of(annotations, ParameterAnnotation, (name for name, _ in model.named_parameters()), "parameters")
     said_of(annotations, ModuleAnnotation, (name for name, _ in model.named_modules()), "modules")
     named = [name for name, _ in (*model.named_parameters(), *model.named_modules())]

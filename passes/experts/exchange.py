@@ -1,4 +1,4 @@
-"""Writing a graph in which tokens are exchanged: the changes of placement along an axis of experts."""
+"""Building a graph in which tokens are exchanged: the changes of placement along an axis of experts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import fx
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed
-from shardgraph.passes.sharding.writer import Writer
 
 aten = torch.ops.aten
 
 
-class ExchangeWriter(Writer):
-    """A writer along an axis whose ranks have batches of their own; ``Replicate()`` is what each makes of its own."""
+class ExchangeBuilder(AxisBuilder):
+    """A builder along an axis whose ranks have batches of their own; ``Replicate()`` is what each makes of its own."""
 
     maker: ClassVar[str] = "divide-experts"
 
@@ -40,7 +40,7 @@ class ExchangeWriter(Writer):
         shape = tensor.meta["val"].shape
         dims = list(range(len(shape)))
         apart = self.view(tensor, (*shape[:cut], self.parts, shape[cut] // self.parts, *shape[cut + 1 :]))
-        received = self.all_to_all(self._permuted(apart, [cut, *dims[:cut], *(dim + 1 for dim in dims[cut:])]))
+        received = self.exchange(self._permuted(apart, [cut, *dims[:cut], *(dim + 1 for dim in dims[cut:])]))
         whole = list(received.meta["val"].shape[1:])
         whole[joined] *= self.parts
         order = [dim + 1 for dim in dims]

@@ -1,0 +1,77 @@
+"""Whether every value in a graph is the one that its operation gives for the values of its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardgraph.errors import GraphInvariantError
+from shardgraph.ir.attributes import MADE_BY, VALUE
+from shardgraph.ir.fake_values import Propagation, layout_of
+from shardgraph.passes.base import Context, Pass
+
+
+def check_values(gm: fx.GraphModule, values: Propagation) -> None:
+    """Compute the value of each operation again by fake propagation; compare shapes, dtypes, devices and strides.
+
+    Raises:
+        GraphInvariantError: a value is another than its operation gives.
+    """
+    CheckValues().check(gm, values)
+
+
+class CheckValues:
+    """The same after every pass (:func:`shardgraph.passes.base.checking`), for what is new since the one before."""
+
+    def __init__(self) -> None:
+        # By value: the operation that it was found to be of, with the values of its arguments.
+        self._known: Any = WeakIdKeyDictionary()
+
+    def __call__(self, step: Pass, gm: fx.GraphModule, context: Context) -> None:
+        """Check a graph that a pass has changed."""
+        try:
+            self.check(gm, context.values)
+        except GraphInvariantError as error:
+            raise GraphInvariantError(f"the pass {step.name!r} left a wrong value: {error}") from error
+
+    def check(self, gm: fx.GraphModule, values: Propagation) -> None:
+        """See :func:`check_values`."""
+        for node in gm.graph.nodes:
+            if node.op != "call_function":
+                continue
+            value = VALUE.of(node)
+            call = _call(node)
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if not tensors or _same(self._known.get(tensors[0]), call):
+                continue
+            due = values.value(node.target, node.args, node.kwargs)
+            if layout_of(value) != layout_of(due):
+                maker = f", made by {MADE_BY.of(node)}" if node in MADE_BY else ""
+                raise GraphInvariantError(
+                    f"{node.format_node()}{maker}, has the value {_text(value)}, and its operation gives {_text(due)}"
+                )
+            self._known[tensors[0]] = call
+
+
+def _call(node: fx.Node) -> list[Any]:
+    """What determines the value of a node."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda leaf: leaf is None)
+    return [node.target, *(VALUE.get(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)]
+
+
+def _same(known: list[Any] | None, call: list[Any]) -> bool:
+    if known is None or len(known) != len(call):
+        return False
+    return all(
+        mine is theirs or (not isinstance(mine, (torch.Tensor, tuple, list)) and mine == theirs)
+        for mine, theirs in zip(known, call, strict=True)
+    )
+
+
+def _text(value: Any) -> str:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return ", ".join(f"{list(t.shape)} {t.dtype} on {t.device} with strides {list(t.stride())}" for t in tensors)

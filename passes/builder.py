@@ -1,0 +1,129 @@
+"""Building nodes: each with the value that its operation gives, and with the attributes that people know it by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.ir.attributes import VALUE, Labels, write
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.fake_values import Propagation
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Adds nodes to ``graph``, at its end or ``after`` a node and one after the other.
+
+    The value of each is computed by ``values``; ``labels`` are its other attributes. With a ``prefix`` names begin with
+    it, so that no new node takes the name of one that is yet to come.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        values: Propagation,
+        labels: Labels | None = None,
+        *,
+        after: fx.Node | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.graph, self.values, self.prefix = graph, values, prefix
+        self.labels: Labels = labels or {}
+        self._after = after
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """One operation."""
+        name = f"{self.prefix}_{target.__name__.partition('.')[0]}" if self.prefix else None
+        return self.named(name, target, args, kwargs)
+
+    def named(self, name: str | None, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """One operation under a name of the caller's, or of fx's."""
+        value = self.values.value(target, args, kwargs)
+        if self._after is None:
+            node = self.graph.create_node("call_function", target, args, kwargs, name)
+        else:
+            with self.graph.inserting_after(self._after):
+                node = self.graph.create_node("call_function", target, args, kwargs, name)
+            self._after = node
+        write(node, self.labels)
+        VALUE.set(node, value)
+        return node
+
+    def on(self, node: fx.Node, tensor: fx.Node) -> fx.Node:
+        """The operation of ``node``, under its name, on another tensor in the place of its first argument."""
+        tensor = self.contiguous(tensor) if ir.is_collective(node) else tensor
+        return self.named(node.name, node.target, (tensor, *node.args[1:]), {})
+
+    # -- layouts and dtypes ----------------------------------------------------------------------------
+
+    def contiguous(self, tensor: fx.Node) -> fx.Node:
+        """A tensor whose elements lie in order."""
+        if tensor.meta["val"].is_contiguous():
+            return tensor
+        return self.call(aten.clone.default, tensor, memory_format=torch.contiguous_format)
+
+    def laid_out(self, tensor: fx.Node, like: torch.Tensor) -> fx.Node:
+        """The tensor in the memory order of another: what random numbers are drawn in."""
+        value = tensor.meta["val"]
+        order = sorted(range(like.dim()), key=like.stride, reverse=True)
+        if order == sorted(range(value.dim()), key=value.stride, reverse=True):
+            return tensor
+        dense = self.contiguous(self.call(aten.permute.default, tensor, order))
+        return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(value.dim())])
+
+    def view(self, tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        """The elements in another shape, copied where they do not lie in order."""
+        if tuple(tensor.meta["val"].shape) == tuple(shape):
+            return tensor
+        return self.call(aten.view.default, self.contiguous(tensor), list(shape))
+
+    def cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``tensor`` in another dtype, its elements in order."""
+        return self.call(aten._to_copy.default, tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def pad_rows(self, tensor: fx.Node, rows: int) -> fx.Node:
+        """``tensor`` zero-padded along dim 0 to ``rows``."""
+        return self.call(ir.pad_shard, tensor, rows)
+
+    def rows(self, tensor: fx.Node, count: int) -> fx.Node:
+        """The first ``count`` rows."""
+        return self.call(aten.slice.Tensor, tensor, 0, 0, count)
+
+    # -- collectives and copies, each a start and a wait -----------------------------------------------------
+
+    def wait(self, start: fx.Node) -> fx.Node:
+        """The result of a started collective."""
+        return self.call(ir.WAIT, start)
+
+    def all_gather(self, shard: fx.Node, axis: str) -> fx.Node:
+        """The shards of every rank of ``axis``, one after the other along dim 0."""
+        return self.wait(self.call(ir.ALL_GATHER, shard, self.values.ranks(axis), axis))
+
+    def reduce_scatter(self, full: fx.Node, axis: str) -> fx.Node:
+        """This rank's rows of the sum over ``axis``."""
+        return self.wait(self.call(ir.REDUCE_SCATTER, full, "sum", self.values.ranks(axis), axis))
+
+    def all_reduce(self, tensor: fx.Node, axis: str, operation: str = "sum") -> fx.Node:
+        """The sum over ``axis`` (or several, :func:`shardgraph.mesh.together`), on every rank of it."""
+        return self.wait(self.call(ir.ALL_REDUCE, tensor, operation, axis))
+
+    def to_device(self, tensor: fx.Node, device: torch.device) -> fx.Node:
+        """A copy in the memory of ``device`` of a value that is on the host.
+
+        The graph is the same text on every rank, so the device is any of its kind: the rank's current one.
+        """
+        return self.call(WAIT_COPY, self.call(TO_DEVICE, tensor, torch.device(device.type)), tensor)
+
+    def to_host(self, tensor: fx.Node) -> fx.Node:
+        """A copy in host memory."""
+        return self.call(WAIT_COPY, self.call(TO_HOST, tensor), tensor)
+
+
+def padded_rows(rows: int, parts: int) -> int:
+    """The least multiple of ``parts`` that holds ``rows``."""
+    return math.ceil(rows / parts) * parts

@@ -1,0 +1,93 @@
+"""Python numbers that change between calls, as 0-dimensional tensors that compute what the number would.
+
+A Python number does not take part in type promotion as a tensor does: ``loss * 0.5`` keeps the dtype of a
+0-dimensional loss, and a float64 tensor in the place of 0.5 would not. So a captured graph is checked: every operation
+on such a tensor is one that gives the same dtype and value for it as for the number, or the number stays a constant.
+https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from shardgraph.errors import CaptureError
+from shardgraph.ir import Input, placeholders
+
+_aten = torch.ops.aten
+_MARK = "_shardgraph_number"
+_ALONE = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default, _aten.rsub.Scalar}
+_COMPARED = {getattr(_aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_WITH_TENSORS = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.where.self, *_COMPARED}
+
+
+def as_tensor(number: int | float, floating: torch.dtype) -> torch.Tensor:
+    """A 0-dimensional tensor for a number: on the CPU, from where it combines with tensors of every device.
+
+    An int has dtype int64, a float ``floating``.
+    """
+    tensor = torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else floating, device="cpu")
+    setattr(tensor, _MARK, True)
+    return tensor
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether an input is from :func:`as_tensor`."""
+    return hasattr(leaf, _MARK)
+
+
+def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any) -> None:
+    """Raise CaptureError unless the graph computes with the numbers among its inputs what Python numbers would."""
+    inputs, leaves = placeholders(gm), pytree.tree_leaves((args, kwargs))
+    alone = {inputs[Input(i)] for i, leaf in enumerate(leaves) if is_number(leaf) and Input(i) in inputs}
+    if not alone:
+        return
+    for node in gm.graph.nodes:
+        used = alone & set(node.all_input_nodes)
+        if not used:
+            continue
+        if len(used) == len(node.all_input_nodes):
+            _check_alone(node)
+            alone.add(node)
+        else:
+            _check_with_tensors(node, used)
+
+
+def _check_alone(node: fx.Node) -> None:
+    """Operations on numbers alone are float64 arithmetic, as Python's. Its ints have no largest one."""
+    dtypes = {each.meta["val"].dtype for each in (node, *node.all_input_nodes)} if "val" in node.meta else set()
+    if node.target not in _ALONE or dtypes != {torch.float64}:
+        _refuse(node)
+
+
+def _check_with_tensors(node: fx.Node, numbers: set[fx.Node]) -> None:
+    if node.target not in _WITH_TENSORS or node.kwargs:
+        _refuse(node)
+    operands = node.args[1:] if node.target is _aten.where.self else node.args
+    others = [each for each in operands if isinstance(each, fx.Node) and each not in numbers]
+    if not others or not set(operands) & numbers:
+        _refuse(node)
+    if (
+        node.target is _aten.div.Tensor and node.args[0] in numbers
+    ):  # a number is divided as reciprocal(tensor) * number
+        _refuse(node)
+    for number in set(operands) & numbers:
+        assert isinstance(number, fx.Node)
+        tensor = number.meta["val"]
+        python = 1.0 if tensor.is_floating_point() else 1
+        for other in others:
+            promoted = torch.result_type(other.meta["val"], tensor)
+            whole = not promoted.is_floating_point and not promoted.is_complex
+            rounded = tensor.dtype not in (torch.int64, torch.float64, promoted) or (whole and promoted != torch.int64)
+            if promoted != torch.result_type(other.meta["val"], python) or rounded:
+                _refuse(node)
+
+
+def _refuse(node: fx.Node) -> None:
+    raise CaptureError(
+        f"a Python number that changes from call to call is used by {node.op} {node.name} at "
+        f"{node.meta.get('source') or 'the end of forward'} as no tensor can be"
+    )

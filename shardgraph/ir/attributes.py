@@ -1,0 +1,187 @@
+"""Attributes of nodes: every fact about a node that passes add and read, with its type and what becomes of it.
+
+An attribute is written in ``node.meta`` under its ``key``, where ``fx`` copies it with the node. When new nodes follow
+from old ones in any other way (:class:`Change`), :func:`carried` gives the attributes that hold for the new ones too.
+What is in ``meta`` and is no attribute is an error there, so that nothing is lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from torch import fx
+
+from shardgraph.errors import GraphInvariantError
+
+T = TypeVar("T")
+
+Labels = Mapping["Attribute[Any]", Any]
+"""Attributes and their values."""
+
+
+class Change(Enum):
+    """How new nodes follow from an old one."""
+
+    COPIED = "the same operation, in another graph or another place"
+    PASSED = "an input of another graph stands for the value"
+    REWRITTEN = "other operations compute the same value"
+    DIVIDED = "a rank does a part of the operation"
+    CHUNKED = "the operation is done for some rows at a time"
+    MERGED = "one node has the sum of several values"
+
+
+_ALL = frozenset(Change)
+_COMPUTED = frozenset({Change.COPIED, Change.REWRITTEN, Change.DIVIDED, Change.CHUNKED})
+_COPIED = frozenset({Change.COPIED})
+
+
+class Attribute(Generic[T]):
+    """A fact about a node.
+
+    ``kept`` are the changes after which it holds for the new nodes; after the others it is dropped, and whoever makes
+    the change writes what is then so. A copy has all attributes.
+    """
+
+    def __init__(self, key: str, type_: type | tuple[type, ...], meaning: str, kept: frozenset[Change]) -> None:
+        assert key not in REGISTRY and Change.COPIED in kept
+        self.key, self.type, self.meaning, self.kept = key, type_, meaning, kept
+        REGISTRY[key] = self
+
+    def __repr__(self) -> str:
+        return f"<attribute {self.key}: {self.meaning}>"
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return self.key in node.meta
+
+    def of(self, node: fx.Node) -> T:
+        """The attribute of a node.
+
+        Raises:
+            GraphInvariantError: the node has none.
+        """
+        if self.key not in node.meta:
+            raise GraphInvariantError(f"the node {node.name!r} has no {self.key!r}, {self.meaning}")
+        found: T = node.meta[self.key]
+        return found
+
+    def get(self, node: fx.Node, default: Any = None) -> Any:
+        """The attribute of a node, or ``default``."""
+        return node.meta.get(self.key, default)
+
+    def set(self, node: fx.Node, value: T) -> None:
+        """Write the attribute of a node.
+
+        Raises:
+            TypeError: ``value`` has another type.
+        """
+        if not isinstance(value, self.type):
+            raise TypeError(f"{self.key!r} of {node.name!r} is {self.meaning}, not {value!r}")
+        node.meta[self.key] = value
+
+
+REGISTRY: dict[str, Attribute[Any]] = {}
+"""All attributes by key."""
+
+# -- what a value means ----------------------------------------------------------------------------
+
+ROLE: Attribute[Any] = Attribute("role", object, "what an input means (shardgraph.ir.roles)", _COPIED)
+ROLES: Attribute[list[Any]] = Attribute("roles", list, "what each of a graph's results means, on its output", _COPIED)
+SOURCE: Attribute[str] = Attribute("source", str, "the user's line that it serves, as file:line", _ALL)
+SUBJECT: Attribute[str] = Attribute(
+    "subject", str, "the value that a node made by a pass moves or reduces, in words", _ALL - {Change.MERGED}
+)
+MADE_BY: Attribute[str] = Attribute(
+    "made_by", str, "the pass that made the node; captured nodes have none", _COMPUTED - {Change.CHUNKED}
+)
+
+# -- what a value is equal to, for comparisons with the captured graph --------------------------------
+
+EQUALS: Attribute[str] = Attribute("equals", str, "the captured node whose value it has", _COPIED | {Change.PASSED})
+MEAN_OF: Attribute[str] = Attribute("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
+CAST_OF: Attribute[str] = Attribute("cast_of", str, "the captured gradient that it casts", _COPIED)
+PLACEMENTS: Attribute[Mapping[str, Any]] = Attribute(
+    "placements", Mapping, "how it lies along mesh axes of operators, by axis", _ALL - {Change.CHUNKED, Change.MERGED}
+)
+
+# -- decisions -------------------------------------------------------------------------------------
+
+RECOMPUTE: Attribute[bool] = Attribute(
+    "recomputed", bool, "whether backward recomputes it, or it is saved", _COMPUTED - {Change.CHUNKED}
+)
+OFFLOADED_BY: Attribute[frozenset[str]] = Attribute(
+    "offloaded_by", frozenset, "the annotations by which it is saved in host memory, as patterns", _COMPUTED
+)
+SCORES: Attribute[int] = Attribute(
+    "scores", int, "which loss's scores it normalises, in the order of the graph", _COMPUTED - {Change.CHUNKED}
+)
+CHUNK: Attribute[int] = Attribute(
+    "chunk", int, "the number of the chunk of rows that it is done for", _COMPUTED - {Change.CHUNKED}
+)
+
+# -- parameters and gradients ------------------------------------------------------------------------
+
+MEMORY_KIND: Attribute[str] = Attribute(
+    "memory_kind", str, "what its memory counts as: 'gathered' for parameters, 'saved' for backward", _COMPUTED
+)
+REDUCES: Attribute[str] = Attribute("reduces", str, "the parameter whose gradient it reduces", _COPIED)
+ON_HOST: Attribute[bool] = Attribute("on_host", bool, "whether an input is in host memory", _COPIED)
+ON_DISK: Attribute[bool] = Attribute("on_disk", bool, "whether host memory of an input is a mapped file", _COPIED)
+AXIS: Attribute[str] = Attribute("axis", str, "the mesh axis of a collective that is bound to a process group", _COPIED)
+
+# -- torch's ---------------------------------------------------------------------------------------
+
+VALUE: Attribute[Any] = Attribute("val", object, "the value on fake tensors", _COPIED | {Change.PASSED})
+MODULES: Attribute[Mapping[str, tuple[str, Any]]] = Attribute(
+    "nn_module_stack", Mapping, "the modules that it is in, outermost first", _ALL - {Change.MERGED}
+)
+FORWARD_MODULES: Attribute[Mapping[str, tuple[str, Any]]] = Attribute(
+    "fwd_nn_module_stack", Mapping, "the modules whose derivative it is in", _ALL - {Change.MERGED}
+)
+SEQUENCE: Attribute[int] = Attribute(
+    "seq_nr", int, "the number that an operation and its derivative have in common", _COMPUTED
+)
+STACK_TRACE: Attribute[str] = Attribute("stack_trace", (str, type(None)), "the user's lines, as Python has them", _ALL)
+PARTITIONER_TAG: Attribute[str] = Attribute("partitioner_tag", str, "forward or backward, by the tracer", _COMPUTED)
+
+
+def carried(change: Change, *nodes: fx.Node) -> dict[Attribute[Any], Any]:
+    """The attributes that hold after ``change`` for what follows from ``nodes``; of several, the first's.
+
+    Raises:
+        GraphInvariantError: a node has something in ``meta`` that is no attribute.
+    """
+    found: dict[Attribute[Any], Any] = {}
+    for node in nodes:
+        for key, value in node.meta.items():
+            if key not in REGISTRY:
+                raise GraphInvariantError(f"the node {node.name!r} has meta[{key!r}], which is no attribute")
+            if change in REGISTRY[key].kept:
+                found.setdefault(REGISTRY[key], value)
+    return found
+
+
+def write(node: fx.Node, labels: Labels) -> None:
+    """Write attributes of a node.
+
+    Raises:
+        TypeError: one has another type.
+    """
+    for attribute, value in labels.items():
+        attribute.set(node, value)
+
+
+def new_placeholder(graph: fx.Graph, name: str, role: Any, like: fx.Node) -> fx.Node:
+    """An input of ``graph`` that stands for the value of ``like``, a node of another graph."""
+    node = graph.placeholder(name)
+    write(node, carried(Change.PASSED, like) | {ROLE: role})
+    return node
+
+
+def forget_unknown(gm: fx.GraphModule) -> None:
+    """Drop what a tracer has written in ``meta`` that is no attribute, and what it has left empty."""
+    for node in gm.graph.nodes:
+        node.meta = {
+            key: value for key, value in node.meta.items() if key in REGISTRY and (value is not None or key == "val")
+        }

@@ -1,0 +1,66 @@
+"""Python numbers among the inputs of a sharded module's calls, and what a program's key has of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardgraph.capture.numbers import as_tensor
+
+_INT64 = range(-(2**63), 2**63)
+
+
+def constant_key(leaf: Any) -> tuple[type, Any]:
+    """An input that is a constant of a program, for a key: equal for equal type and value only.
+
+    ``1 == True == 1.0`` and ``0.0 == -0.0`` compute differently, and ``nan`` is the same program at each call.
+    """
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+
+
+def shown(key: tuple[type, Any]) -> str:
+    """A :func:`constant_key` for people."""
+    return str(key[1]) if issubclass(key[0], (float, complex)) else repr(key[1])
+
+
+class Numbers:
+    """Which numbers are constants of a program: all, until one is seen to change.
+
+    A number that changes becomes a 0-dimensional tensor input, so that a new value is not a new program: in float64, or
+    in float32 where that promotes other tensors as the number does not. Where neither computes what the number does,
+    such as for a size, an index or what the model returns, it is a constant after all, and each value has a program.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Any, int, type], Any] = {}
+        self._changing: set[tuple[Any, int, type]] = set()
+        self._floating: dict[Any, torch.dtype | None] = {}
+
+    def see(self, leaves: list[Any], spec: Any) -> None:
+        """Take note of the numbers of a call with these flattened inputs."""
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is float or (type(leaf) is int and leaf in _INT64):
+                where = (spec, i, type(leaf))
+                if constant_key(self._seen.setdefault(where, leaf)) != constant_key(leaf):
+                    self._changing.add(where)
+
+    def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
+        """The inputs with tensors for numbers that change."""
+        floating = self._floating.get(spec, torch.float64)
+        if floating is None or not self._changing:
+            return leaves
+        return [as_tensor(leaf, floating) if self._lifts(spec, i, leaf) else leaf for i, leaf in enumerate(leaves)]
+
+    def give_up(self, spec: Any) -> bool:
+        """Lift this structure's numbers to the next dtype, then to none; whether that changes anything."""
+        if self._floating.get(spec, torch.float64) is None or not any(where[0] == spec for where in self._changing):
+            return False
+        floats = any(where[0] == spec and where[2] is float for where in self._changing)
+        tried = self._floating.get(spec, torch.float64)
+        self._floating[spec] = torch.float32 if floats and tried == torch.float64 else None
+        return True
+
+    def _lifts(self, spec: Any, i: int, leaf: Any) -> bool:
+        in_range = type(leaf) is not int or leaf in _INT64
+        return in_range and (spec, i, type(leaf)) in self._changing
