@@ -3,9 +3,9 @@
     python benchmarks/compile_time.py 8 16 32
     python benchmarks/compile_time.py 32 --cases auto --name compile-time
 
-The cases are ``fsdp`` on 64 ranks, ``fsdp+tp`` on 8 x 8 and ``auto`` on 8 x 8. This process is rank 0 of a process group
-that communicates nothing. Every measurement is a process of its own, so that memory is its own; cases and sizes take
-turns, so that a machine whose speed drifts is fair to all, and medians of the rounds are shown. Only the public
+The cases are ``fsdp`` on 64 ranks, ``fsdp+tp`` on 8 x 8 and ``auto`` on 8 x 8. This process is rank 0 of a process
+group that communicates nothing. Every measurement is a process of its own, so that memory is its own; cases and sizes
+take turns, so that a machine whose speed drifts is fair to all, and medians of the rounds are shown. Only the public
 interface is used: to measure another version, run this file with the Python of an environment that has it.
 """
 

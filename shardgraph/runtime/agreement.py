@@ -42,7 +42,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._timeout = timeout
-        self._round = 0
+        self._round = self._texts = 0
         self._store: dist.Store | None = None
         if group is None or dist.get_world_size(group) <= 1 or dist.get_backend(group) == "fake":
             return
@@ -91,27 +91,26 @@ class Agreement:
         """
         if self._store is None:
             return make()
-        self._round += 1
-        key = f"{self._round}/made"
+        self._texts += 1
+        first, failure = self._rank == self._ranks[0], None
         try:
-            if self._rank != self._ranks[0]:
-                return self._made_elsewhere(self._store, topic, key)
-            return self._made_here(self._store, key, make)
-        except dist.DistError as lost:
-            raise RankMismatchError(self._lost(topic, lost)) from lost
-
-    def _made_here(self, store: dist.Store, key: str, make: Callable[[], str]) -> str:
-        failure: Exception | None = None
-        try:
-            post = {"text": make()}
+            made = json.dumps({"text": make()}) if first else ""
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            post, failure = {"error": _class_of(error), "message": str(error)}, error
-        stands = store.compare_set(key, "", json.dumps(post)).decode()
+            made, failure = json.dumps({"error": _class_of(error), "message": str(error)}), error
+        try:
+            post = self._post(self._store, made) if first else self._await_post(self._store, topic)
+        except dist.DistError as lost:
+            post = json.dumps({"error": RankMismatchError.__name__, "message": self._lost(topic, lost)})
         if failure is not None:
             raise failure
-        return _unpacked(stands)
+        return _unpacked(post)
 
-    def _made_elsewhere(self, store: dist.Store, topic: str, key: str) -> str:
+    def _post(self, store: dist.Store, made: str) -> str:
+        """Post what was made; gives the post that stands: another one, if the others have given up."""
+        return store.compare_set(f"text {self._texts}", "", made).decode()
+
+    def _await_post(self, store: dist.Store, topic: str) -> str:
+        key = f"text {self._texts}"
         try:
             store.wait([key], timedelta(seconds=self._timeout))
         except dist.DistError:  # not in time, or no store any more: the next line tells which
@@ -120,11 +119,11 @@ class Agreement:
                 "ended, or is still busy: allow more time with timeout="
             )
             store.compare_set(key, "", json.dumps({"error": RankMismatchError.__name__, "message": late}))
-        text = _unpacked(store.get(key).decode())
-        if store.add(f"{key}/read", 1) == len(self._ranks) - 1:
+        post = store.get(key).decode()
+        if "text" in json.loads(post) and store.add(f"{key}/read", 1) == len(self._ranks) - 1:
             for spent in (key, f"{key}/read"):
                 store.delete_key(spent)
-        return text
+        return post
 
     def first_failure(self, text: str) -> str:
         """The text of the first rank that failed, which is ``text`` if that is this one; not a round."""
