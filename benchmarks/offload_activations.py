@@ -30,7 +30,8 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.passes.lowering import lower
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.runtime.executor import Executable, State
+from shardgraph.runtime.autograd import Differentiable
+from shardgraph.runtime.executor import State
 from shardgraph.runtime.measure import PeakMemory
 
 CONTENDERS = {
@@ -91,11 +92,11 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     call = {"input_ids": ids, "labels": ids}
     cluster = Cluster.load(options.cluster)
     joint = capture(model, (), call, device=torch.device("cpu"))
-    state, leaves = State(model, None, {}, torch.device("cpu")), tree_leaves(((), call))
+    state, leaves = State(model, None, torch.device("cpu")), tree_leaves(((), call))
     contenders = []
     for name, changes in CONTENDERS.items():
         program = lower(joint, replace(shardgraph.preset("single", ()), **changes), named_shapes(model))
-        run = Executable(program, state)
+        run = Differentiable(program, state)
         loss = lambda run=run: run(leaves, lambda: True).loss  # noqa: E731
         contenders.append(Contender(name, loss, model, analyze_program(program, cluster)))
     own = copy.deepcopy(model)

@@ -37,7 +37,6 @@ from shardgraph import Cluster, Pipeline
 from shardgraph.cost_models.actions import Action, Kind
 from shardgraph.cost_models.schedules import Ran, SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import Timeline
-from shardgraph.passes.pipeline.program import crossing
 from shardgraph.pictures.gantt import draw_gantt
 from shardgraph.pictures.svg import Drawing, document
 from shardgraph.plans.orders import SCHEDULES, find_schedule, pipeline_order, stages_per_rank
@@ -129,7 +128,7 @@ class Training:
 
     def _message(self) -> float:
         """Half of the time in which a microbatch's values go from rank 0 to rank 1 and back; the median of nine."""
-        buffer = torch.empty(sum(tensor.numel() for tensor in crossing(self.module.program, 1)[0]))
+        buffer = torch.empty(sum(tensor.numel() for tensor in self.module.program.stages[1].received))
         ways, seconds = [dist.send, dist.recv], []
         for _ in range(9 if dist.get_rank() < 2 else 0):
             started = time.perf_counter()

@@ -43,7 +43,8 @@ from shardgraph.passes.recompute.names import Rule, names_of, rules_for
 from shardgraph.passes.recompute.values import values_of
 from shardgraph.pictures import svg
 from shardgraph.plans.shards import named_shapes
-from shardgraph.runtime.executor import Executable, State
+from shardgraph.runtime.autograd import Differentiable
+from shardgraph.runtime.executor import State
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.recomputation import Choice, Recomputations
 
@@ -79,11 +80,11 @@ class Bench:
         plan = replace(shardgraph.preset("single", ()), recompute="budget")
         cluster = Cluster.load(options.cluster)
         self.found = Recomputations(self.joint, plan, named_shapes(self.model), cluster)
-        self.state = State(self.model, None, {}, torch.device("cpu"))
+        self.state = State(self.model, None, torch.device("cpu"))
         self.reference: list[torch.Tensor] = []
 
     def step_of(self, choice: Choice) -> Callable[[], torch.Tensor]:
-        executable = Executable(self.found.program(choice), self.state)
+        executable = Differentiable(self.found.program(choice), self.state)
         leaves = tree_leaves(((), self.call))
         return lambda: executable(leaves, lambda: True).loss
 

@@ -1,13 +1,14 @@
 """What a pass is, and the contract that every pass keeps.
 
-A pass is a frozen dataclass with a ``name`` and one method, ``run``, which changes a graph in place; its
-options are its fields, so that a pass prints as the text that makes it again and a pipeline is a tuple
-of passes. The contract, checked between passes by :func:`run_passes`:
+A pass is a frozen dataclass with a ``name``; its options are its fields, so that a pass prints as the text that makes
+it again and a pipeline is a tuple of passes. Most change one graph in place (:class:`Pass`). What makes several graphs
+of one, or looks at several together, works on a set of named graphs (:class:`GraphsPass`); :class:`Each` runs a pass of
+one graph on those of a set. The contract, checked after each by :func:`run_on_graphs`:
 
-* the graph is valid before and after (it lints; every value has ``meta["val"]``, and nodes have no other facts than
-  the attributes of :mod:`shardgraph.ir.attributes`);
-* what the graph takes and returns keeps its roles, and a result that a pass does not own keeps its
-  shape and dtype;
+* every graph is valid (it lints; every value has ``meta["val"]``, and nodes have no other facts than the attributes of
+  :mod:`shardgraph.ir.attributes`);
+* what a graph takes and returns keeps its roles, and a result that a pass does not own keeps its shape and dtype;
+* what one graph of the set takes from another, that one gives, in the shape and dtype in which it is taken;
 * a pass finds the facts that it ``requires``, none that it ``excludes``, and leaves those it ``provides``.
 """
 
@@ -23,10 +24,13 @@ import torch
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
-from shardgraph.ir import Gradient, Role, outputs
+from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, outputs, placeholders
 from shardgraph.ir.attributes import MADE_BY, REGISTRY
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.plans.plan import ParameterPlan, Plan
+
+Graphs = dict[str, fx.GraphModule]
+"""Graphs by name. The last part of a name is its kind: ``"forward"``, ``"stage0/forward"``."""
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Findings:
     ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
     whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
     are decisions that people should know of. ``sums`` has the axes of operators over which a parameter's gradient is
-    yet to be summed.
+    yet to be summed. ``batch_norms`` are those of each pipeline stage whose running statistics a step moves.
     """
 
     parameters: dict[str, ParameterPlan] = field(default_factory=dict)
@@ -44,10 +48,18 @@ class Findings:
     facts: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def copy(self) -> Findings:
         """The same, to add to on its own; every entry is immutable and shared."""
-        return Findings(dict(self.parameters), dict(self.shapes), set(self.facts), list(self.notes), dict(self.sums))
+        return Findings(
+            dict(self.parameters),
+            dict(self.shapes),
+            set(self.facts),
+            list(self.notes),
+            dict(self.sums),
+            dict(self.batch_norms),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,11 @@ class Context:
         return self.findings.sums
 
     @property
+    def batch_norms(self) -> dict[int, tuple[Any, ...]]:
+        """See :class:`Findings`."""
+        return self.findings.batch_norms
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis sizes by name."""
         return dict(self.plan.mesh)
@@ -125,7 +142,7 @@ class Context:
 
 
 class Pass(Protocol):
-    """The type of every rewrite pass."""
+    """A pass of one graph."""
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]]
@@ -137,43 +154,113 @@ class Pass(Protocol):
         ...
 
 
-def run_passes(
-    gm: fx.GraphModule,
-    passes: Sequence[Pass],
-    context: Context,
-    after_each: Callable[[Pass, fx.GraphModule], None] | None = None,
-) -> None:
-    """Run ``passes`` in order on ``gm``, checking the contract before and after each.
+class GraphsPass(Protocol):
+    """A pass of a set of named graphs."""
 
-    ``after_each`` sees the graph after every pass (dumps and progress hang on it).
+    @property
+    def name(self) -> str: ...
+    @property
+    def requires(self) -> frozenset[str]: ...
+    @property
+    def provides(self) -> frozenset[str]: ...
+    @property
+    def excludes(self) -> frozenset[str]: ...
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        """Change, add and remove graphs of the set in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Each:
+    """A pass of one graph, run on every graph of a set, or on those of one ``kind``."""
+
+    step: Pass
+    kind: str = ""
+
+    @property
+    def name(self) -> str:
+        """The pass's."""
+        return self.step.name
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The pass's."""
+        return self.step.requires
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """The pass's."""
+        return self.step.provides
+
+    @property
+    def excludes(self) -> frozenset[str]:
+        """The pass's."""
+        return self.step.excludes
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        """Run the pass on each."""
+        for name in of_kind(graphs, self.kind) if self.kind else graphs:
+            self.step.run(graphs[name], context)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def of_kind(graphs: Mapping[str, fx.GraphModule], kind: str) -> list[str]:
+    """The names of the graphs of a kind, in order; ``"recompute/joint"`` is a kind too."""
+    return [name for name in graphs if name == kind or name.endswith(f"/{kind}")]
+
+
+def sibling(name: str, kind: str) -> str:
+    """The name of the graph of another kind beside ``name``: ``"stage0/backward"`` beside ``"stage0/forward"``."""
+    return name[: name.rfind("/") + 1] + kind
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def run_passes(gm: fx.GraphModule, passes: Sequence[Pass], context: Context) -> None:
+    """Run ``passes`` in order on one graph, checking the contract before and after each.
 
     Raises:
         PassOrderError: a pass requires what no earlier pass provided, or excludes what one did.
         GraphInvariantError: a pass left the graph invalid.
     """
+    run_on_graphs({"": gm}, [Each(step) for step in passes], context)
+
+
+def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context) -> None:
+    """Run ``passes`` in order on a set of graphs, which they change, checking the contract before and after each.
+
+    Raises:
+        PassOrderError: a pass requires what no earlier pass provided, or excludes what one did.
+        GraphInvariantError: a pass left a graph invalid, or taking what no other gives.
+    """
     for step in passes:
         _check_order(step, context.facts)
-        before = _signature(gm)
-        known = {node.name for node in gm.graph.nodes}
-        step.run(gm, context)
-        for node in gm.graph.nodes:
-            if node.name not in known:
-                MADE_BY.set(node, MADE_BY.get(node, step.name))
-        _check_graph(step, gm, before)
-        for check in _checks:
-            check(step, gm, context)
+        before = {name: (gm, _results(gm)) for name, gm in graphs.items()}
+        known = {name: {node.name for node in gm.graph.nodes} for name, gm in graphs.items()}
+        step.run_on(graphs, context)
+        for name, gm in graphs.items():
+            same = name in before and before[name][0] is gm
+            for node in gm.graph.nodes if same else ():
+                if node.name not in known[name]:
+                    MADE_BY.set(node, MADE_BY.get(node, step.name))
+            _check_graph(step, gm, before[name][1] if same else None)
+            for check in _checks:
+                check(step, gm, context)
+        _check_given(step, graphs)
         context.facts.update(step.provides)
-        if after_each is not None:
-            after_each(step, gm)
 
 
-Check = Callable[[Pass, fx.GraphModule, Context], None]
+Check = Callable[[GraphsPass, fx.GraphModule, Context], None]
 _checks: list[Check] = []
 
 
 @contextmanager
 def checking(check: Check) -> Iterator[None]:
-    """Within, ``check`` also sees the graph after every pass: what takes too long to check in every compilation."""
+    """Within, ``check`` also sees every graph after every pass: what takes too long to check in every compilation."""
     _checks.append(check)
     try:
         yield
@@ -181,7 +268,7 @@ def checking(check: Check) -> Iterator[None]:
         _checks.remove(check)
 
 
-def _check_order(step: Pass, facts: set[str]) -> None:
+def _check_order(step: GraphsPass, facts: set[str]) -> None:
     if missing := step.requires - facts:
         raise PassOrderError(
             f"the pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it provides; "
@@ -193,16 +280,18 @@ def _check_order(step: Pass, facts: set[str]) -> None:
         )
 
 
-def _signature(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
-    def shape(value: Any) -> Any:
-        tensor = value.meta.get("val") if isinstance(value, fx.Node) else value
-        return (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor
+def _form(value: Any) -> Any:
+    """The shape and dtype of a tensor; anything else is its own form."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else value
+    return (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor
 
+
+def _results(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
     # Gradients are what rewrite passes change the form of; their shape is checked against the shard instead.
-    return [(role, None if isinstance(role, Gradient) else shape(value)) for role, value in outputs(gm)]
+    return [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
 
 
-def _check_graph(step: Pass, gm: fx.GraphModule, before: list[tuple[Role | None, Any]]) -> None:
+def _check_graph(step: GraphsPass, gm: fx.GraphModule, before: list[tuple[Role | None, Any]] | None) -> None:
     try:
         gm.graph.lint()
     except RuntimeError as error:
@@ -215,8 +304,38 @@ def _check_graph(step: Pass, gm: fx.GraphModule, before: list[tuple[Role | None,
                 f"the pass {step.name!r} wrote meta[{min(unknown)!r}] of the node {node.name!r}, which is no "
                 "attribute: register it in shardgraph.ir.attributes"
             )
-    for (role, old), (new_role, new) in zip(before, _signature(gm), strict=True):
+    for (role, old), (new_role, new) in zip(before, _results(gm), strict=True) if before is not None else ():
         if role != new_role or old != new:
             raise GraphInvariantError(
                 f"the pass {step.name!r} changed the result {role} from {old} to {new_role} {new}"
             )
+
+
+def _check_given(step: GraphsPass, graphs: Graphs) -> None:
+    """Check that what a graph takes from others is given by one of them, in that form, where they are in the set."""
+    given = {name: {role: _form(value) for role, value in outputs(gm)} for name, gm in graphs.items()}
+    for name, gm in graphs.items():
+        for role, node in placeholders(gm).items():
+            givers = list(_givers(name, role))
+            if not givers or not graphs.keys() >= set(givers):
+                continue
+            forms = [given[giver][role] for giver in givers if role in given[giver]]
+            if _form(node) not in forms:
+                raise GraphInvariantError(
+                    f"the pass {step.name!r} left {name!r} taking {role} as {_form(node)}, and "
+                    f"{' and '.join(map(repr, givers))} gives it as {', '.join(map(str, forms)) or 'nothing'}"
+                )
+
+
+def _givers(name: str, role: Role) -> Iterator[str]:
+    """The names of the graphs of which one gives what the graph of this name takes for a role."""
+    stage, kind = name.split("/")[0], name.rpartition("/")[2]
+    if isinstance(role, Saved):
+        yield sibling(name, "forward")
+        if kind == "weights":
+            yield sibling(name, "inputs")
+    elif isinstance(role, Gathered):
+        yield f"{stage}/gather"
+    elif isinstance(role, (Forwarded, Returned)) and stage.startswith("stage"):
+        before = -1 if isinstance(role, Forwarded) else 1
+        yield f"stage{int(stage.removeprefix('stage')) + before}/{kind}"

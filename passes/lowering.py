@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -14,19 +14,23 @@ from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.random_state import check_random_state
-from shardgraph.passes.base import Context, Pass, run_passes
+from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, Pass, of_kind, run_on_graphs, run_passes, sibling
 from shardgraph.passes.chunking.chunk_loss import ChunkLoss, MarkScores
 from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.offload.mark_offloaded import MarkOffloaded
-from shardgraph.passes.offload.offload_activations import check_offloaded, offload_activations
+from shardgraph.passes.offload.offload_activations import OffloadActivations
 from shardgraph.passes.offload.offload_parameters import OffloadGradients, OffloadParameters
+from shardgraph.passes.parameters.accumulate_gradients import KeepGradientsLocal
 from shardgraph.passes.parameters.average_buffers import AverageBuffers
 from shardgraph.passes.parameters.mixed_precision import MixedPrecision
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
-from shardgraph.passes.partition.split import split
-from shardgraph.passes.program import Program
+from shardgraph.passes.partition.split import Partition
+from shardgraph.passes.pipeline.extract import DivideIntoStages
+from shardgraph.passes.pipeline.once import DropUntrained, GatherOnce, ReduceOnce
+from shardgraph.passes.pipeline.recompute_stage import CopyToRecompute, RecomputeStage
+from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
 from shardgraph.passes.schedule.overlap import OverlapCollectives
 from shardgraph.passes.schedule.overlap_copies import OverlapCopies
@@ -34,6 +38,27 @@ from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
 from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.plan import Plan, in_patterns
 from shardgraph.plans.shards import named_shapes
+
+
+@dataclass(frozen=True)
+class CheckProgram:
+    """Takes all graphs; checks that no rank can wait for ever, that no operation has values of both host and device,
+    and that nothing random is drawn twice. Must not change: anything.
+    """
+
+    name: ClassVar[str] = "check-program"
+    requires: ClassVar[frozenset[str]] = frozenset({"split"})
+    provides: ClassVar[frozenset[str]] = frozenset({"checked"})
+    excludes: ClassVar[frozenset[str]] = frozenset()
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for gm in graphs.values():
+            on_host(gm)
+            check_waits(gm)
+            check_program(gm, context.plan.mesh)
+        for name in of_kind(graphs, "forward"):
+            check_random_state(graphs[name], graphs.get(sibling(name, "backward")))
+
 
 WHOLE_PASSES: tuple[Pass, ...] = (
     RemoveConstraints(),  # annotated activations have their placements
@@ -49,11 +74,41 @@ RANK_PASSES: tuple[Pass, ...] = (
     OffloadGradients(),  # and go to the host
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
-JOINT_PASSES = (*WHOLE_PASSES, *RANK_PASSES)
-HALF_PASSES: tuple[Pass, ...] = (
+SCHEDULE_PASSES: tuple[Pass, ...] = (
     OverlapCollectives(),  # start gathers early, await reductions late
     OverlapCopies(),  # and so copies between host and device
 )
+
+
+def passes_of(plan: Plan) -> dict[str, list[GraphsPass]]:
+    """All passes between :func:`place` and the program, in order, by the step that they are of."""
+    divide: list[GraphsPass] = []
+    once: list[GraphsPass] = []
+    if plan.pipeline is not None:
+        divide = [DivideIntoStages(plan.pipeline.stages)]  # each stage's own graph, with what crosses
+        once = [
+            GatherOnce(),  # parameters that are kept are gathered once a step
+            ReduceOnce(),  # gradients are reduced once a step,
+            Each(KeepGradientsLocal(), "backward"),  # and not for every microbatch
+            DropUntrained(),  # frozen first stages have no backward
+        ]
+    again: list[GraphsPass] = []
+    if plan.pipeline is not None and plan.pipeline.checkpoint != "never":
+        again = [
+            CopyToRecompute(),  # for microbatches that keep only what the stage is given
+            Each(RecomputeStage(), "recompute/joint"),  # all else is computed again
+            Each(MarkOffloaded(), "recompute/joint"),  # so other values can lie in host memory
+        ]
+    whole, rank, scheduled = (
+        [Each(step) for step in passes] for passes in (WHOLE_PASSES, RANK_PASSES, SCHEDULE_PASSES)
+    )
+    return {
+        "rewrite": [*whole, *divide, *rank, *again],
+        "split": [Partition(), *once],  # forward and backward
+        "schedule": [*scheduled, OffloadActivations()],  # values kept for backward go to the host, late ones come back
+        "check": [CheckProgram()],
+    }
+
 
 STAGES = 5  # capture, rewrite, split, schedule, check: what a progress line counts
 
@@ -89,6 +144,8 @@ def lower(
 ) -> Program:
     """The program of a captured graph under ``plan``; the graph is left as it is, so that plans can be tried on it.
 
+    Under a plan with a pipeline the graph is that of one microbatch, and the plan says where stages begin.
+
     Raises:
         PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name.
         DeadlockError: the program's collectives could block for ever.
@@ -122,34 +179,13 @@ def emit(
         PlanError: the plan's recomputation names what the model does not have.
         DeadlockError: the program's collectives could block for ever.
     """
-    plan = context.plan
-    run_passes(gm, JOINT_PASSES, context)
-
-    show("split")
-    forward, backward = split(gm, context)
-
-    show("schedule")
-    for half in (forward, backward):
-        if half is not None:
-            run_passes(half, HALF_PASSES, context)
-
-    kept = None if backward is None else offload_activations(forward, backward, context)
-    check_offloaded(plan, shapes, kept)
-
-    show("check")
-    for half in (forward, backward):
-        if half is not None:
-            check_half(half, plan)
-    check_random_state(forward, backward)
-    return Program(joint, forward, backward, plan, context.parameters, shapes, context)
-
-
-def check_half(half: fx.GraphModule, plan: Plan) -> None:
-    """Raise DeadlockError if the collectives of a graph could block for ever, GraphInvariantError if an operation has
-    values of both host and device."""
-    on_host(half)
-    check_waits(half)
-    check_program(half, plan.mesh)
+    plan, graphs = context.plan, {"joint": gm}
+    for step, passes in passes_of(plan).items():
+        if step != "rewrite":  # which began with the placing of operators
+            show(step)
+        run_on_graphs(graphs, passes, context)
+    actions = schedule(plan, any(of_kind(graphs, "backward")))
+    return Program(joint, graphs, actions, plan, context.parameters, shapes, context)
 
 
 def placing_passes(plan: Plan) -> list[Pass]:

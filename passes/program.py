@@ -1,9 +1,24 @@
-"""A program: what the passes make of a captured graph for one kind of call, the same text on every rank."""
+"""A program: what the passes make of a captured graph for one kind of call, the same text on every rank.
+
+It is a set of named graphs and a schedule of actions, each of which runs one of them. Without a pipeline there is one
+stage, whose actions are forward, then backward::
+
+    forward, backward
+
+With a pipeline every stage has graphs of its own, which are run for each microbatch, but for those that gather
+parameters and reduce gradients once a step::
+
+    stage0/gather, stage0/forward, stage0/backward, stage0/reduce, stage1/gather, ...
+    stage0/recompute/forward, stage0/recompute/backward
+
+The latter are of microbatches that compute forward again in backward. Further graphs are made from a backward graph
+when a step first needs them; see :meth:`Program.graph`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,32 +26,182 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.ir import JointGraph, Tangent
-from shardgraph.passes.base import Context, Pass, run_passes
+from shardgraph.cost_models.actions import Action, Kind, Order
+from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned, Role, Tangent
+from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
+from shardgraph.passes.pipeline.batch_norm import BatchNorm
+from shardgraph.passes.pipeline.weight_gradients import SplitBackward
 from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.plan import Plan
 
+# What each kind of graph is made by from the backward graph beside it.
+_DERIVED: dict[str, tuple[GraphsPass, ...]] = {
+    "local": (Each(KeepGradientsLocal()),),  # inside no_sync
+    "accumulate": (Each(AddAccumulated()),),  # that ends it
+    "inputs": (SplitBackward(),),  # the half of backward for which the stage before waits
+    "weights": (SplitBackward(),),  # the other half
+}
+_GRAPH_OF: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 
-class Emitted:
-    """What a compilation emits: graphs that are the same text on every rank, and what is needed to call them.
 
-    ``joint`` is the graph as captured, before any rewrite; ``context`` what the passes knew.
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The graphs of one stage for one microbatch, of which ``prefix`` begins the names.
+
+    ``backward`` gives this rank's gradients, in a pipeline whole and unreduced; it is None where nothing before or in
+    the stage is trained. ``parts`` are its two halves, the gradients of what the stage was given and those of its
+    weights.
+    """
+
+    program: Program
+    prefix: str
+
+    def name(self, kind: Kind) -> str:
+        """The name of the graph that an action of this kind runs."""
+        return self.prefix + _GRAPH_OF[kind]
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """Forward."""
+        return self.program.graphs[self.prefix + "forward"]
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """Backward, if anything is trained."""
+        return self.program.graphs.get(self.prefix + "backward")
+
+    @property
+    def parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """See :class:`shardgraph.passes.pipeline.weight_gradients.SplitBackward`."""
+        return self.program.graph(self.name("I")), self.program.graph(self.name("W"))
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """One stage, the same text on all of its ranks: a view of the program's graphs whose names ``prefix`` begins.
+
+    ``kept`` are the graphs of microbatches whose values are kept for backward, ``again`` of those that compute them
+    again. ``batch_norms`` are those whose statistics a training step of a pipeline moves.
+    """
+
+    program: Program
+    number: int
+    prefix: str
+    batch_norms: tuple[BatchNorm, ...]
+
+    @property
+    def gather(self) -> fx.GraphModule | None:
+        """Gathers, once a step, the parameters that are kept."""
+        return self.program.graphs.get(self.prefix + "gather")
+
+    @property
+    def reduce(self) -> fx.GraphModule | None:
+        """Reduces, once a step, gradients added up over microbatches."""
+        return self.program.graphs.get(self.prefix + "reduce")
+
+    @cached_property
+    def kept(self) -> Halves:
+        """For a microbatch whose values are kept."""
+        return Halves(self.program, self.prefix)
+
+    @cached_property
+    def again(self) -> Halves:
+        """For a microbatch whose forward is computed again in backward."""
+        prefix = self.prefix + "recompute/"
+        return Halves(self.program, prefix) if prefix + "forward" in self.program.graphs else self.kept
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        """The names of the parameters that the stage uses."""
+        graphs = [graph for graph in (self.gather, self.kept.forward) if graph is not None]
+        return [role.fqn for graph in graphs for role in ir.placeholders(graph) if isinstance(role, Parameter)]
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that get a gradient here."""
+        backward = self.kept.backward
+        return frozenset() if backward is None else frozenset(gradients_of(ir.outputs(backward)))
+
+    @cached_property
+    def written(self) -> list[str]:
+        """The names of the buffers that the stage writes."""
+        roles = [role for role, _ in ir.outputs(self.kept.forward)]
+        return [role.of.fqn for role in roles if isinstance(role, Mutation) and isinstance(role.of, Buffer)]
+
+    @cached_property
+    def received(self) -> list[torch.Tensor]:
+        """What the stage takes from the one before, as fake tensors in order."""
+        return _taken(self.kept.forward, Forwarded)
+
+    @cached_property
+    def returned(self) -> list[torch.Tensor]:
+        """What it takes from the one after in backward, likewise."""
+        return [] if self.kept.backward is None else _taken(self.kept.backward, Returned)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Named graphs, the same on every rank, the actions that run them, and what is needed to call them.
+
+    ``joint`` is the graph as captured, before any rewrite. ``actions`` are what each place along the pipeline does in
+    a step. ``parameters`` and ``shapes`` are the plan of each parameter and its unsharded shape, by name; ``context``
+    is what the passes knew.
     """
 
     joint: JointGraph
+    graphs: Mapping[str, fx.GraphModule]
+    actions: Order
+    plan: Plan
+    parameters: Mapping[str, ParameterPlan]
+    shapes: Mapping[str, torch.Size]
     context: Context
+    _made: dict[tuple[str, frozenset[Tangent]], fx.GraphModule] = field(default_factory=dict, init=False, repr=False)
+
+    # -- graphs ------------------------------------------------------------------------------------
 
     @property
-    def graphs(self) -> list[fx.GraphModule]:
-        """All graphs that a step runs."""
-        raise TypeError(f"{type(self).__name__} does not say which graphs it has")
+    def forward(self) -> fx.GraphModule:
+        """The forward graph of a program without a pipeline."""
+        return self.graphs["forward"]
 
     @property
-    def forwards(self) -> list[fx.GraphModule]:
-        """Those of forward."""
-        raise TypeError(f"{type(self).__name__} does not say which graphs are forward's")
+    def backward(self) -> fx.GraphModule | None:
+        """Its backward graph, where it is differentiable."""
+        return self.graphs.get("backward")
+
+    @cached_property
+    def stages(self) -> tuple[StageProgram, ...]:
+        """The stages of the pipeline; without one, the only stage."""
+        names = of_kind(self.graphs, "forward")
+        prefixes = dict.fromkeys(sibling(name, "").removesuffix("recompute/") for name in names)
+        norms = self.context.batch_norms
+        return tuple(StageProgram(self, i, prefix, norms.get(i, ())) for i, prefix in enumerate(prefixes))
+
+    def graph(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
+        """A graph by its name, or one that is made from the backward graph beside it when it is first asked for.
+
+        Those are ``local`` (of ``no_sync``), ``accumulate`` (that ends it), ``inputs`` and ``weights`` (the two halves
+        of a stage's backward). ``absent`` are the tangents that backward does without, because the loss does not depend
+        on their outputs.
+        """
+        if name in self.graphs and not absent:
+            return self.graphs[name]
+        if (name, absent) not in self._made:
+            backward = sibling(name, "backward")
+            graphs: Graphs = {backward: ir.copy_graph(self.graphs[backward])}
+            steps: list[GraphsPass] = [Each(DropZeroTangents(absent))] if absent else []
+            steps += _DERIVED.get(name.rpartition("/")[2], ())
+            run_on_graphs(graphs, steps, self.context.of_graph())
+            self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
+        return self._made[name, absent]
+
+    def backward_variant(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
+        """The backward graph ``"reduce"``, ``"local"`` or ``"accumulate"`` of a program without a pipeline."""
+        return self.graph("backward" if name == "reduce" else name, absent)
+
+    # -- what is needed to call them ---------------------------------------------------------------
 
     @property
     def out_spec(self) -> Any:
@@ -57,47 +222,67 @@ class Emitted:
     def random(self) -> bool:
         """Whether forward draws random numbers."""
         tag = torch.Tag.nondeterministic_seeded
-        return any(tag in getattr(node.target, "tags", ()) for gm in self.forwards for node in gm.graph.nodes)
+        forwards = [stage.kept.forward for stage in self.stages]
+        return any(tag in getattr(node.target, "tags", ()) for gm in forwards for node in gm.graph.nodes)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The parameters that get a gradient."""
+        return frozenset().union(*(stage.trained for stage in self.stages))
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter or make a part of its gradient; one that none uses is the first's."""
+        found: dict[str, tuple[int, ...]] = {}
+        for stage in self.stages:
+            for fqn in dict.fromkeys([*stage.parameters, *sorted(stage.trained)]):
+                found[fqn] = (*found.get(fqn, ()), stage.number)
+        return {fqn: found.get(fqn, (0,)) for fqn in self.shapes}
+
+    # -- what ranks compare ------------------------------------------------------------------------
 
     @cached_property
     def text(self) -> str:
         """All graphs as text, the same on every rank: what ranks compare before they run."""
-        return "\n".join(node.format_node() or "" for gm in self.graphs for node in gm.graph.nodes)
+        return "\n".join(
+            line
+            for name, gm in self.graphs.items()
+            for line in (f"graph {name}:", *(node.format_node() or "" for node in gm.graph.nodes))
+        )
+
+    @cached_property
+    def communication(self) -> str:
+        """What a rank sends and receives in a call, in order: equal for programs that ranks may mix. Empty: nothing."""
+        return "\n".join(line for gm in self.graphs.values() for line in self._communication_of(gm))
+
+    def _communication_of(self, gm: fx.GraphModule) -> Iterator[str]:
+        for node in ir.collectives(gm):
+            rest = [arg for arg in node.args if not isinstance(arg, fx.Node)]
+            yield f"{node.target} {_form(node.args[0])} {rest}"
+        if self.plan.pipeline is not None:  # messages between stages, and what a step reduces beside the graphs
+            yield f"results {[(role, _form(value)) for role, value in ir.outputs(gm)]}"
 
 
-@dataclass(eq=False)
-class Program(Emitted):
-    """Forward and backward graphs, the same on every rank, and what is needed to call them."""
-
-    joint: JointGraph
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    plan: Plan
-    parameters: Mapping[str, ParameterPlan]
-    shapes: Mapping[str, torch.Size]
-    context: Context
-
-    @property
-    def graphs(self) -> list[fx.GraphModule]:
-        """Forward and, of what is trained, backward."""
-        return [half for half in (self.forward, self.backward) if half is not None]
-
-    @property
-    def forwards(self) -> list[fx.GraphModule]:
-        """Forward."""
-        return [self.forward]
-
-    def backward_variant(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
-        """The backward graph ``"reduce"``, ``"local"`` (of ``no_sync``) or ``"accumulate"`` (that ends it).
-
-        ``absent`` are the tangents that it does without, because the loss does not depend on their outputs.
-        """
-        assert self.backward is not None
-        steps: list[Pass] = [DropZeroTangents(absent)] if absent else []
-        steps += _ENDINGS[name]
-        variant = ir.copy_graph(self.backward)
-        run_passes(variant, steps, self.context.of_graph())
-        return variant
+def schedule(plan: Plan, trains: bool) -> Order:
+    """What each place along the pipeline does in a step; without a pipeline forward, then backward."""
+    order: Order = ((Action(0, "F", 0), Action(0, "B", 0)),) if plan.pipeline is None else plan.pipeline.order
+    return order if trains else tuple(tuple(a for a in actions if a.kind == "F") for actions in order)
 
 
-_ENDINGS: dict[str, list[Pass]] = {"reduce": [], "local": [KeepGradientsLocal()], "accumulate": [AddAccumulated()]}
+def gradients_of(results: Iterable[tuple[Role | None, Any]]) -> dict[str, Any]:
+    """The gradients of parameters among results by role, by the parameter's name."""
+    return {
+        role.of.fqn: value
+        for role, value in results
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and value is not None
+    }
+
+
+def _taken(gm: fx.GraphModule, kind: type) -> list[torch.Tensor]:
+    taken = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
+    return [taken[index] for index in sorted(taken)]
+
+
+def _form(value: Any) -> str:
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else value
+    return f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else str(tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -173,6 +175,14 @@ def test_the_same_model_compiles_after_an_error(monkeypatch):
     with pytest.raises(PlanError):
         shardgraph.compile(model, "single", memory=64, example_inputs=(X,))
     trains(shardgraph.compile(model, "single", example_inputs=(X,)), model)
+
+
+def test_nothing_holds_the_whole_parameters_after_a_compilation():
+    model = Net()
+    whole = [weakref.ref(parameter) for parameter in model.parameters()]
+    sharded = shardgraph.compile(model, "single", example_inputs=(X,))
+    gc.collect()
+    assert sharded.plan.name == "single" and not any(ref() is not None for ref in whole)
 
 
 def test_a_model_whose_initialisation_ties_parameters_is_compiled_as_they_are_then():

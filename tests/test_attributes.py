@@ -17,8 +17,7 @@ from shardgraph import GraphInvariantError, Pipeline, ir, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir.attributes import RECOMPUTE, REGISTRY, ROLE, SOURCE, SUBJECT, VALUE, Change, carried
 from shardgraph.passes.base import Context, run_passes
-from shardgraph.passes.lowering import build_program
-from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.plan import Offload
 from shardgraph.plans.shards import named_shapes
@@ -34,7 +33,7 @@ KEPT = {  # besides by copies, which keep everything
     "mean_of": set(),
     "cast_of": set(),
     "placements": {"PASSED", "REWRITTEN", "DIVIDED"},
-    "recompute": {"REWRITTEN", "DIVIDED"},
+    "recomputed": {"REWRITTEN", "DIVIDED"},
     "offloaded_by": {"REWRITTEN", "DIVIDED", "CHUNKED"},
     "scores": {"REWRITTEN", "DIVIDED"},
     "chunk": {"REWRITTEN", "DIVIDED"},
@@ -53,7 +52,7 @@ KEPT = {  # besides by copies, which keep everything
 SAMPLES = {
     "roles": [None],
     "placements": {},
-    "recompute": False,
+    "recomputed": False,
     "offloaded_by": frozenset({"a"}),
     "scores": 7,
     "chunk": 7,
@@ -108,7 +107,7 @@ def test_what_is_no_attribute_is_refused_and_not_dropped():
 
 
 def test_an_attribute_of_another_type_is_refused():
-    with pytest.raises(TypeError, match=r"'recompute' of .* is whether backward recomputes it"):
+    with pytest.raises(TypeError, match=r"'recomputed' of .* is whether backward recomputes it"):
         RECOMPUTE.set(one_node(), 1)
 
 
@@ -195,14 +194,14 @@ def test_the_nodes_of_a_program_have_attributes_alone(plan):
     chosen, changes = PLANS[plan]
     model, call = Classifier(), (torch.randn(8, 8), torch.randint(0, 64, (8,)))
     program = build_program(model, replace(chosen, **changes), call)
-    assert not {key for gm in program.graphs for node in gm.graph.nodes for key in node.meta} - REGISTRY.keys()
+    assert not {key for gm in program.graphs.values() for node in gm.graph.nodes for key in node.meta} - REGISTRY.keys()
 
 
 def test_the_nodes_of_a_pipeline_have_attributes_alone():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     joint = capture(model, (torch.randn(4, 8),), {}, device=torch.device("cpu"))
     plan = preset("pp+fsdp", {"pp": 2, "dp": 2}, Pipeline(2, stages=["2"]))
-    graphs = lower_pipeline(joint, plan, named_shapes(model)).graphs
+    graphs = lower(joint, plan, named_shapes(model)).graphs.values()
     assert not {key for gm in graphs for node in gm.graph.nodes for key in node.meta} - REGISTRY.keys()
 
 

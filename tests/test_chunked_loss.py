@@ -17,8 +17,7 @@ from shardgraph import Pipeline, Plan, PlanError, Precision, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Saved, collectives, outputs
 from shardgraph.ir.attributes import SUBJECT
-from shardgraph.passes.lowering import build_program
-from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import program_memory
@@ -239,7 +238,7 @@ def test_backward_in_two_halves_hands_on_no_scores_from_one_to_the_other():
     model = Loss(model)
     joint, shapes = capture(model, (), kwargs, device=torch.device("cpu")), named_shapes(model)
     plan = place_stages(joint, replace(preset("pp", {"pp": 2}, Pipeline(2)), loss_chunk=CHUNK), shapes)
-    inputs, _ = lower_pipeline(joint, plan, shapes).stages[-1].kept.parts
+    inputs, _ = lower(joint, plan, shapes).stages[-1].kept.parts
     handed = tree_leaves([node.meta["val"] for role, node in outputs(inputs) if isinstance(role, Saved)])
     gradient = shapes["model.transformer.wte.weight"]  # of the head, summed over chunks
     assert [value.shape for value in handed if isinstance(value, torch.Tensor) and 61 in value.shape] == [gradient]

@@ -28,7 +28,6 @@ from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
-from shardgraph.passes.base import Context
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.partition.split import split
 from shardgraph.passes.program import Program
@@ -364,12 +363,11 @@ class Dropped(nn.Module):
 
 
 def test_a_program_that_would_draw_other_numbers_in_backward_is_refused():
-    joint, shapes = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU), named_shapes(Dropped())
+    joint = capture(Dropped(), (torch.randn(4, 8),), {}, device=CPU)
     for node in joint.module.graph.nodes:
         if node.op == "call_function":
             RECOMPUTE.set(node, True)
-    plan = preset("single", ())
-    halves = split(joint.module, Context.of(plan, shapes, joint.fake_mode))
+    halves = split(joint.module)
     with pytest.raises(RandomStateError, match=r"test_recompute\.py:\d+\) draws random numbers in forward"):
         check_random_state(*halves)
 

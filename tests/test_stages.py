@@ -13,8 +13,9 @@ from shardgraph import Pipeline, Plan, PlanError, preset, stage
 from shardgraph.capture.capture import capture
 from shardgraph.ir import Accumulated, Gradient, Parameter, collectives, outputs, placeholders
 from shardgraph.ir.attributes import REDUCES
+from shardgraph.passes.lowering import lower
 from shardgraph.passes.pipeline.cuts import cut_points
-from shardgraph.passes.pipeline.program import PipelineProgram, crossing, lower_pipeline
+from shardgraph.passes.program import Program
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.pipeline.microbatches import microbatches
 from shardgraph.search.stages import place_stages
@@ -38,10 +39,10 @@ def words(rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def cut(model: nn.Module, call: dict, plan: str, mesh: dict[str, int], pipeline: Pipeline) -> PipelineProgram:
+def cut(model: nn.Module, call: dict, plan: str, mesh: dict[str, int], pipeline: Pipeline) -> Program:
     joint = capture(model, (), call, device=torch.device("cpu"))
     shapes = named_shapes(model)
-    return lower_pipeline(joint, place_stages(joint, preset(plan, mesh, pipeline), shapes), shapes)
+    return lower(joint, place_stages(joint, preset(plan, mesh, pipeline), shapes), shapes)
 
 
 def verified(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, rows: int = 8) -> shardgraph.verify:
@@ -88,7 +89,7 @@ def test_frozen_layers_get_no_backward():
     plan = preset("pp", {"pp": 2}, Pipeline(2, stages=("transformer.h.2",)))
     program = cut(model, text(4), "pp", {"pp": 2}, Pipeline(2, stages=("transformer.h.2",)))
     assert program.stages[0].kept.backward is None
-    assert crossing(program, 0)[1] == []
+    assert program.stages[0].returned == []
     shardgraph.verify(model, (), plan, example_kwargs=words(4), fp64=True).raise_if_failed()
 
 
@@ -98,17 +99,17 @@ def test_frozen_layers_get_no_backward():
 def test_a_cut_between_layers_sends_hidden_states_and_nothing_else():
     model = llama(4)
     program = cut(model, text(2), "pp", {"pp": 2}, Pipeline(2, stages=("model.layers.2",)))
-    received, _ = crossing(program, 1)
+    received = program.stages[1].received
     hidden = (*text(2)["input_ids"].shape, model.config.hidden_size)
     assert [tuple(each.shape) for each in received] == [hidden]
-    assert [tuple(each.shape) for each in crossing(program, 0)[1]] == [hidden]
+    assert [tuple(each.shape) for each in program.stages[0].returned] == [hidden]
 
 
 def test_skip_connections_are_handed_on_through_the_stages_between():
     joint = capture(UNet(), (torch.randn(2, 3, 8, 8),), {}, device=torch.device("cpu"))
     shapes = named_shapes(UNet())
-    program = lower_pipeline(joint, preset("pp", {"pp": 3}, Pipeline(3, stages=("middle", "up.1"))), shapes)
-    passed = [{tuple(each.shape) for each in crossing(program, number)[0]} for number in (1, 2)]
+    program = lower(joint, preset("pp", {"pp": 3}, Pipeline(3, stages=("middle", "up.1"))), shapes)
+    passed = [{tuple(each.shape) for each in program.stages[number].received} for number in (1, 2)]
     assert (2, 4, 8, 8) in passed[0] & passed[1]
 
 
@@ -143,7 +144,7 @@ def test_a_pipeline_of_a_plan_round_trips_through_yaml():
 def test_what_counts_batches_does_not_draw_the_backward_of_the_layer_before_into_its_stage():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
     joint = capture(model, (torch.randn(2, 3, 8, 8),), {}, device=torch.device("cpu"))
-    program = lower_pipeline(joint, preset("pp", {"pp": 2}, Pipeline(2, stages=("2",))), named_shapes(model))
+    program = lower(joint, preset("pp", {"pp": 2}, Pipeline(2, stages=("2",))), named_shapes(model))
     assert program.owners["1.weight"] == (0,)
 
 
@@ -240,7 +241,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
     joint = capture(Counter(), (torch.randn(2, 2),), {}, device=torch.device("cpu"))
     plan = preset("pp", {"pp": 2}, Pipeline(2, stages=("second",)))
     with pytest.raises(PlanError, match=r"'calls' is written in stage 1 and read in stage 0"):
-        lower_pipeline(joint, plan, named_shapes(Counter()))
+        lower(joint, plan, named_shapes(Counter()))
 
 
 def test_a_balance_that_does_not_add_up_is_refused():

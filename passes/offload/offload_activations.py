@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from shardgraph.errors import PlanError
-from shardgraph.ir import Saved, outputs, set_outputs
+from shardgraph.ir import Forwarded, Saved, outputs, set_outputs
 from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
 from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.offload.kept import Kept, kept_values, window_of
 from shardgraph.passes.offload.mark_offloaded import offloads
@@ -23,15 +25,34 @@ from shardgraph.plans.plan import Plan
 _SMALL = 1 / 100  # of the window: what takes longer to start than its bytes are worth
 
 
-def offload_activations(
-    forward: fx.GraphModule, backward: fx.GraphModule, context: Context, *, at_once: bool = True
-) -> list[Kept]:
+@dataclass(frozen=True)
+class OffloadActivations:
+    """Takes forward and backward graphs; gives those in which what the plan offloads of what is kept for backward lies
+    in host memory in between.
+
+    Must not change: what each node computes, and the order of the others.
+    """
+
+    name: ClassVar[str] = "offload-activations"
+    requires: ClassVar[frozenset[str]] = frozenset({"split", "marked-offloaded", "overlapped-copies"})
+    provides: ClassVar[frozenset[str]] = frozenset({"offloaded-activations"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-activations"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        kept: list[Kept] = []
+        backwards = of_kind(graphs, "backward")
+        for name in backwards:
+            forward = graphs[sibling(name, "forward")]
+            last = not any(isinstance(role, Forwarded) for role, _ in outputs(forward))
+            kept += _offload(forward, graphs[name], context, at_once=last)
+        _check_offloaded(context.plan, context.shapes, kept if backwards else None)
+
+
+def _offload(forward: fx.GraphModule, backward: fx.GraphModule, context: Context, *, at_once: bool) -> list[Kept]:
     """Copies to the host what forward keeps and the plan offloads, and back ahead of its first use in backward.
 
     A copy starts as soon as its value is made, and is awaited as :mod:`shardgraph.passes.offload.window` says. What is
     small stays, and so does what backward begins with, if it follows ``at_once``. Returns all that could be moved.
-
-    Must not change: what each node computes, and the order of the others.
     """
     if not offloads(context.plan):
         return []
@@ -46,12 +67,10 @@ def offload_activations(
         context.notes.append("no activations are offloaded: backward begins with all that are kept for it")
     _copy_away(forward, context, kept, stays, window)
     _copy_back(backward, context, wanted, stays, window)
-    for half in (forward, backward):
-        half.graph.lint()
     return all_kept
 
 
-def check_offloaded(plan: Plan, shapes: Iterable[str], kept: Collection[Kept] | None) -> None:
+def _check_offloaded(plan: Plan, shapes: Iterable[str], kept: Collection[Kept] | None) -> None:
     """Check that there is something of all that the plan offloads.
 
     ``kept`` is all that is kept for backward, None if there is no backward; ``shapes`` has the names of parameters,

@@ -1,4 +1,4 @@
-"""The split of a joint graph into a forward and a backward graph.
+"""The partition of a joint graph into a forward and a backward graph.
 
 Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
 forward's values is either saved, or, for nodes with ``RECOMPUTE`` and the views and casts of them,
@@ -9,7 +9,8 @@ split once; nothing partitions it again.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,17 +18,36 @@ from torch import fx
 from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders
 from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 
 
-def split(gm: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+@dataclass(frozen=True)
+class Partition:
+    """Takes joint graphs; gives for each a forward graph and, where it is differentiable, a backward graph.
+
+    Must not change: what either computes.
+    """
+
+    name: ClassVar[str] = "partition"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"split"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "joint"):
+            forward, backward = split(graphs.pop(name))
+            graphs[sibling(name, "forward")] = forward
+            if backward is not None:
+                graphs[sibling(name, "backward")] = backward
+
+
+def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """``(forward, backward)`` of a joint graph; ``backward`` is None when nothing is differentiable.
 
     The forward graph takes what the joint graph takes but tangents and returns its non-gradient
     results, then the values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and
     ``Tangent(i)`` and returns the ``Gradient`` results. Of a pipeline stage ``Returned`` values are as these.
     """
-    context.facts.add("split")
     inside = forward_nodes(gm)
     gradients = [(role, value) for role, value in outputs(gm) if of_backward(role)]
     results = [(role, value) for role, value in outputs(gm) if not of_backward(role) and role is not None]

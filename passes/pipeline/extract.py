@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from shardgraph.errors import PlanError
 from shardgraph.ir import (
+    Buffer,
     Forwarded,
     Gradient,
     IntermediateBase,
+    Mutation,
     Output,
     Parameter,
     Returned,
@@ -23,10 +27,54 @@ from shardgraph.ir import (
     placeholders,
 )
 from shardgraph.ir.attributes import ROLE, VALUE, Change, carried, new_placeholder, write
-from shardgraph.passes.pipeline.assign import Assignment
+from shardgraph.passes.base import Context, Graphs
+from shardgraph.passes.pipeline.assign import Assignment, assign_stages
+from shardgraph.passes.pipeline.batch_norm import batch_norms
+from shardgraph.passes.pipeline.cuts import beginnings_of
 
 aten = torch.ops.aten
 Results = list[tuple[Role | None, Any]]
+
+
+@dataclass(frozen=True)
+class DivideIntoStages:
+    """Takes the joint graph of a microbatch; gives a joint graph for every stage of a pipeline, with what it takes from
+    its neighbours and gives them. The stages after the first begin with the modules named.
+
+    Must not change: what is computed.
+    """
+
+    begin: tuple[str, ...]
+
+    name: ClassVar[str] = "divide-into-stages"
+    requires: ClassVar[frozenset[str]] = frozenset({"recomputed"})
+    provides: ClassVar[frozenset[str]] = frozenset({"divided-into-stages"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"divided-into-stages", "sharded-parameters", "split"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        gm = graphs.pop("joint")
+        stages = stage_graphs(gm, assign_stages(gm, beginnings_of(gm, self.begin)))
+        _check_buffers(stages)
+        for number, stage in enumerate(stages):
+            graphs[f"stage{number}/joint"] = stage
+            context.batch_norms[number] = tuple(batch_norms(stage))
+
+
+def _check_buffers(stages: list[fx.GraphModule]) -> None:
+    """Raise PlanError where one stage would not see what another writes into a buffer."""
+    read: dict[str, set[int]] = {}
+    for number, gm in enumerate(stages):
+        for role in placeholders(gm):
+            if isinstance(role, Buffer):
+                read.setdefault(role.fqn, set()).add(number)
+    for number, gm in enumerate(stages):
+        written = [role.of.fqn for role, _ in outputs(gm) if isinstance(role, Mutation) and isinstance(role.of, Buffer)]
+        for fqn in written:
+            if others := read.get(fqn, set()) - {number}:
+                raise PlanError(
+                    f"the buffer {fqn!r} is written in stage {number} and read in stage {min(others)}, whose ranks "
+                    "would not see what is written: let stages begin so that both are in one"
+                )
 
 
 def stage_graphs(gm: fx.GraphModule, assignment: Assignment) -> list[fx.GraphModule]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from torch import fx
 
 from shardgraph.ir import (
@@ -16,7 +19,64 @@ from shardgraph.ir import (
     placeholders,
 )
 from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, REDUCES, new_placeholder
+from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 from shardgraph.passes.parameters.accumulate_gradients import local_gradient
+
+
+@dataclass(frozen=True)
+class GatherOnce:
+    """Takes the forward graphs of stages; moves what gathers parameters that are kept for backward into a graph
+    ``gather`` of each stage, which a step runs once.
+
+    Must not change: gathers that backward repeats, which are made for every microbatch.
+    """
+
+    name: ClassVar[str] = "gather-once"
+    requires: ClassVar[frozenset[str]] = frozenset({"split", "sharded-parameters"})
+    provides: ClassVar[frozenset[str]] = frozenset({"gathered-once"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"gathered-once", "overlapped"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "forward"):
+            gather = take_gathers(graphs[name])
+            if gather is not None:  # the same, whether forward is recomputed or not
+                graphs[sibling(name.replace("/recompute/", "/"), "gather")] = gather
+
+
+@dataclass(frozen=True)
+class ReduceOnce:
+    """Takes the backward graphs of stages; copies what reduces gradients into a graph ``reduce`` of each stage, which
+    a step runs once. Must not change: backward, from which ``keep-gradients-local`` removes the reductions next.
+    """
+
+    name: ClassVar[str] = "reduce-once"
+    requires: ClassVar[frozenset[str]] = frozenset({"split", "reduced-gradients"})
+    provides: ClassVar[frozenset[str]] = frozenset({"reduced-once"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"reduced-once", "local-gradients", "overlapped"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "backward"):
+            reduce = None if "/recompute/" in name else reductions_of(graphs[name])
+            if reduce is not None:
+                graphs[sibling(name, "reduce")] = reduce
+
+
+@dataclass(frozen=True)
+class DropUntrained:
+    """Takes backward graphs; removes those that give nothing, because neither their stage nor one before is trained.
+
+    Must not change: the others.
+    """
+
+    name: ClassVar[str] = "drop-untrained"
+    requires: ClassVar[frozenset[str]] = frozenset({"split"})
+    provides: ClassVar[frozenset[str]] = frozenset()
+    excludes: ClassVar[frozenset[str]] = frozenset()
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "backward"):
+            if not any(isinstance(value, fx.Node) for _, value in outputs(graphs[name])):
+                del graphs[name]
 
 
 def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:

@@ -7,10 +7,29 @@ from typing import ClassVar
 
 from torch import fx
 
+from shardgraph.ir import copy_graph, of_backward, placeholders
 from shardgraph.ir.attributes import CHUNK, MEMORY_KIND, RECOMPUTE
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Graphs, of_kind
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.values import computed_once
+
+
+@dataclass(frozen=True)
+class CopyToRecompute:
+    """Takes the joint graphs of stages; adds for each that is trained a copy ``recompute/joint``.
+
+    It becomes the graphs of those microbatches that compute forward again in backward. Must not change: the others.
+    """
+
+    name: ClassVar[str] = "copy-to-recompute"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute", "split"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "joint"):
+            if any(of_backward(role) for role in placeholders(graphs[name])):
+                graphs[name.replace("/joint", "/recompute/joint")] = copy_graph(graphs[name])
 
 
 @dataclass(frozen=True)
@@ -23,7 +42,7 @@ class RecomputeStage:
     """
 
     name: ClassVar[str] = "recompute-stage"
-    requires: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute"})
     provides: ClassVar[frozenset[str]] = frozenset({"recomputed-stage"})
     excludes: ClassVar[frozenset[str]] = frozenset({"split"})
 

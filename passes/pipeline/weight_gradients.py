@@ -6,11 +6,31 @@ Qi et al., 2023, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from shardgraph.ir import Returned, Role, Saved, UnboundGraph, add_output, outputs, placeholders
 from shardgraph.ir.attributes import CHUNK, new_placeholder
+from shardgraph.passes.base import Context, Graphs, of_kind, sibling
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """Takes backward graphs of stages; gives for each its two halves, ``inputs`` and ``weights``.
+
+    Must not change: what they compute together.
+    """
+
+    name: ClassVar[str] = "split-backward"
+    requires: ClassVar[frozenset[str]] = frozenset({"split", "local-gradients"})
+    provides: ClassVar[frozenset[str]] = frozenset({"split-backward"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"split-backward"})
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name in of_kind(graphs, "backward"):
+            graphs[sibling(name, "inputs")], graphs[sibling(name, "weights")] = split_backward(graphs.pop(name))
 
 
 def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -14,7 +14,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
-from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.passes.lowering import lower
 from shardgraph.plans.dtype_support import check_described
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
@@ -115,5 +115,5 @@ def _analyze_pipeline(question: Question, fused: bool) -> PipelineAnalysis:
     """The analysis of a plan with a pipeline, of which one microbatch is captured."""
     captures = Captures()
     plan = decide(question, captures)
-    program = lower_pipeline(captures.take(question.captured, plan), plan, question.shapes)
+    program = lower(captures.take(question.captured, plan), plan, question.shapes)
     return analyze_pipeline(program, question.machine, optimizer=question.optimizer, fused=fused)

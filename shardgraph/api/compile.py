@@ -145,6 +145,7 @@ def compile(
         stages.owners = sharded.owners
     names = _names(model)
     shard_model(model, chosen, stages, device, agreement, initialize)
+    sharded.let_go()
     if inputs is not None and _names(model) != names:  # its initialisation has tied parameters
         sharded.forget()
         sharded.compile_for(*inputs[0], **inputs[1])

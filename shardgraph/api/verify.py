@@ -21,26 +21,21 @@ from torch import nn
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers, casting, computed_dtypes
-from shardgraph.checks.bisect import Divergence, absent_of, first_divergence, relative_error, with_zeros
-from shardgraph.checks.lockstep import run_lockstep
-from shardgraph.checks.pipeline_lockstep import LockstepStep
+from shardgraph.checks.bisect import Divergence, first_divergence, relative_error
+from shardgraph.checks.step import LockstepStep
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import (
     Buffer,
-    Gradient,
     Input,
     IntermediateBase,
-    Mutation,
     Output,
     Parameter,
-    Saved,
     Tangent,
     placeholders,
 )
 from shardgraph.mesh import Mesh, coordinates
 from shardgraph.passes.lowering import lower
-from shardgraph.passes.pipeline.program import PipelineProgram, lower_pipeline
 from shardgraph.passes.program import Program
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
@@ -55,7 +50,7 @@ from shardgraph.search.machine import default_mesh
 from shardgraph.search.question import Question
 from shardgraph.torch_api import pytree
 
-Step = tuple[list[list[tuple[Any, torch.Tensor]]], list[dict[str, torch.Tensor]] | None, dict[str, torch.Tensor]]
+Step = tuple[list[list[tuple[Any, torch.Tensor]]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Of a step: ``(output, loss)`` of each rank's microbatches, each rank's gradients by name, and buffers."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -224,15 +219,12 @@ def _microbatches(part: Any, plan: Plan) -> list[Any]:
     return [part] if plan.pipeline is None else microbatches(part, plan.pipeline.parts)
 
 
-def _programs(
-    model: nn.Module, plan: Plan, parts: list[Any], captures: Captures
-) -> list[Program] | list[PipelineProgram]:
+def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures) -> list[Program]:
     """The program of each microbatch."""
-    built: dict[int, Any] = {}
+    built: dict[int, Program] = {}
     for part in parts:
         if (size := batch_size(part)) not in built:
-            joint = captures.take(Call(model, *part), plan)
-            built[size] = (lower if plan.pipeline is None else lower_pipeline)(joint, plan, named_shapes(model))
+            built[size] = lower(captures.take(Call(model, *part), plan), plan, named_shapes(model))
     return [built[batch_size(part)] for part in parts]
 
 
@@ -252,7 +244,7 @@ class _Comparison:
         self,
         original: nn.Module,
         plan: Plan,
-        programs: Sequence[Program] | Sequence[PipelineProgram],
+        programs: Sequence[Program],
         parts: list[list[Any]],
         loss_fn: Any,
         seed: int,
@@ -317,8 +309,7 @@ class _Comparison:
     def _compare_step(self, step: int) -> None:
         start = {name: buffer.clone() for name, buffer in self.buffers.items()}
         expected = self._reference(step)
-        run = self._run_program if isinstance(self.programs[0], Program) else self._run_pipeline
-        outputs, gradients, mutated = run(step, start)
+        outputs, gradients, mutated = self._run(step, start)
         for rank, results in enumerate(outputs):
             for number, (mine, theirs) in enumerate(zip(results, expected[self.batch_of[rank]], strict=True)):
                 where = f"rank {rank} at step {step}" + (f", microbatch {number}" if len(results) > 1 else "")
@@ -329,8 +320,7 @@ class _Comparison:
                 self._record(f"loss of {where}", mine[1], theirs[1])
         for fqn, value in mutated.items():
             self._record(f"buffer {fqn} after step {step}", value, self.buffers[fqn])
-        if gradients is not None:
-            self._compare_gradients(step, gradients)
+        self._compare_gradients(step, gradients)
 
     def _compare_gradients(self, step: int, gradients: list[dict[str, torch.Tensor]]) -> None:
         parameters = dict(self.original.named_parameters())
@@ -382,22 +372,8 @@ class _Comparison:
         with casting(self.original, self.precision, self.annotations):
             return torch.func.functional_call(self.original, cast, args, dict(kwargs))
 
-    def _run_program(self, step: int, buffers: dict[str, torch.Tensor]) -> Step:
-        """One step of the emitted forward and backward graph."""
-        (program,) = self.programs
-        assert isinstance(program, Program)
-        inputs = self._inputs(self.shards, buffers)
-        results = [dict(r) for r in run_lockstep(program.forward, self.mesh, inputs, rng=self.generators(step))]
-        outputs = [self.evaluate(result, rank) for rank, result in enumerate(results)]
-        mutated = {role.of.fqn: v for role, v in results[-1].items() if isinstance(role, Mutation)}
-        gradients = None
-        if program.backward is not None:
-            saved = [{role: v for role, v in result.items() if isinstance(role, Saved)} for result in results]
-            gradients = self._backward(program, saved, [tangents for _, _, tangents in outputs])
-        return [[(output, loss)] for output, loss, _ in outputs], gradients, mutated
-
-    def _run_pipeline(self, step: int, buffers: dict[str, torch.Tensor]) -> Step:
-        """One step of all stages of a pipeline."""
+    def _run(self, step: int, buffers: dict[str, torch.Tensor]) -> Step:
+        """One step of the program."""
         outputs: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in range(self.world)]
 
         def tangents(number: int, results: list[dict[Any, Any]]) -> list[dict[Tangent, Any]]:
@@ -459,19 +435,6 @@ class _Comparison:
                 tangents[tangent] = grad
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
 
-    def _backward(self, program: Program, saved: list[Any], tangents: list[Any]) -> list[dict[str, torch.Tensor]]:
-        backward = program.backward_variant("reduce", absent_of(tangents))
-        inputs = [s | with_zeros(t, backward) for s, t in zip(saved, tangents, strict=True)]
-        results = run_lockstep(backward, self.mesh, inputs)
-        return [
-            {
-                role.of.fqn: v
-                for role, v in r
-                if isinstance(role, Gradient) and isinstance(role.of, Parameter) and v is not None
-            }
-            for r in results
-        ]
-
     def _compare_weights(self, step: int) -> None:
         largest = max((p.detach().abs().max().item() for p in self.original.parameters() if p.numel()), default=0.0)
         for fqn, parameter in self.original.named_parameters():
@@ -491,7 +454,7 @@ class _Comparison:
     def _bisect(self, step: int, parameters: Any, buffers: Any, limit: float) -> Divergence | None:
         """Run the captured graph and the emitted ones again from the same state, and compare node by node."""
         (program, *more) = self.programs
-        if more or not isinstance(program, Program):
+        if more or program.plan.pipeline is not None:
             return None
         whole = self._inputs([parameters] * self.world, buffers)
         _restore(self.original, parameters)

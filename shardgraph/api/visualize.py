@@ -16,7 +16,6 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
-from shardgraph.passes.pipeline.program import PipelineProgram
 from shardgraph.passes.program import Program
 from shardgraph.pictures.boxes import draw_boxes
 from shardgraph.pictures.flow import Edges, trace_flow
@@ -117,7 +116,7 @@ def _plan_of(
     """The modules and their data flow; None for an analysis without a model."""
     if isinstance(what, ShardedModule):
         program = what.program
-        if isinstance(program, PipelineProgram):
+        if program.plan.pipeline is not None:
             program = lower(program.joint, program.plan.of_stage, program.shapes)
         return _outline(program)
     if isinstance(what, (Analysis, PipelineAnalysis)):
@@ -174,7 +173,7 @@ def _analysis_of(
         program = what.program
         return (
             analyze_pipeline(program, machine)
-            if isinstance(program, PipelineProgram)
+            if program.plan.pipeline is not None
             else analyze_program(program, machine)
         )
     assert model is not None

@@ -14,14 +14,13 @@ from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
 from shardgraph.module.sharded import ShardedModule
-from shardgraph.passes.pipeline.program import PipelineProgram, lower_pipeline
+from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
-from shardgraph.runtime.executor import rebuild
+from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.failure import told
 from shardgraph.runtime.pipeline.microbatches import batch_size, merged, microbatches, shares
-from shardgraph.runtime.pipeline.running import BoundPipeline, RunningPipeline, Work
+from shardgraph.runtime.pipeline.running import RunningPipeline, Work
 from shardgraph.torch_api import pytree
 
 
@@ -79,10 +78,7 @@ class PipelinedModule(ShardedModule):
             work = self._work(args, kwargs, None)
             with told(self._agreement, self._running.group, self._running.neighbours):
                 results = self._running.infer(work)
-            outputs = [
-                rebuild(item.bound.program, result, item.leaves, self._state)
-                for item, result in zip(work, results, strict=True)
-            ]
+            outputs = [item.executor.rebuild(result, item.leaves) for item, result in zip(work, results, strict=True)]
             return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
 
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
@@ -145,9 +141,8 @@ class PipelinedModule(ShardedModule):
             with torch.no_grad():
                 self._work(args, kwargs, None)
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
-        joint = self._captured(model, args, kwargs, loss_fn, show)
-        program = lower_pipeline(joint, self.plan, named_shapes(model), show)
+    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
+        program = super()._program(model, args, kwargs, loss_fn, show)
         for fqn in self.owners:
             used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self.owners))
             if missing := set(used) - set(had):
@@ -157,17 +152,12 @@ class PipelinedModule(ShardedModule):
                 )
         return program
 
-    def _bound(self, program: PipelineProgram) -> BoundPipeline:
+    def _bound(self, program: Program) -> Executor:
         if not self.owners:
             self.owners = program.owners
             self._running.prepare(self.owners)
         self._written |= {fqn: stage.number for stage in program.stages for fqn in stage.written}
-        return BoundPipeline(program, self._state, self._running.numbers)
-
-    @property
-    def program(self) -> Any:
-        """The latest program: the graphs of all stages as all ranks have them."""
-        return self._compiled().program
+        return Executor(program, self._state)
 
     @property
     def forward_graph(self) -> Any:

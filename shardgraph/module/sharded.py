@@ -17,7 +17,6 @@ from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import CaptureError, ShardGraphError
-from shardgraph.ir import JointGraph
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, constant_key, shown
@@ -27,7 +26,8 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.progress import Progress
 from shardgraph.runtime.agreement import Agreement
-from shardgraph.runtime.executor import Executable, State
+from shardgraph.runtime.autograd import Differentiable
+from shardgraph.runtime.executor import Executor, State
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # programs kept; the least recently used goes first
@@ -65,9 +65,10 @@ class ShardedModule(nn.Module):
         self._agreement = agreement
         self._progress = progress
         self._captures = captures
-        self._state = State(model, mesh, {}, device)
-        self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._latest: tuple[list[Any], list[Any]] | None = None
+        self._state = State(model, mesh, device)
+        self._programs: OrderedDict[Any, Executor] = OrderedDict()
+        self._latest: tuple[list[Any], list[Executor]] | None = None
+        self._agreed: list[str] | None = None  # what the programs that ranks last agreed on send and receive
         self._numbers = Numbers()
         self._sync = True
 
@@ -146,10 +147,14 @@ class ShardedModule(nn.Module):
 
     # -- compiling ---------------------------------------------------------------------------------
 
+    def let_go(self) -> None:
+        """Hold no parameter any more that the model has not."""
+        self._state.layout.refresh()
+
     def forget(self) -> None:
         """Drop all programs."""
         self._programs.clear()
-        self._latest = None
+        self._latest = self._agreed = None
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these inputs now, without running; only shapes, dtypes and numbers of them matter."""
@@ -164,17 +169,19 @@ class ShardedModule(nn.Module):
         """What runs calls with these flattened inputs, all of one structure; compiled where it is not yet."""
         for leaves in calls:
             self._numbers.see(leaves, spec)
-        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn) for leaves in calls]
+        state = self._state_key()
+        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state) for leaves in calls]
         if self._latest is not None and self._latest[0] == keys:
             return self._latest[1]
-        # Ranks change programs together or not at all: one that went on alone would block the others.
-        self._agreement.agree(
-            "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
-        )
+        if not self._switches_freely(keys):
+            # Ranks change programs together or not at all: one that went on alone would block the others.
+            self._agreement.agree(
+                "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
+            )
         for key, leaves in zip(keys, calls, strict=True):
             if key not in self._programs:
                 program = self._compile(leaves, spec, loss_fn)
-                after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn)
+                after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state)
                 self._programs[after] = program
                 if after != key:  # its numbers cannot be lifted as they were, and all keys are others
                     return self._executables(calls, spec, loss_fn)
@@ -182,7 +189,19 @@ class ShardedModule(nn.Module):
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
         self._latest = keys, [self._programs[key] for key in keys]
+        self._agreed = self._communication(keys) or self._agreed
         return self._latest[1]
+
+    def _switches_freely(self, keys: Sequence[Any]) -> bool:
+        """Whether this rank may run these programs without asking: they are compiled, and send and receive nothing, or
+        what those do that all ranks last agreed on."""
+        if any(key not in self._programs for key in keys):
+            return False
+        return self._communication(keys) in ([], self._agreed)
+
+    def _communication(self, keys: Sequence[Any]) -> list[str]:
+        """What calls of these programs send and receive, in order."""
+        return [text for key in keys if (text := self._programs[key].program.communication)]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
         model, text = self.__dict__["original"], ""
@@ -197,9 +216,9 @@ class ShardedModule(nn.Module):
         self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
         return self._bound(program)
 
-    def _bound(self, program: Any) -> Any:
-        """What this rank runs of a program."""
-        return Executable(program, self._state)
+    def _bound(self, program: Program) -> Executor:
+        """What runs a program on this rank."""
+        return Differentiable(program, self._state)
 
     def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
         def build(values: list[Any]) -> Any:
@@ -213,48 +232,45 @@ class ShardedModule(nn.Module):
                 if not self._numbers.give_up(spec):
                     raise
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
-        joint = self._captured(model, args, kwargs, loss_fn, show)
+    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
+        show("capture")
+        joint = self._captures.take(Call(model, args, kwargs, loss_fn, torch.is_grad_enabled()), self.plan)
         return lower(joint, self.plan, named_shapes(model), show)
 
-    def _captured(
-        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]
-    ) -> JointGraph:
-        show("capture")
-        return self._captures.take(Call(model, args, kwargs, loss_fn, torch.is_grad_enabled()), self.plan)
+    def _state_key(self) -> tuple[Any, ...]:
+        """What a program depends on besides the inputs."""
+        layout = self._state.layout
+        layout.refresh()
+        return layout.modes, layout.trained, torch.is_grad_enabled(), torch_api.autocast_state(self._state.device.type)
 
-    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any) -> tuple[Any, ...]:
-        model = self.__dict__["original"]
+    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         kinds = tuple(
             (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else constant_key(leaf)
             for leaf in leaves
         )
-        modes = tuple(module.training for module in model.modules())
-        frozen = tuple(parameter.requires_grad for parameter in model.parameters())
-        autocast = torch_api.autocast_state(self._state.device.type)
-        return spec, kinds, modes, frozen, torch.is_grad_enabled(), autocast, loss_fn is not None
+        return spec, kinds, *state, loss_fn is not None
 
     # -- looking -----------------------------------------------------------------------------------
 
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The forward graph of the latest program, as this rank runs it."""
-        return self._compiled().forward.module
+        return self._compiled().graph("forward").module
 
     @property
     def backward_graph(self) -> fx.GraphModule | None:
         """The backward graph of the latest program, or None for one without gradients."""
         executable = self._compiled()
-        return None if executable.program.backward is None else executable.backward("reduce").module
+        return None if executable.program.backward is None else executable.graph("backward").module
 
     @property
     def program(self) -> Program:
-        """The latest program: its graphs as all ranks have them, and its plan."""
+        """The latest program: its graphs as all ranks have them, of all stages of a pipeline, and its plan."""
         return self._compiled().program
 
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Executor:
         if self._latest is None:
             raise ShardGraphError(
                 "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"

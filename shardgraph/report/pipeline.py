@@ -20,7 +20,7 @@ from shardgraph.ir.attributes import ON_HOST
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
-from shardgraph.passes.pipeline.program import Halves, PipelineProgram, StageProgram, crossing, gradients_of, trained
+from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import StepCosts, tasks_of
 from shardgraph.report.messages import message_seconds
@@ -172,7 +172,7 @@ class PipelineAnalysis(StepCosts):
 
 
 def analyze_pipeline(
-    program: PipelineProgram, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False
+    program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False
 ) -> PipelineAnalysis:
     """Analyse a training step of a pipeline whose microbatches all have the sizes of ``program``.
 
@@ -185,7 +185,7 @@ def analyze_pipeline(
     cluster.check_mesh(plan.whole_mesh)
     costs = _Stages(program, cluster, optimizer, fused)
     stages = tuple(costs.analysis(stage) for stage in program.stages)
-    schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
+    schedule = simulate_schedule(program.actions, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     tensors = [n.meta["val"] for r, n in ir.placeholders(program.joint.module).items() if isinstance(r, Input)]
     rows = next((t.shape[0] for t in tensors if t.dim()), 0)
     words = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
@@ -197,7 +197,7 @@ def analyze_pipeline(
 class _Stages:
     """Computes the costs of stages."""
 
-    def __init__(self, program: PipelineProgram, cluster: Cluster, optimizer: str, fused: bool) -> None:
+    def __init__(self, program: Program, cluster: Cluster, optimizer: str, fused: bool) -> None:
         self.program, self.cluster, self.fused = program, cluster, fused
         self.optimizer = optimizer_cost(optimizer)
         self.prices = Prices(cluster, program.plan.mesh)
@@ -212,7 +212,7 @@ class _Stages:
         graphs = {"forward": forward} | ({} if backward is None else {"backward": backward})
         rows = tuple(rows_of(graphs, memory, self.prices, self.fused))
         saved = self._at_end_of(memory, "forward") if backward is not None else 0
-        trains = sorted(trained([stage]))
+        trains = sorted(stage.trained)
         shards, of_host = ([self._part(fqn) for fqn in trains if self._on_host(fqn) is host] for host in (False, True))
         state = self._state(stage, shards)
         gradients = self._gradients(stage)
@@ -248,8 +248,8 @@ class _Stages:
             inputs, weights = (self._seconds_of(part) for part in halves.parts)
             scale = seconds["backward"] / (inputs + weights) if inputs + weights else 0.0
             inputs, weights = inputs * scale, weights * scale
-        following = crossing(self.program, stage.number + 1)[0] if stage.number + 1 < self.pipeline.count else []
-        preceding = crossing(self.program, stage.number - 1)[1] if stage.number else []
+        following = self.program.stages[stage.number + 1].received if stage.number + 1 < self.pipeline.count else []
+        preceding = self.program.stages[stage.number - 1].returned if stage.number else []
         return StageCost(
             forward=seconds["forward"],
             backward=seconds["backward"],

@@ -14,7 +14,6 @@ from shardgraph.cost_models.schedules import StageCost
 from shardgraph.ir import JointGraph, Parameter, Saved, copy_graph, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.analysis.rows import Prices
-from shardgraph.passes.base import Context
 from shardgraph.passes.partition.split import split
 from shardgraph.passes.pipeline.assign import Assignment, assign_stages
 from shardgraph.passes.pipeline.cuts import cut_points
@@ -46,7 +45,7 @@ def blocks_of(
     assignment = assign_stages(gm, [named[point.node.name] for point in points])
     work = _Work(gm, assignment, Prices(cluster, ()))
     again = plan.pipeline.checkpoint != "never"
-    saved = [0] * assignment.count if again else _saved(gm, assignment, joint, plan)
+    saved = [0] * assignment.count if again else _saved(gm, assignment)
     fixed = _fixed(gm, assignment, plan, shapes, optimizer)
     ends = crossings(gm, assignment)
 
@@ -99,9 +98,9 @@ def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
     return passed
 
 
-def _saved(gm: fx.GraphModule, assignment: Assignment, joint: JointGraph, plan: Plan) -> list[int]:
+def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
     """Bytes that each piece keeps for backward."""
-    forward, _ = split(copy_graph(gm), Context(plan.of_stage, joint.fake_mode))
+    forward, _ = split(copy_graph(gm))
     homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
     found = [0] * assignment.count
     seen: set[int] = set()

@@ -22,8 +22,7 @@ from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
-from shardgraph.passes.lowering import WHOLE_PASSES, emit, place
-from shardgraph.passes.pipeline.program import lower_pipeline
+from shardgraph.passes.lowering import WHOLE_PASSES, emit, lower, place
 from shardgraph.passes.program import Program
 from shardgraph.passes.recompute.checkmate import backward_steps
 from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
@@ -202,7 +201,7 @@ class PipelineRecomputations(Recomputations):
 
     def _analysis(self, choice: Choice) -> PipelineAnalysis:
         if choice not in self._analyses:
-            program = lower_pipeline(self.joint, self.chosen(choice), self.shapes)
+            program = lower(self.joint, self.chosen(choice), self.shapes)
             self._analyses[choice] = analyze_pipeline(program, self.cluster, optimizer=self.optimizer)
         return self._analyses[choice]
 

@@ -13,29 +13,21 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from shardgraph import ir, torch_api
 from shardgraph.ir import Accumulated, IntermediateBase, Output
-from shardgraph.passes.pipeline.program import PipelineProgram, gradients_of, trained
+from shardgraph.passes.program import Program, gradients_of
 from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
-from shardgraph.runtime.executor import State, mesh_rank
+from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
-from shardgraph.runtime.pipeline.stage import BoundStage, Microbatch, RunningStage
+from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import common_draw, rank_seed
 
 
-class BoundPipeline:
-    """A pipeline program for one kind of microbatch, with the stages of this rank bound to it."""
-
-    def __init__(self, program: PipelineProgram, state: State, numbers: Sequence[int]) -> None:
-        self.program = program
-        self.stages = {number: BoundStage(program, number, state.mesh) for number in numbers}
-
-
 @dataclass(frozen=True)
 class Work:
-    """One microbatch of a call: the program for it, its flattened inputs, and its share of the batch's rows."""
+    """One microbatch of a call: what runs it, its flattened inputs, and its share of the batch's rows."""
 
-    bound: BoundPipeline
+    executor: Executor
     leaves: Sequence[Any]
     share: float
 
@@ -75,12 +67,13 @@ class RunningPipeline:
         else:
             self._by_schedule(len(work), losses)
         self._write_buffers(work)
-        (traced,) = [v.meta["val"] for role, v in ir.outputs(work[0].bound.program.joint.module) if role == Output(0)]
+        program = work[0].executor.program
+        (traced,) = [v.meta["val"] for role, v in ir.outputs(program.joint.module) if role == Output(0)]
         loss = torch.zeros((), dtype=traced.dtype, device=self.state.device)
         if losses:
             loss = torch.stack([each.detach() * item.share for each, item in zip(losses, work, strict=True)]).sum()
         if reduce:
-            self._finish_gradients(work[0].bound.program)
+            self._finish_gradients(program)
         for stage in self.stages:
             stage.end()
         return self._from_last_stage(loss)
@@ -88,15 +81,15 @@ class RunningPipeline:
     def _begin(self, work: Sequence[Work], train: bool, scale: float = 1.0) -> None:
         count, data_rank = self.pipeline.count, 0 if self.state.mesh is None else mesh_rank(self.state.mesh)
         alone = count == 1 and self.plan.data_size == 1
-        common = common_draw() if work[0].bound.program.random and not alone else None
+        common = common_draw() if work[0].executor.program.random and not alone else None
         for stage in self.stages:
             mine = []
             for number, item in enumerate(work):
                 again = train and self.pipeline.recomputes(number, len(work))
                 place = (number * count + stage.stage_index) * self.plan.data_size + self.plan.data_rank(data_rank)
                 seed = None if common is None else rank_seed(common, place)
-                bound, share = item.bound.stages[stage.stage_index], item.share * scale
-                mine.append(Microbatch(bound, item.leaves, share, again, seed))
+                program, share = item.executor.program.stages[stage.stage_index], item.share * scale
+                mine.append(Microbatch(item.executor, program, item.leaves, share, again, seed))
             stage.has_backward = train
             stage.begin(mine)
 
@@ -129,28 +122,28 @@ class RunningPipeline:
             return
         start = {fqn: self.state.model.get_buffer(fqn) for fqn in written[0]}
         axes = tuple(axis for axis, _ in self.plan.data_mesh)
-        for fqn, value in combined([item.bound.program for item in work], start, written).items():
+        for fqn, value in combined([item.executor.program for item in work], start, written).items():
             if self.state.mesh is not None and self.plan.data_size > 1 and value.is_floating_point():
                 value = value.contiguous()
                 dist.all_reduce(value, group=torch_api.group_along(self.state.mesh, axes))
                 value = value / self.plan.data_size
             start[fqn].copy_(value)
 
-    def _finish_gradients(self, program: PipelineProgram) -> None:
+    def _finish_gradients(self, program: Program) -> None:
         """Reduce the gradients of this rank's stages, add up those of shared parameters, and give them out."""
         totals: dict[str, torch.Tensor] = {}
         for stage in self.stages:
             own = stage.take_gradients()
-            reduce = stage.work[0].stage.reduce
+            reduce = stage.work[0].once("reduce")
             if reduce is not None:
-                inputs = [own.pop(role.of.fqn) for role in reduce.takes if isinstance(role, Accumulated)]
+                inputs = [own.pop(role.of.fqn) for role, _ in reduce.takes if isinstance(role, Accumulated)]
                 own |= gradients_of(zip([role for role, _ in reduce.gives], reduce(inputs), strict=True))
             for fqn, value in own.items():
                 totals[fqn] = totals[fqn] + value if fqn in totals else value
-        for fqn in sorted(trained(program.stages)):
+        for fqn in sorted(program.trained):
             ranks = self.pipeline.places_of(program.owners[fqn])
             if len(ranks) > 1 and self.rank in ranks:
-                local = torch_api.local_tensor(self.state.model.get_parameter(fqn))
+                local = torch_api.local_tensor(self.state.layout.parameter(fqn))
                 total = torch.zeros_like(local)  # not every stage that uses a parameter need have a gradient of it
                 totals[fqn] = total.copy_(totals[fqn]) if fqn in totals else total
                 dist.all_reduce(total, group=self._sharing[ranks])
@@ -159,7 +152,7 @@ class RunningPipeline:
             self._give(fqn, value, taken)
 
     def _give(self, fqn: str, gradient: torch.Tensor, taken: set[int]) -> None:
-        parameter = self.state.model.get_parameter(fqn)
+        parameter = self.state.layout.parameter(fqn)
         local = torch_api.local_tensor(parameter)
         memory = gradient.untyped_storage().data_ptr()
         if gradient.stride() != local.stride() or memory in taken:  # as backward left it: a view, or another's too
@@ -213,7 +206,7 @@ class RunningPipeline:
         last = next((stage for stage in self.stages if stage.is_last), None)
         found = {} if last is None else last.outputs[number]
         results: dict[Any, Any] = {}
-        for role, node in ir.outputs(item.bound.program.stages[-1].kept.forward):
+        for role, node in ir.outputs(item.executor.program.stages[-1].kept.forward):
             if isinstance(role, (Output, IntermediateBase)):
                 if not hasattr(node, "meta"):
                     results[role] = node  # a constant of the program

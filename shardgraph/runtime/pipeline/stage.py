@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph import ir, torch_api
+from shardgraph import torch_api
+from shardgraph.cost_models.actions import Kind
 from shardgraph.ir import (
     Buffer,
     Forwarded,
@@ -26,59 +26,43 @@ from shardgraph.ir import (
     Saved,
     Tangent,
 )
-from shardgraph.passes.pipeline.program import Halves, PipelineProgram, StageProgram, crossing
+from shardgraph.passes.program import StageProgram
 from shardgraph.plans.pipeline_plan import Pipeline
-from shardgraph.runtime.executor import Bound, State
+from shardgraph.runtime.executor import Bound, Executor, State
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
 from shardgraph.runtime.rng import seeded
 
 
-class BoundHalves:
-    """The graphs of one microbatch, bound to this rank when they are first needed."""
-
-    def __init__(self, halves: Halves, mesh: DeviceMesh | None) -> None:
-        self._halves, self._mesh = halves, mesh
-        self._bound: dict[str, Bound] = {}
-        self.trains = halves.backward is not None
-
-    def get(self, which: str) -> Bound:
-        """``"forward"``, ``"backward"``, or one half of that: ``"inputs"`` or ``"weights"``."""
-        if which not in self._bound:
-            self._bound[which] = Bound(self._halves.graph(which), self._mesh)
-        return self._bound[which]
-
-
-class BoundStage:
-    """A stage program bound to this rank."""
-
-    def __init__(self, program: PipelineProgram, number: int, mesh: DeviceMesh | None) -> None:
-        self.program: StageProgram = program.stages[number]
-        self.received, self.returned = crossing(program, number)
-        self.kept = BoundHalves(self.program.kept, mesh)
-        self.again = self.kept if self.program.again is self.program.kept else BoundHalves(self.program.again, mesh)
-        self.gather = None if self.program.gather is None else Bound(self.program.gather, mesh)
-        self.reduce = None if self.program.reduce is None else Bound(self.program.reduce, mesh)
-
-
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch of a step on one stage.
+    """One microbatch of a step on one stage, whose graphs ``executor`` has.
 
     ``share`` is the gradient of the step's loss, scaled if it is, by the microbatch's; ``again`` says to compute
     forward a second time; ``seed`` is what the stage's random numbers come from, None for those of the default
     generator.
     """
 
-    stage: BoundStage
+    executor: Executor
+    stage: StageProgram
     leaves: Sequence[Any]
     share: float
     again: bool
     seed: int | None
 
     @property
-    def halves(self) -> BoundHalves:
-        """The graphs it runs."""
-        return self.stage.again if self.again else self.stage.kept
+    def trains(self) -> bool:
+        """Whether there is a backward of it."""
+        return self.stage.kept.backward is not None
+
+    def graph(self, kind: Kind) -> Bound:
+        """What an action of this kind runs."""
+        halves = self.stage.again if self.again else self.stage.kept
+        return self.executor.graph(halves.name(kind))
+
+    def once(self, name: str) -> Bound | None:
+        """What a step runs once on the stage, ``"gather"`` or ``"reduce"``, if there is that to do."""
+        name = self.stage.prefix + name
+        return self.executor.graph(name) if name in self.executor.program.graphs else None
 
 
 class RunningStage(torch_api.PipelineStageBase):
@@ -109,9 +93,9 @@ class RunningStage(torch_api.PipelineStageBase):
         self.saved: dict[int, dict[Role, Any]] = {}
         self.outputs: dict[int, dict[Role, Any]] = {}
         self.written: dict[int, dict[str, torch.Tensor]] = {}
-        gather = work[0].stage.gather
+        gather = work[0].once("gather")
         if gather is not None:
-            values = gather([torch_api.local_tensor(self.state.value(role, ())) for role in gather.takes])
+            values = gather([torch_api.local_tensor(self.state.value(role, ())) for role, _ in gather.takes])
             self.gathered = {role: value for (role, _), value in zip(gather.gives, values, strict=True) if role}
 
     def end(self) -> None:
@@ -123,9 +107,9 @@ class RunningStage(torch_api.PipelineStageBase):
     ) -> Any:
         """Forward of a microbatch; gives what goes to the next stage, or the loss of the last."""
         mine = self.work[fwd_chunk_id]
-        bound = mine.halves.get("forward")
+        bound = mine.graph("F")
         arrived = self.arrived.pop(("forward", fwd_chunk_id), [])
-        inputs = [self._input(role, mine, arrived) for role in bound.takes]
+        inputs = [self._input(role, mine, arrived) for role, _ in bound.takes]
         del arrived
         with seeded(mine.seed, self.state.device):
             results = bound(inputs)
@@ -133,9 +117,9 @@ class RunningStage(torch_api.PipelineStageBase):
         saved: dict[Role, Any] = {}
         written: dict[str, torch.Tensor] = {}
         outputs: dict[Role, Any] = {}
-        for (role, node), value in zip(bound.gives, results, strict=True):
+        for (role, traced), value in zip(bound.gives, results, strict=True):
             if isinstance(role, Forwarded):
-                forwarded.append(in_layout(value, node.meta["val"]))
+                forwarded.append(in_layout(value, traced))
             elif isinstance(role, Saved):
                 saved[role] = value
             elif isinstance(role, Mutation) and isinstance(role.of, Buffer):
@@ -153,38 +137,38 @@ class RunningStage(torch_api.PipelineStageBase):
     ) -> None:
         """Backward of a microbatch, or the half of it for which the stage before waits."""
         if self.has_backward:
-            self._differentiate(bwd_chunk_id, "backward" if full_backward else "inputs")
+            self._differentiate(bwd_chunk_id, "B" if full_backward else "I")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The other half: gradients of the weights."""
         if self.has_backward:
-            self._differentiate(bwd_chunk_id, "weights")
+            self._differentiate(bwd_chunk_id, "W")
 
-    def _differentiate(self, number: int, which: str) -> None:
+    def _differentiate(self, number: int, kind: Kind) -> None:
         mine = self.work[number]
         self.leaving.setdefault(("backward", number), [])
-        if not mine.halves.trains:
+        if not mine.trains:
             self.saved.pop(number, None)
             return
         saved = self.saved[number]
         saved |= {Returned(i): value for i, value in enumerate(self.arrived.pop(("backward", number), []))}
-        bound = mine.halves.get(which)
-        inputs = [self._tangent(role, node, mine, saved) for role, node in ir.placeholders(bound.module).items()]
-        if which == "inputs":  # the other half has its own uses of them
-            left = set(mine.halves.get("weights").takes)
+        bound = mine.graph(kind)
+        inputs = [self._tangent(role, traced, mine, saved) for role, traced in bound.takes]
+        if kind == "I":  # the other half has its own uses of them
+            left = {role for role, _ in mine.graph("W").takes}
             self.saved[number] = {role: value for role, value in saved.items() if role in left}
         else:
             del self.saved[number]
         del saved
         returned = []
-        for (role, node), value in zip(bound.gives, bound(inputs), strict=True):
+        for (role, traced), value in zip(bound.gives, bound(inputs), strict=True):
             if isinstance(role, Returned):
-                returned.append(in_layout(value, node.meta["val"]))
+                returned.append(in_layout(value, traced))
             elif isinstance(role, Saved):
                 self.saved[number][role] = value
             elif isinstance(role, Gradient) and isinstance(role.of, Parameter) and value is not None:
                 self._add(role.of.fqn, value)
-        if which != "weights":
+        if kind != "W":
             self.leaving["backward", number] = returned
 
     def _input(self, role: Role, mine: Microbatch, arrived: Sequence[torch.Tensor]) -> Any:
@@ -194,9 +178,8 @@ class RunningStage(torch_api.PipelineStageBase):
             return self.gathered[role]
         return torch_api.local_tensor(self.state.value(role, mine.leaves))
 
-    def _tangent(self, role: Role, node: Any, mine: Microbatch, saved: Mapping[Role, Any]) -> Any:
+    def _tangent(self, role: Role, like: torch.Tensor, mine: Microbatch, saved: Mapping[Role, Any]) -> Any:
         if isinstance(role, Tangent):  # of the loss
-            like = node.meta["val"]
             return torch.full(like.shape, mine.share, dtype=like.dtype, device=self.state.device)
         return saved[role]
 

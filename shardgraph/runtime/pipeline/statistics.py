@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardgraph.passes.pipeline.batch_norm import whole_batch
-from shardgraph.passes.pipeline.program import PipelineProgram
+from shardgraph.passes.program import Program
 
 
 def combined(
-    programs: Sequence[PipelineProgram],
+    programs: Sequence[Program],
     start: Mapping[str, torch.Tensor],
     written: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
-"""A step of a pipeline in one process: every stage's graphs, for all of its ranks, microbatch after microbatch.
+"""A step of a program in one process: every stage's graphs, for all of its ranks, microbatch after microbatch.
 
-The order in which a schedule interleaves microbatches changes no value, so none is needed to check them.
+What a schedule says of each microbatch is done, with the graphs that its actions run. The order in which it interleaves
+microbatches changes no value, so they are run one after the other, as the original does and draws random numbers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
-from shardgraph.checks.bisect import with_zeros
+from shardgraph.checks.bisect import absent_of, with_zeros
 from shardgraph.checks.lockstep import Results, run_lockstep
+from shardgraph.cost_models.actions import Kind
 from shardgraph.ir import (
     Accumulated,
     Buffer,
@@ -23,7 +25,7 @@ from shardgraph.ir import (
     Saved,
     Tangent,
 )
-from shardgraph.passes.pipeline.program import Halves, PipelineProgram, StageProgram, gradients_of
+from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.runtime.pipeline.statistics import combined
 
 Values = dict[Role, Any]
@@ -31,7 +33,7 @@ Values = dict[Role, Any]
 
 
 class LockstepStep:
-    """One training step of all stages.
+    """One training step of all stages; of a program without a pipeline, of the only one.
 
     Args:
         programs: of each microbatch, in order.
@@ -43,7 +45,7 @@ class LockstepStep:
 
     def __init__(
         self,
-        programs: Sequence[PipelineProgram],
+        programs: Sequence[Program],
         inputs: Sequence[Sequence[Values]],
         rng: list[torch.Tensor],
         tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]],
@@ -67,9 +69,7 @@ class LockstepStep:
             return [{} for _ in range(self.ranks)]
         return _by_role(run_lockstep(stage.gather, self.mesh, self.inputs[0]))
 
-    def _microbatch(
-        self, number: int, program: PipelineProgram, gathered: list[list[Values]]
-    ) -> dict[str, torch.Tensor]:
+    def _microbatch(self, number: int, program: Program, gathered: list[list[Values]]) -> dict[str, torch.Tensor]:
         given: list[Values] = [{} for _ in range(self.ranks)]
         saved: list[list[Values]] = []
         written: dict[str, torch.Tensor] = {}
@@ -88,27 +88,36 @@ class LockstepStep:
                     written[role.of.fqn] = torch.stack(every).mean(0) if value.is_floating_point() else value
         tangents: Sequence[Mapping[Any, Any]] = self.tangents(number, results)
         for stage in reversed(program.stages):
-            tangents = self._backward(
-                stage, self._halves(number, program, stage).backward, saved[stage.number], tangents
-            )
+            tangents = self._backward(number, program, stage, saved[stage.number], tangents)
         return written
 
-    def _halves(self, number: int, program: PipelineProgram, stage: StageProgram) -> Halves:
-        assert program.plan.pipeline is not None
-        return stage.again if program.plan.pipeline.recomputes(number, len(self.programs)) else stage.kept
+    def _halves(self, number: int, program: Program, stage: StageProgram) -> Halves:
+        pipeline = program.plan.pipeline
+        return stage.again if pipeline and pipeline.recomputes(number, len(self.programs)) else stage.kept
 
     def _backward(
-        self, stage: StageProgram, backward: Any, saved: list[Values], tangents: Sequence[Mapping[Any, Any]]
+        self,
+        number: int,
+        program: Program,
+        stage: StageProgram,
+        saved: list[Values],
+        tangents: Sequence[Mapping[Any, Any]],
     ) -> list[Values]:
-        if backward is None:
-            return [{} for _ in range(self.ranks)]
-        inputs = [mine | with_zeros(theirs, backward) for mine, theirs in zip(saved, tangents, strict=True)]
-        results = _by_role(run_lockstep(backward, self.mesh, inputs))
-        for mine, result in zip(self.local, results, strict=True):
-            for fqn, value in gradients_of(result.items()).items():
-                key = stage.number, fqn
-                mine[key] = mine[key] + value if key in mine else value
-        return [{r: v for r, v in each.items() if isinstance(r, Returned)} for each in results]
+        halves, returned = self._halves(number, program, stage), [Values() for _ in range(self.ranks)]
+        if halves.backward is None:
+            return returned
+        absent = absent_of(tangents) if program.plan.pipeline is None else frozenset()
+        for kind in _kinds(program, stage.number, number):
+            backward = program.graph(halves.name(kind), absent)
+            inputs = [mine | with_zeros(theirs, backward) for mine, theirs in zip(saved, tangents, strict=True)]
+            for rank, result in enumerate(_by_role(run_lockstep(backward, self.mesh, inputs))):
+                returned[rank] |= {r: v for r, v in result.items() if isinstance(r, Returned)}
+                saved[rank] |= {r: v for r, v in result.items() if isinstance(r, Saved)}
+                mine = self.local[rank]
+                for fqn, value in gradients_of(result.items()).items():
+                    key = stage.number, fqn
+                    mine[key] = mine[key] + value if key in mine else value
+        return returned
 
     def _reduced(self) -> list[dict[str, torch.Tensor]]:
         """The gradients of the step: reduced, and added up over the stages that share a parameter."""
@@ -123,6 +132,12 @@ class LockstepStep:
                 for fqn, value in mine.items():
                     total[fqn] = total[fqn] + value if fqn in total else value
         return totals
+
+
+def _kinds(program: Program, stage: int, microbatch: int) -> list[Kind]:
+    """What the schedule does of backward for a stage's microbatch, in order."""
+    actions = [a for place in program.actions for a in place if (a.stage, a.microbatch) == (stage, microbatch)]
+    return [action.kind for action in actions if action.kind != "F"]
 
 
 def _by_role(results: Iterable[Results]) -> list[Values]:

@@ -1,0 +1,153 @@
+"""A program without a pipeline, tied into autograd: its forward graph now, its backward graph when the loss asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from shardgraph import torch_api
+from shardgraph.ir import (
+    Accumulated,
+    Gradient,
+    IntermediateBase,
+    Mutation,
+    Output,
+    Parameter,
+    Role,
+    Saved,
+    Tangent,
+    outputs,
+    placeholders,
+)
+from shardgraph.passes.program import Program
+from shardgraph.runtime.executor import Executor, State, mesh_rank
+from shardgraph.runtime.rng import rank_generator
+
+
+class Differentiable(Executor):
+    """An :class:`Executor` of a program of one stage, called as the model is."""
+
+    def __init__(self, program: Program, state: State) -> None:
+        super().__init__(program, state)
+        self.forward = self.graph("forward")
+        self.inputs = [role for role, _ in self.forward.takes]
+        self.results = [role for role, _ in self.forward.gives]
+        self.saved = [i for i, role in enumerate(self.results) if isinstance(role, Saved)]
+        self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, Mutation)]
+        wanted = () if program.backward is None else placeholders(program.backward)
+        # Of the results that autograd returns, because the user sees them or views of them: position and tangent,
+        # which is None where backward does not take it.
+        self.returned = [
+            (i, tangent if tangent in wanted else None)
+            for i, (role, value) in enumerate(outputs(self.forward.module))
+            if isinstance(value, fx.Node) and (tangent := _tangent_of(role, program)) is not None
+        ]
+
+    def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
+        """Run on the flattened inputs of a call; returns what the model would. ``sync()`` is asked in backward."""
+        inputs = [self.state.value(role, leaves) for role in self.inputs]
+        if self.program.backward is None:
+            with torch.no_grad():
+                results = self.run_forward([torch_api.local_tensor(value) for value in inputs], leaves)
+        else:
+            box: list[Any] = []
+            tensors = _Run.apply(self, leaves, sync, box, *inputs)
+            results = box[0]
+            for (position, _), tensor in zip(self.returned, tensors, strict=True):
+                results[position] = tensor
+        return self.rebuild(dict(zip(self.results, results, strict=True)), leaves)
+
+    def run_forward(self, inputs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        """Run the forward graph on local tensors and write what it mutates; returns its raw results."""
+        mesh, plan = self.state.mesh, self.program.plan
+        if self.program.random and mesh is not None and plan.data_size > 1:
+            with rank_generator(plan.data_rank(mesh_rank(mesh)), plan.data_size, self.state.device):
+                results = self.forward(inputs)
+        else:
+            results = self.forward(inputs)
+        for i, role in self.mutated:
+            torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
+        return results
+
+    def run_backward(self, saved: list[Any], tangents: dict[Tangent, Any], sync: bool) -> list[torch.Tensor | None]:
+        """Run the backward graph on what forward saved and the incoming gradients, both of which are used up; gives
+        the gradient of each input, as autograd gets it."""
+        state = self.state
+        local = not sync and state.mesh is not None and self.program.plan.data_size > 1
+        absent = frozenset(role for role, grad in tangents.items() if grad is None)
+        bound = self.graph("local" if local else "accumulate" if state.unreduced else "backward", absent)
+        inputs = []
+        for role, traced in bound.takes:
+            if isinstance(role, Saved):
+                inputs.append(saved[role.index])
+            elif isinstance(role, Tangent):
+                inputs.append(_in_layout(tangents.pop(role), traced))
+            elif isinstance(role, Accumulated):
+                earlier = state.unreduced.pop(role.of.fqn, None)
+                inputs.append(torch.zeros_like(traced, device=state.device) if earlier is None else earlier)
+        saved.clear()
+        tangents.clear()
+        given = zip(bound.gives, bound(inputs), strict=True)
+        values = {role.of: value for (role, _), value in given if isinstance(role, Gradient)}
+        return [self._gradient(role, values.get(role), local) for role in self.inputs]
+
+    def _gradient(self, role: Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
+        """What autograd gets for an input: a DTensor for a DTensor; nothing yet for a gradient kept local."""
+        if value is None or not isinstance(role, Parameter):
+            return value
+        parameter: torch.Tensor = self.state.layout.parameter(role.fqn)
+        if not isinstance(parameter, DTensor):
+            return value
+        if local:
+            earlier = self.state.unreduced.get(role.fqn)
+            self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
+            return None
+        return torch_api.as_placed(value, parameter)
+
+
+def _tangent_of(role: Role | None, program: Program) -> Tangent | None:
+    """The gradient that comes back for a result, if autograd returns it."""
+    if isinstance(role, Output):
+        return None if role.index in program.aliases else Tangent(role.index)
+    return Tangent(-1 - role.index) if isinstance(role, IntermediateBase) else None
+
+
+def _in_layout(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The incoming gradient in the memory layout that the graph was traced with."""
+    if grad.stride() == like.stride():
+        return grad
+    return torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+class _Run(torch.autograd.Function):
+    """Ties the two graphs into autograd. Parameters enter as DTensors and get DTensor gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, executor: Differentiable, leaves: Any, sync: Any, box: list[Any], *inputs: Any) -> Any:
+        results = executor.run_forward([torch_api.local_tensor(value) for value in inputs], leaves)
+        saved = [results[i] for i in executor.saved]
+        ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
+        ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]
+        ctx.executor, ctx.sync = executor, sync
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[results[i] for i, tangent in executor.returned if tangent is None])
+        box.append(results)
+        return tuple(results[i] for i, _ in executor.returned)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        executor: Differentiable = ctx.executor
+        tensors = list(ctx.saved_tensors)
+        if not torch_api.keep_graph():
+            ctx.maybe_clear_saved_tensors()
+        restored = iter(tensors)
+        saved = [next(restored) if value is None else value for value in ctx.constants]
+        pairs = zip(executor.returned, grads, strict=True)
+        tangents = {tangent: grad for (_, tangent), grad in pairs if tangent is not None}
+        del tensors, restored, grads, pairs
+        return (None, None, None, None, *executor.run_backward(saved, tangents, ctx.sync()))

@@ -1,0 +1,71 @@
+"""Where a model's parameters and buffers are, found once and not in every call."""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+
+_children, _own_parameters = attrgetter("_modules"), attrgetter("_parameters")
+_values = methodcaller("values")
+_mode, _trained = attrgetter("training"), attrgetter("requires_grad")
+
+
+class Layout:
+    """The modules and parameters of a model, and the place of each parameter.
+
+    A call begins with :meth:`refresh`, which compares the modules and parameters with those found before, object by
+    object, and finds them anew when one was added, removed or replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._find()
+
+    def _find(self) -> None:
+        self._modules = list(self._model.modules())
+        self._parameters = list(self._model.parameters())
+        self._slots: dict[str, tuple[dict[str, Any], str]] = {}
+        self._objects = self._present()
+
+    def _present(self) -> list[Any]:
+        """Every module that any module has, and every parameter, as the modules have them now."""
+        children = map(_values, map(_children, self._modules))
+        parameters = map(_values, map(_own_parameters, self._modules))
+        return list(chain(chain.from_iterable(children), chain.from_iterable(parameters)))
+
+    def refresh(self) -> None:
+        """See that what was found is still so."""
+        now = self._present()
+        # The objects found before are held, so no other has the identity of one of them.
+        if len(now) != len(self._objects) or list(map(id, now)) != list(map(id, self._objects)):
+            self._find()
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode, in the order of ``modules()``."""
+        return tuple(map(_mode, self._modules))
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each parameter requires a gradient, in the order of ``parameters()``."""
+        return tuple(map(_trained, self._parameters))
+
+    def parameter(self, fqn: str) -> nn.Parameter:
+        """The parameter of a name."""
+        slot = self._slots.get(fqn)
+        if slot is None:
+            path, _, key = fqn.rpartition(".")
+            slot = self._slots[fqn] = self._model.get_submodule(path)._parameters, key
+        owner, key = slot
+        found: nn.Parameter = owner[key]
+        return found
+
+    def buffer(self, fqn: str) -> torch.Tensor:
+        """The buffer, or the plain tensor attribute, of a name."""
+        path, _, key = fqn.rpartition(".")
+        found: torch.Tensor = getattr(self._model.get_submodule(path), key)
+        return found

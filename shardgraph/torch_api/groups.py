@@ -1,0 +1,54 @@
+"""Process groups and the store behind them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group."""
+    return _get_default_store()
+
+
+def ordered_gloo() -> str:
+    """The name of a gloo backend whose groups run one collective at a time, in order.
+
+    Gloo's two worker threads corrupt memory when they run collectives of one group at once on more than two
+    ranks (seen on torch 2.13: heap corruption within some hundred concurrent all-gathers on 3 ranks). One
+    worker keeps collectives asynchronous to the computation, which is the overlap that matters.
+    """
+    name = "shardgraph_gloo"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, _one_worker_gloo, devices=["cpu"])
+    return name
+
+
+def group_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The process group along one axis of ``mesh`` or several, made the first time; all ranks must ask alike."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    backend = dist.get_backend(mesh.get_group(axes[0]))
+    return mesh[axes]._flatten("+".join(axes), backend).get_group()
+
+
+def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def has_backend(device_type: str) -> bool:
+    """Whether the default process group communicates tensors of a kind of device."""
+    try:
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return False
+    return True

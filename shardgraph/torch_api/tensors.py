@@ -1,0 +1,33 @@
+"""DTensors from shards that exist, and shards of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard that this rank holds of a DTensor, outside of autograd; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
+    """``local`` as a DTensor that lies as ``like``, of which it has this rank's shape and the dtype.
+
+    ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
+    """
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """The DTensor of global ``shape`` of which this rank holds ``local``, wherever that is.
+
+    ``DTensor.from_local`` would move it to the device of the mesh.
+    """
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
