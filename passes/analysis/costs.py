@@ -163,11 +163,13 @@ def _equal_heads(args: Any) -> list[Any]:
     The counter of torch 2.11 refuses fewer.
     """
     shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
-    heads = max(shape[1] for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4)
-    return [
-        torch.Size([shape[0], heads, *shape[2:]]) if isinstance(shape, torch.Size) and len(shape) == 4 else shape
-        for shape in shapes
-    ]
+    heads = max(shape[1] for shape in shapes if _is_attention(shape))
+    return [(shape[0], heads, *shape[2:]) if _is_attention(shape) else shape for shape in shapes]
+
+
+def _is_attention(shape: Any) -> bool:
+    """Whether it is batch, heads, sequence and width; sizes may be expressions."""
+    return isinstance(shape, tuple) and len(shape) == 4
 
 
 def _is_view(node: fx.Node) -> bool:
