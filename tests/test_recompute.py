@@ -25,6 +25,7 @@ from shardgraph import (
 from shardgraph.capture.capture import capture
 from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.names import Name, names_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.lowering import build_program
@@ -32,7 +33,7 @@ from shardgraph.passes.partition.split import split
 from shardgraph.passes.program import Program
 from shardgraph.passes.recompute.checkmate import backward_steps
 from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
-from shardgraph.passes.recompute.names import Name, chosen_by, names_of, rules_for
+from shardgraph.passes.recompute.names import chosen_by, rules_for
 from shardgraph.passes.recompute.problem import problem_of
 from shardgraph.passes.recompute.values import draws, values_of
 from shardgraph.plans.plan import Recomputation
