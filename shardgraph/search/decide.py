@@ -35,8 +35,8 @@ def decide(question: Question, captures: Captures) -> Plan:
         if question.call is not None:
             return _fastest(question, captures)
         least = question.with_asked(resolve_plan("auto", question.plan.mesh))
-        kept = dict(annotations=question.plan.annotations, precision=question.plan.precision)
-        question = replace(question, plan=replace(least, **kept), automatic=False)
+        least = replace(least, annotations=question.plan.annotations, precision=question.plan.precision)
+        question = replace(question, plan=least, automatic=False)
         question.plan.resolve(question.shapes)
     plan = question.plan
     if not question.open:
