@@ -34,8 +34,10 @@ from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
 from shardgraph.passes.schedule.overlap import OverlapCollectives
 from shardgraph.passes.schedule.overlap_copies import OverlapCopies
+from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
 from shardgraph.passes.sharding.shard_operators import ShardOperators
+from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.plan import Plan, in_patterns
 from shardgraph.plans.shards import named_shapes
 
@@ -201,8 +203,22 @@ def placing_passes(plan: Plan) -> list[Pass]:
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators and experts."""
-    if not plan.undecided(shapes):
+    """``plan`` with all that it leaves open along axes of operators and experts: where parameters lie, and operations.
+
+    To lower ``joint`` under it solves nothing.
+
+    Raises:
+        PlanError: the plan does not fit the model's parameters, or what it says of operations the graph.
+    """
+    if plan.decided and not plan.undecided(shapes):
         return plan
-    _, context = place(joint, plan, shapes)
-    return replace(plan, parameters=in_patterns(context.parameters))
+    gm, context = place(joint, plan, shapes)
+    return placed_plan(plan, gm, context)
+
+
+def placed_plan(plan: Plan, gm: fx.GraphModule, context: Context) -> Plan:
+    """``plan`` with what :func:`place`, which gave the graph and the context, decided under it."""
+    if not context.activations:
+        return plan
+    activations = Activations(call_of(gm), tuple(context.activations.items()))
+    return replace(plan, parameters=in_patterns(context.parameters), activations=activations)

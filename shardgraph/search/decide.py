@@ -54,7 +54,7 @@ def decide(question: Question, captures: Captures) -> Plan:
 
 
 def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with a placement for every parameter.
+    """``plan`` with a placement for every parameter and operation.
 
     Raises:
         PlanError: the plan does not fit the model.

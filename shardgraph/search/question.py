@@ -164,7 +164,9 @@ class Question:
     @property
     def open(self) -> bool:
         """Whether anything is to be decided that follows from what the model computes."""
-        return self.automatic or self.plan.pipeline is not None or self.budgeted or self.undecided
+        # Without inputs each rank places operations at its first call, where the plan has parameters' placements.
+        placed = self.plan.decided or self.call is None
+        return self.automatic or self.plan.pipeline is not None or self.budgeted or self.undecided or not placed
 
     @cached_property
     def machine(self) -> Cluster:
