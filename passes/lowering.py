@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from shardgraph.capture.capture import capture
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.analysis.places import on_host
@@ -137,12 +137,8 @@ def build_program(
     shapes = named_shapes(model)
     plan.resolve(shapes)  # a plan that does not fit is told before the long work
     show("capture")
-    where = device or torch.device("cpu")
-    said, precision = plan.annotations, plan.precision
-    joint = capture(
-        model, args, dict(kwargs or {}), device=where, loss_fn=loss_fn, annotations=said, precision=precision
-    )
-    return lower(joint, plan, shapes, show)
+    call = Call(model, args, dict(kwargs or {}), loss_fn, torch.is_grad_enabled())
+    return lower(Captures(device).take(call, plan), plan, shapes, show)
 
 
 def lower(

@@ -107,7 +107,7 @@ def test_what_is_no_attribute_is_refused_and_not_dropped():
 
 
 def test_an_attribute_of_another_type_is_refused():
-    with pytest.raises(TypeError, match=r"'recompute' of .* is whether backward recomputes it"):
+    with pytest.raises(TypeError, match=r"'recomputed' of .* is whether backward recomputes it"):
         RECOMPUTE.set(one_node(), 1)
 
 

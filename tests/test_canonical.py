@@ -66,8 +66,12 @@ def test_attention_that_a_device_has_no_kernel_for_is_written_out_on_all(model):
     assert "attention" not in found and "bmm" in found
 
 
-def test_written_out_attention_draws_what_the_original_draws():
-    model = Attention(0.5)
+MASKS = {"none": None, "boolean": torch.tril(torch.ones(6, 6, dtype=torch.bool)), "added": torch.randn(6, 6)}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_written_out_attention_computes_and_draws_what_the_original_does(mask):
+    model = Attention(0.5, MASKS[mask])
     report = shardgraph.verify(model, (torch.randn(2, 6, 8),), "single", world_size=1)
     assert report.ok, report
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _ATTENTION = F.scaled_dot_product_attention
 
@@ -73,19 +74,9 @@ def _has_kernel(
     return not dropout_p and (mask is None or not mask.requires_grad)
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _ATTENTION(*args, **kwargs)
 
 
 def _rms_norm(

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shardgraph.errors import CaptureError
 from shardgraph.ir import Input, placeholders
+from shardgraph.ir.attributes import SOURCE
 
 _aten = torch.ops.aten
 _MARK = "_shardgraph_number"
@@ -89,5 +90,5 @@ def _check_with_tensors(node: fx.Node, numbers: set[fx.Node]) -> None:
 def _refuse(node: fx.Node) -> None:
     raise CaptureError(
         f"a Python number that changes from call to call is used by {node.op} {node.name} at "
-        f"{node.meta.get('source') or 'the end of forward'} as no tensor can be"
+        f"{SOURCE.get(node) or 'the end of forward'} as no tensor can be"
     )

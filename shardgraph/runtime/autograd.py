@@ -92,7 +92,7 @@ class Differentiable(Executor):
         saved.clear()
         tangents.clear()
         given = zip(bound.gives, bound(inputs), strict=True)
-        values = {role.of: value for (role, _), value in given if isinstance(role, Gradient)}
+        values: dict[Role, Any] = {role.of: value for (role, _), value in given if isinstance(role, Gradient)}
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 
     def _gradient(self, role: Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:

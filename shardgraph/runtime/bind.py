@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import ir, torch_api
+from shardgraph.ir.attributes import AXIS
 from shardgraph.mesh import axes_of
 
 aten = torch.ops.aten
@@ -20,6 +21,8 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     bound = ir.copy_graph(gm)  # without code, until it is this rank's
     if mesh is not None:
         for node in bound.graph.nodes:
+            if ir.is_collective(node):
+                AXIS.set(node, ir.group_of(node))  # for people, who know no names of groups
             if node.target is ir.send:
                 _send(node, mesh)
             elif ir.is_collective(node):

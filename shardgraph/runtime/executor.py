@@ -85,8 +85,10 @@ class Bound:
 
     def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None, after: fx.GraphModule | None = None) -> None:
         self.module = bind(gm, mesh)
-        self.takes = [(role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()]
-        self.gives = [
+        self.takes: list[tuple[Role, Any]] = [
+            (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
+        ]
+        self.gives: list[tuple[Role | None, Any]] = [
             (role, value.meta.get("val") if isinstance(value, fx.Node) else value)
             for role, value in ir.outputs(self.module)
         ]

@@ -28,7 +28,7 @@ class Layout:
     def _find(self) -> None:
         self._modules = list(self._model.modules())
         self._parameters = list(self._model.parameters())
-        self._slots: dict[str, tuple[dict[str, Any], str]] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
         self._objects = self._present()
 
     def _present(self) -> list[Any]:
@@ -56,16 +56,20 @@ class Layout:
 
     def parameter(self, fqn: str) -> nn.Parameter:
         """The parameter of a name."""
-        slot = self._slots.get(fqn)
-        if slot is None:
-            path, _, key = fqn.rpartition(".")
-            slot = self._slots[fqn] = self._model.get_submodule(path)._parameters, key
-        owner, key = slot
-        found: nn.Parameter = owner[key]
+        module, key = self._place(fqn)
+        found: nn.Parameter = module._parameters[key]  # type: ignore[assignment]  # a name of a program's is there
         return found
 
     def buffer(self, fqn: str) -> torch.Tensor:
         """The buffer, or the plain tensor attribute, of a name."""
-        path, _, key = fqn.rpartition(".")
-        found: torch.Tensor = getattr(self._model.get_submodule(path), key)
+        module, key = self._place(fqn)
+        found: torch.Tensor = getattr(module, key)
         return found
+
+    def _place(self, fqn: str) -> tuple[nn.Module, str]:
+        """The module that has a parameter or buffer, and its key there."""
+        place = self._places.get(fqn)
+        if place is None:
+            path, _, key = fqn.rpartition(".")
+            place = self._places[fqn] = self._model.get_submodule(path), key
+        return place
