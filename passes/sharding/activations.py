@@ -108,7 +108,7 @@ def call_of(gm: fx.GraphModule) -> str:
     """The call that a joint graph was captured for, as text: which halves it has, and its inputs."""
     roles = placeholders(gm)
     halves = "forward and backward" if any(isinstance(role, Tangent) for role in roles) else "forward"
-    inputs = sorted((role.index, node.meta["val"]) for role, node in roles.items() if isinstance(role, Input))
+    inputs = sorted((role.index, node.meta.get("val")) for role, node in roles.items() if isinstance(role, Input))
     tensors = [value for _, value in inputs if isinstance(value, torch.Tensor)]
     given = ", ".join(f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in tensors)
     return f"{halves} of {given or 'no tensors'}"
