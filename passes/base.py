@@ -27,6 +27,7 @@ from shardgraph.errors import GraphInvariantError, PassOrderError
 from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, outputs, placeholders
 from shardgraph.ir.attributes import MADE_BY, REGISTRY
 from shardgraph.ir.fake_values import Propagation
+from shardgraph.plans.activation_plan import Rules
 from shardgraph.plans.plan import ParameterPlan, Plan
 
 Graphs = dict[str, fx.GraphModule]
@@ -40,7 +41,8 @@ class Findings:
     ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
     whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
     are decisions that people should know of. ``sums`` has the axes of operators over which a parameter's gradient is
-    yet to be summed. ``batch_norms`` are those of each pipeline stage whose running statistics a step moves.
+    yet to be summed. ``activations`` has the rules of operations by axis, once a pass has placed them. ``batch_norms``
+    are those of each pipeline stage whose running statistics a step moves.
     """
 
     parameters: dict[str, ParameterPlan] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class Findings:
     facts: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    activations: dict[str, Rules] = field(default_factory=dict)
     batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def copy(self) -> Findings:
@@ -58,6 +61,7 @@ class Findings:
             set(self.facts),
             list(self.notes),
             dict(self.sums),
+            dict(self.activations),
             dict(self.batch_norms),
         )
 
@@ -124,6 +128,11 @@ class Context:
     def sums(self) -> dict[str, tuple[str, ...]]:
         """See :class:`Findings`."""
         return self.findings.sums
+
+    @property
+    def activations(self) -> dict[str, Rules]:
+        """See :class:`Findings`."""
+        return self.findings.activations
 
     @property
     def batch_norms(self) -> dict[int, tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from shardgraph.capture.capture import capture
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.analysis.places import on_host
@@ -34,8 +34,10 @@ from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
 from shardgraph.passes.schedule.overlap import OverlapCollectives
 from shardgraph.passes.schedule.overlap_copies import OverlapCopies
+from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
 from shardgraph.passes.sharding.shard_operators import ShardOperators
+from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.plan import Plan, in_patterns
 from shardgraph.plans.shards import named_shapes
 
@@ -137,12 +139,8 @@ def build_program(
     shapes = named_shapes(model)
     plan.resolve(shapes)  # a plan that does not fit is told before the long work
     show("capture")
-    where = device or torch.device("cpu")
-    said, precision = plan.annotations, plan.precision
-    joint = capture(
-        model, args, dict(kwargs or {}), device=where, loss_fn=loss_fn, annotations=said, precision=precision
-    )
-    return lower(joint, plan, shapes, show)
+    call = Call(model, args, dict(kwargs or {}), loss_fn, torch.is_grad_enabled())
+    return lower(Captures(device).take(call, plan), plan, shapes, show)
 
 
 def lower(
@@ -207,8 +205,22 @@ def placing_passes(plan: Plan) -> list[Pass]:
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with a placement for every parameter that it leaves to be found along axes of operators and experts."""
-    if not plan.undecided(shapes):
+    """``plan`` with all that it leaves open along axes of operators and experts: where parameters lie, and operations.
+
+    To lower ``joint`` under it solves nothing.
+
+    Raises:
+        PlanError: the plan does not fit the model's parameters, or what it says of operations the graph.
+    """
+    if plan.decided and not plan.undecided(shapes):
         return plan
-    _, context = place(joint, plan, shapes)
-    return replace(plan, parameters=in_patterns(context.parameters))
+    gm, context = place(joint, plan, shapes)
+    return placed_plan(plan, gm, context)
+
+
+def placed_plan(plan: Plan, gm: fx.GraphModule, context: Context) -> Plan:
+    """``plan`` with what :func:`place`, which gave the graph and the context, decided under it."""
+    if not context.activations:
+        return plan
+    activations = Activations(call_of(gm), tuple(context.activations.items()))
+    return replace(plan, parameters=in_patterns(context.parameters), activations=activations)

@@ -2,8 +2,8 @@
 
     sharded = shardgraph.compile(model, plan="fsdp")
 
-captures an unmodified module as one graph, rewrites it with the collectives that a plan asks for and gives back a
-module that trains like the original, on every rank of the run. Read next: :func:`compile`, :class:`Plan`,
+captures an unmodified module as one graph, shards it, inserts the collectives that the plan requires, and returns a
+module that trains like the original on every rank of the run. Read next: :func:`compile`, :class:`Plan`,
 :func:`verify`, :func:`launch`.
 """
 

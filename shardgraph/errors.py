@@ -1,6 +1,6 @@
-"""Every error that shardgraph raises on purpose, one tree under :class:`ShardGraphError`.
+"""Every error that shardgraph raises deliberately, one tree under :class:`ShardGraphError`.
 
-A message says three things: what was asked, why it cannot be, and what would work.
+A message states three things: what was requested, why it is impossible, and what would work.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class GraphInvariantError(ShardGraphError):
 
 
 class RandomStateError(ShardGraphError):
-    """A program would draw random numbers a second time where it needs the same ones; found before launch."""
+    """A program would recompute random numbers; detected before launch."""
 
 
 class DeadlockError(ShardGraphError):
-    """The collectives of a program could block for ever; found before launch."""
+    """The collectives of a program could block for ever; detected before launch."""
 
 
 class RankMismatchError(ShardGraphError):
@@ -46,7 +46,7 @@ class CollectiveError(ShardGraphError):
 
 
 class ClusterError(ShardGraphError):
-    """A device or cluster is unknown or malformed, or too small for what was asked."""
+    """A device or cluster is unknown, malformed or too small."""
 
 
 class CheckpointError(ShardGraphError):
@@ -58,14 +58,14 @@ class InitializationError(ShardGraphError):
 
 
 class OffloadError(ShardGraphError):
-    """There is no room for what is to be offloaded; nothing has been written."""
+    """There is not enough space for offloaded parameters; nothing has been written."""
 
 
 class LaunchError(ShardGraphError):
-    """A launched rank failed; the message carries its traceback."""
+    """A launched rank failed; the message has its traceback."""
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:
-    """``"; did you mean 'a', 'b'?"`` for the known names most like ``name``, else ``""``."""
+    """``"; did you mean 'a', 'b'?"`` for the known names most similar to ``name``, or ``""``."""
     close = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)
     return f"; did you mean {', '.join(map(repr, close))}?" if close else ""

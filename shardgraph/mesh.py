@@ -1,4 +1,4 @@
-"""Arithmetic of device meshes as data: ranks are numbered row by row, the last axis fastest, as a DeviceMesh does."""
+"""Arithmetic of device meshes as data: ranks are numbered row-major, the last axis fastest, as in a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Where ``rank`` stands along each axis."""
-    found = []
+    """The coordinates of ``rank`` along each axis."""
+    inner_first = []
     for _, size in reversed(mesh):
-        rank, here = divmod(rank, size)
-        found.append(here)
-    return tuple(reversed(found))
+        rank, coordinate = divmod(rank, size)
+        inner_first.append(coordinate)
+    return tuple(reversed(inner_first))
 
 
 def position_of(mesh: Mesh, axis: str) -> int:
-    """Which axis, counted from the outermost, has this name."""
+    """The index of the axis of that name, counted from the outermost."""
     return [name for name, _ in mesh].index(axis)
 
 
 def together(axes: Iterable[str]) -> str:
-    """The name of the group that spans several axes, as ``"dp+ep"``; of one axis its own."""
+    """The name of the group that spans these axes, as ``"dp+ep"``; for one axis its own name."""
     return "+".join(axes)
 
 
@@ -36,13 +36,13 @@ def axes_of(group: str) -> tuple[str, ...]:
 
 
 def size_along(mesh: Mesh, group: str) -> int:
-    """How many ranks are in a group along one axis or several."""
+    """The number of ranks in a group along one axis or several."""
     sizes = dict(mesh)
     return math.prod(sizes[axis] for axis in axes_of(group))
 
 
 def group_along(mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
-    """The ranks, ascending, whose coordinates differ from those of ``rank`` along the axes of ``group`` only."""
+    """The ranks, ascending, whose coordinates differ from those of ``rank`` only along the axes of ``group``."""
     here = coordinates(mesh, rank)
     spanned = axes_of(group)
     choices = [range(size) if axis in spanned else (at,) for (axis, size), at in zip(mesh, here, strict=True)]

@@ -1,4 +1,4 @@
-"""A line on standard error that says what a long compilation is doing."""
+"""The progress line of a long compilation, on standard error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tqdm import tqdm
 
 
 class Progress:
-    """``with Progress("fsdp", stages=6) as show: show("capture")``: one bar, gone when done.
+    """``with Progress("fsdp", stages=6) as show: show("capture")``: one bar, removed when done.
 
-    ``enabled`` None shows it on a terminal only.
+    ``enabled`` None shows it only on a terminal.
     """
 
     def __init__(self, title: str, stages: int, enabled: bool | None = None) -> None:
@@ -28,7 +28,7 @@ class Progress:
         return self
 
     def __call__(self, stage: str) -> None:
-        """Say that ``stage`` begins, and so that the one before has ended."""
+        """Show that ``stage`` begins; the previous one has ended."""
         if self._started:
             self._bar.update()
         self._started = True

@@ -1,4 +1,4 @@
-"""Quantities as people write them."""
+"""Bytes and seconds in human-readable units, and mesh axis sizes that divide lengths."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_bytes(size: int | float | str) -> int:
-    """``80 * 2**30`` for ``"80GiB"``, ``80 * 10**9`` for ``"80 GB"``; a number is bytes already.
+    """``80 * 2**30`` for ``"80GiB"``, ``80 * 10**9`` for ``"80 GB"``; a number is in bytes.
 
     Raises:
-        ShardGraphError: it is no size, or not above 0.
+        ShardGraphError: ``size`` is no size, or not above 0.
     """
     written = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?i?b)?", str(size).strip().lower())
     try:
@@ -53,6 +53,6 @@ def parse_bytes(size: int | float | str) -> int:
 
 
 def divisors(*lengths: int) -> list[int]:
-    """The first numbers from 2 that divide all ``lengths``: the sizes of a mesh axis that an error names as working."""
+    """The first 8 numbers from 2 to 512 that divide all ``lengths``: mesh axis sizes for errors to suggest."""
     most = min(*lengths, 512) if lengths else 0
     return [size for size in range(2, most + 1) if not any(length % size for length in lengths)][:8]

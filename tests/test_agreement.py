@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -52,6 +53,35 @@ def late_rank(late: int) -> str:
     return outcome(agreement, "the inputs", "same")
 
 
+def from_first() -> dict[str, str]:
+    """What each rank gets from rank 0: a text, errors of some classes, and nothing in time."""
+    rank, seen, calls = dist.get_rank(), {}, []
+    agreement, hurried = Agreement(dist.group.WORLD, 20), Agreement(dist.group.WORLD, 1.0)
+
+    def get(name: str, make: Callable[[], str], by: Agreement = agreement) -> None:
+        try:
+            seen[name] = by.from_first_rank("the plan", make)
+        except Exception as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+
+    def fail(error: Exception) -> str:
+        raise error
+
+    get("text", lambda: calls.append(rank) or f"made by rank {rank}")
+    seen["calls"] = str(calls)
+    get("own error", lambda: fail(CaptureError("model.py:7 depends on data")))
+    get("private error", lambda: fail(Private("unknown elsewhere")))
+    get("error of torch", lambda: fail(dist.DistStoreError("no room")))
+    get("afterwards", lambda: "another text")
+    dist.barrier()
+    get("late", lambda: time.sleep(4) or "too late", hurried)
+    return seen
+
+
+class Private(CaptureError):
+    """A class that is not among the errors that every rank knows."""
+
+
 def keys_left_by_many_rounds() -> tuple[int, int]:
     """Keys in the store after a few rounds, and after many more."""
     agreement = Agreement(dist.group.WORLD, 20)
@@ -60,6 +90,7 @@ def keys_left_by_many_rounds() -> tuple[int, int]:
     for rounds in (3, 40):
         for i in range(rounds):
             agreement.agree("the program", str(i))
+            agreement.from_first_rank("the plan", lambda: "a text")
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
@@ -73,7 +104,7 @@ def subgroup() -> str:
 
 
 def several() -> tuple[dict[str, str], str, tuple[int, int], str, str]:
-    return scenarios(), subgroup(), keys_left_by_many_rounds(), late_rank(2), late_rank(0)
+    return scenarios() | from_first(), subgroup(), keys_left_by_many_rounds(), late_rank(2), late_rank(0)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +151,34 @@ def test_only_the_members_of_a_group_are_asked(ranks: list) -> None:
 
 def test_many_rounds_leave_no_more_keys_than_few(ranks: list) -> None:
     assert all(few == many for _, _, (few, many), _, _ in ranks)
+
+
+def test_every_rank_gets_what_the_first_one_makes(ranks: list) -> None:
+    assert [seen["text"] for seen, *_ in ranks] == ["made by rank 0"] * 3
+    assert [seen["calls"] for seen, *_ in ranks] == ["[0]", "[]", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own error", "CaptureError: model.py:7 depends on data"),
+        ("private error", "CaptureError: unknown elsewhere"),
+        ("error of torch", "RuntimeError: no room"),
+    ],
+)
+def test_an_error_of_the_first_rank_is_raised_on_every_rank(ranks: list, name: str, message: str) -> None:
+    first, *others = [seen[name] for seen, *_ in ranks]
+    assert others == [message] * 2
+    assert first.partition(": ")[2] == message.partition(": ")[2]
+
+
+def test_the_next_text_comes_after_an_error(ranks: list) -> None:
+    assert {seen["afterwards"] for seen, *_ in ranks} == {"another text"}
+
+
+def test_the_others_wait_for_the_first_rank_no_longer_than_the_timeout(ranks: list) -> None:
+    (message,) = {seen["late"] for seen, *_ in ranks}
+    assert message.startswith("RankMismatchError: rank 0 did not have the plan within 1 s of rank ")
 
 
 @pytest.mark.parametrize("late", [2, 0])

@@ -173,7 +173,7 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     ],
 )
 def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, plan, monkeypatch):
-    source = importlib.import_module("shardgraph.report.source")
+    source = importlib.import_module("shardgraph.search.source")
 
     def analysis(fold):
         monkeypatch.setattr(source, "find_stack", lambda model: find_stack(model, least=5) if fold else None)

@@ -39,7 +39,8 @@ from shardgraph.plans.annotations.kinds import KINDS, Annotation, input, parse, 
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.remembered import annotated, remembered
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.source import Source
+from shardgraph.search.question import Question
+from shardgraph.search.source import Source
 from tests import ranks
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
@@ -456,8 +457,8 @@ def test_layers_that_annotations_tell_apart_are_not_folded():
     def stack(annotations):
         model = llama(13)
         annotate(model, annotations)
-        plan = annotated(preset("fsdp", {"dp": 2}), model)
-        return Source(model, (), text(), plan, toy_cluster()).stack
+        question = Question.of(model, preset("fsdp", {"dp": 2}), lambda plan: plan.whole_mesh)
+        return Source(question.about((), text())).stack
 
     assert stack({"model.layers.*": recompute()}) is not None
     assert stack({"model.layers.[0-5]": recompute()}) is None

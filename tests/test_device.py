@@ -8,7 +8,7 @@ from torch import nn
 import shardgraph
 from shardgraph.runtime import mesh as mesh_module
 from shardgraph.runtime.device import accelerator, current_device, device_type_of
-from shardgraph.runtime.mesh import resolve_mesh
+from shardgraph.runtime.mesh import run_mesh
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def test_a_bare_group_on_a_machine_with_gpus_has_a_mesh_of_gpus(bare_group, a_gp
     made = []
     monkeypatch.setattr(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(mesh_module, "init_device_mesh", lambda kind, *args, **kwargs: made.append(kind))
-    resolve_mesh({"dp": 1}, "fsdp")
+    run_mesh(None, (("dp", 1),))
     assert made == ["cuda"]
 
 
 def test_a_group_of_gloo_on_a_machine_with_gpus_has_a_mesh_of_cpus(bare_group, a_gpu, monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:gloo")
-    assert resolve_mesh({"dp": 1}, "fsdp").device_type == "cpu"
+    assert run_mesh(None, (("dp", 1),)).device_type == "cpu"
 
 
 def test_the_device_of_a_mesh_is_the_one_that_this_process_uses(a_gpu):

@@ -26,7 +26,6 @@ from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.analysis import program_memory
 from shardgraph.runtime.host import is_in_file, is_on_host
 from shardgraph.runtime.measure import PeakMemory
-from shardgraph.search.asked import Asked
 from tests import ranks
 from tests.machines import toy_cluster, toy_device
 from tests.standing import on_ranks
@@ -56,7 +55,8 @@ class Wide(nn.Module):
 
 def planned(plan: str | Plan = "single", given: str | Offload | None = "parameters", mesh=None, model=None) -> Plan:
     mesh = mesh or ({} if plan == "single" else DP)
-    chosen = Asked(offload=given).of(resolve_plan(plan, tuple(mesh.items())))
+    chosen = resolve_plan(plan, tuple(mesh.items()))
+    chosen = chosen if given is None else replace(chosen, offload=Offload.of(given))
     return chosen if model is None else annotated(chosen, model)
 
 

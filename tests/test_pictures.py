@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardgraph import ParameterPlan, Plan, preset
-from shardgraph.api import analyze
+from shardgraph.api.analyze import analyze
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.passes.lowering import build_program
 from shardgraph.pictures.boxes import draw_boxes

@@ -12,7 +12,7 @@ from torch import nn
 import shardgraph
 from shardgraph import ShardGraphError
 from shardgraph.report.analysis import analyze_program
-from shardgraph.report.symbolic import Symbolic
+from shardgraph.search.symbolic import Symbolic
 from tests.machines import GIB, toy_cluster
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import make

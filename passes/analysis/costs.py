@@ -163,10 +163,10 @@ def _equal_heads(args: Any) -> list[Any]:
     The counter of torch 2.11 refuses fewer.
     """
     shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
-    heads = max(shape[1] for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4)
+    operands = [shape for shape in shapes if isinstance(shape, tuple) and len(shape) == 4]
+    heads = operands[0][1]  # the first operand is the queries, or the gradient of their attention
     return [
-        torch.Size([shape[0], heads, *shape[2:]]) if isinstance(shape, torch.Size) and len(shape) == 4 else shape
-        for shape in shapes
+        (shape[0], heads, *shape[2:]) if isinstance(shape, tuple) and len(shape) == 4 else shape for shape in shapes
     ]
 
 

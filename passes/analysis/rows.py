@@ -90,10 +90,13 @@ class Prices:
 
     def communication(self, node: fx.Node) -> float:
         """Seconds of a collective on its stream."""
-        axis = group_of(node)
         given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+        return self.collective(operation_of(node), given, gotten, group_of(node))
+
+    def collective(self, operation: str, given: int, gotten: int, axis: str) -> float:
+        """Seconds of one ``operation`` over ``axis``; ``given`` and ``gotten`` are a rank's bytes in and out."""
         link, ranks = self.cluster.link_of(self.mesh, axis), size_along(self.mesh, axis)
-        return collective_seconds(operation_of(node), given, gotten, ranks, link, self.cluster.efficiency)
+        return collective_seconds(operation, given, gotten, ranks, link, self.cluster.efficiency)
 
     def copy(self, node: fx.Node) -> float:
         """Seconds of a copy between host and device on its stream."""

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard
 from shardgraph.passes.base import Context
 from shardgraph.passes.experts.exchange import ExchangeBuilder
 from shardgraph.passes.experts.find import find_experts
-from shardgraph.passes.experts.problem import choose_experts
+from shardgraph.passes.experts.problem import ExpertPlacements
+from shardgraph.passes.sharding.activations import choose
 from shardgraph.passes.sharding.legal import value_of
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.options import Option, operands
@@ -50,7 +51,7 @@ class DivideExperts:
             experts |= undecided & find_experts(gm, self.axis, parts)
         for fqn in context.parameters:
             record_placement(context, fqn, position, Shard(0) if fqn in experts else REPLICATE)
-        chosen = choose_experts(gm, parts, experts)
+        chosen = choose(gm, ExpertPlacements(gm, parts, experts), self.axis, context)
         _note_gathered(chosen, context)
         lower(gm, chosen, ExchangeBuilder(fx.Graph(), context.values, self.axis))
 

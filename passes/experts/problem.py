@@ -10,26 +10,29 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Gradient, Parameter, outputs, placeholders
 from shardgraph.ir.attributes import ROLE
+from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.experts.rules import expert_options, same_on_all_ranks
-from shardgraph.passes.sharding.choose import Problem, solve
+from shardgraph.passes.sharding.activations import pattern_of, written_names
+from shardgraph.passes.sharding.choose import PlacementProblem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.legal import Value, placed_values, value_of
 from shardgraph.passes.sharding.options import Option, operands, replicated, results
 from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed, divides
+from shardgraph.passes.sharding.pricing import PlacementPrices
 
-_WHOLE = 256.0  # for each byte of a weight that is gathered after all, or of a gradient scattered
-_START = 1024.0  # bytes that starting a collective is worth
-_INSIDE = 1.0  # of every operation on exchanged tokens: they go no further than they must
+_GATHERED = 256.0
+"""What the seconds of gathering a weight, or of scattering its gradient, count: the axis is there for tokens to travel,
+and not for weights, which they do where nothing else is possible."""
+_INSIDE = 1e-9  # seconds of every operation on exchanged tokens: they go no further than they must
 
 
 class ExpertOptions:
@@ -82,76 +85,97 @@ class ExpertOptions:
             grown = again
 
 
-def choose_experts(gm: fx.GraphModule, parts: int, experts: Collection[str]) -> dict[fx.Node, Option]:
-    """The option of every node of a joint graph that together cost least."""
-    legal = ExpertOptions(gm, parts, experts)
-    options: dict[fx.Node, list[Option]] = {}
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            cut = _names(ROLE.get(node), experts)
-            options[node] = [Option((), (Shard(0) if cut else REPLICATE,))]
-        elif node.op == "call_function" and node.target is not operator.getitem:
-            options[node] = legal.of(node)
-    classes = classes_of(gm, dict.fromkeys(experts, Shard(0)))
-    problem, makers = _problem(gm, options, classes, experts)
+class ExpertPlacements:
+    """What is legal for the operations of a joint graph over ``parts`` ranks of an axis of experts, and what it costs.
 
-    def moves(key: Any, index: int, before: Placement, after: Placement) -> float:
-        node, at = makers[key, index]
-        return _move(before, after, results(node)[at], node in legal.common)
+    ``experts`` are parameters by name, as for :class:`ExpertOptions`.
+    """
 
-    found = solve(problem, moves) if problem.uses else {}
-    return {node: found.get(classes[node], choices[0]) for node, choices in options.items()}
+    def __init__(self, gm: fx.GraphModule, parts: int, experts: Collection[str]) -> None:
+        self.gm, self._experts, self._legal = gm, experts, ExpertOptions(gm, parts, experts)
+        self._prices = PlacementPrices.of(node_costs(gm), parts, sequence=False)
+        self._options: dict[fx.Node, list[Option]] = {}
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                cut = _names(ROLE.get(node), experts)
+                self._options[node] = [Option((), (Shard(0) if cut else REPLICATE,))]
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._options[node] = self._legal.of(node)
+
+    def options(self, node: fx.Node) -> list[Option]:
+        """What is legal for a placeholder, a constant or an operation."""
+        return self._options[node]
+
+    def move(self, value: Value, before: Placement, after: Placement) -> float:
+        """Seconds, or what they count, of bringing a value to another placement; infinite for what may not be."""
+        node, index = value
+        nbytes, send = self._prices.grown(results(node)[index]), self._prices.collective
+        if before == after:
+            return 0.0
+        exchanges = isinstance(before, Exchanged) + isinstance(after, Exchanged)
+        if exchanges and {type(before), type(after)} <= {Exchanged, type(REPLICATE)}:
+            return exchanges * send("all_to_all_single", nbytes, nbytes)
+        part = nbytes / self._legal.parts
+        if before == REPLICATE and isinstance(after, Shard):
+            return 0.0 if node in self._legal.common else math.inf
+        if before == REPLICATE and isinstance(after, Summed):
+            return _GATHERED * send("reduce_scatter_tensor", nbytes, part)
+        if isinstance(before, Shard) and after == REPLICATE:
+            return _GATHERED * send("all_gather_into_tensor", part, nbytes)
+        return math.inf
+
+    def ends(self, chosen: Mapping[fx.Node, Option]) -> Iterator[tuple[Value, Placement]]:
+        """How the results of the graph must lie: gradients of experts as their parts, all else whole."""
+        for role, value in outputs(self.gm):
+            if isinstance(value, fx.Node):
+                of_expert = isinstance(role, Gradient) and _names(role.of, self._experts)
+                yield value_of(value), Summed(0) if of_expert else REPLICATE
+
+    def solve(self) -> tuple[dict[fx.Node, Option], float]:
+        """The option of every node that together take the least time; and the gap (:mod:`shardgraph.passes.milp`)."""
+        classes = classes_of(self.gm, dict.fromkeys(self._experts, Shard(0)))
+        problem, makers = self._problem(classes)
+
+        def moves(key: Any, index: int, before: Placement, after: Placement) -> float:
+            return self.move(makers[key, index], before, after)
+
+        if not problem.uses:
+            return {node: choices[0] for node, choices in self._options.items()}, 0.0
+        found = solve(problem, moves)
+        chosen = {node: found.options.get(classes[node], choices[0]) for node, choices in self._options.items()}
+        return chosen, found.gap
+
+    def _problem(self, classes: Mapping[fx.Node, Any]) -> tuple[PlacementProblem, dict[tuple[Any, int], Value]]:
+        """What is to be chosen, of the part of the graph where there is a choice."""
+        options, problem = self._options, PlacementProblem()
+        makers: dict[tuple[Any, int], Value] = {}
+        names, seen = written_names(self.gm), set[fx.Node]()
+
+        def enter(node: fx.Node) -> Any:
+            key = classes[node]
+            if node not in seen:
+                seen.add(node)
+                problem.members[key] += 1
+                problem.options.setdefault(key, options[node])
+                problem.costs.setdefault(key, [0.0, *(_INSIDE for _ in options[node][1:])])
+                problem.names.setdefault(key, pattern_of(names[node]) if node in names else node.name)
+                for index in range(len(results(node))):
+                    makers.setdefault((key, index), (node, index))
+            return key
+
+        for node in options:
+            for position, operand in enumerate(operands(node) if node.op == "call_function" else []):
+                source, index = value_of(operand)
+                if len(options[node]) > 1 or len(options[source]) > 1:
+                    problem.uses[enter(source), index, enter(node), position] += 1
+        for (source, index), wanted in self.ends({}):
+            if len(options[source]) > 1:
+                problem.uses[enter(source), index, "result" if wanted == REPLICATE else "gradient", 0] += 1
+        for end, placement in (("gradient", Summed(0)), ("result", REPLICATE)):
+            problem.options[end], problem.costs[end] = [Option((placement,), ())], [0.0]
+            problem.members[end] = 1
+        return problem, makers
 
 
 def _names(role: Any, experts: Collection[str]) -> bool:
     return isinstance(role, Parameter) and role.fqn in experts
-
-
-def _problem(
-    gm: fx.GraphModule, options: Mapping[fx.Node, list[Option]], classes: Mapping[fx.Node, Any], experts: Any
-) -> tuple[Problem, dict[tuple[Any, int], Value]]:
-    """What is to be chosen, of the part of the graph where there is a choice."""
-    problem = Problem()
-    makers: dict[tuple[Any, int], Value] = {}
-    seen: set[fx.Node] = set()
-
-    def enter(node: fx.Node) -> Any:
-        key = classes[node]
-        if node not in seen:
-            seen.add(node)
-            problem.members[key] += 1
-            problem.options.setdefault(key, options[node])
-            problem.costs.setdefault(key, [0.0, *(_INSIDE for _ in options[node][1:])])
-            for index in range(len(results(node))):
-                makers.setdefault((key, index), (node, index))
-        return key
-
-    for node in options:
-        for position, operand in enumerate(operands(node) if node.op == "call_function" else []):
-            source, index = value_of(operand)
-            if len(options[node]) > 1 or len(options[source]) > 1:
-                problem.uses[enter(source), index, enter(node), position] += 1
-    for role, value in outputs(gm):
-        if isinstance(value, fx.Node):
-            source, index = value_of(value)
-            if len(options[source]) > 1:
-                end = "gradient" if isinstance(role, Gradient) and _names(role.of, experts) else "result"
-                problem.uses[enter(source), index, end, 0] += 1
-    for end, placement in (("gradient", Summed(0)), ("result", REPLICATE)):
-        problem.options[end], problem.costs[end] = [Option((placement,), ())], [0.0]
-        problem.members[end] = 1
-    return problem, makers
-
-
-def _move(before: Placement, after: Placement, value: torch.Tensor, common: bool) -> float:
-    """Bytes, or what they are worth, of bringing a tensor, of which a rank has ``value``, to another placement."""
-    if before == after:
-        return 0.0
-    exchanges = isinstance(before, Exchanged) + isinstance(after, Exchanged)
-    if exchanges and {type(before), type(after)} <= {Exchanged, type(REPLICATE)}:
-        return exchanges * (_START + value.nbytes)
-    if before == REPLICATE and isinstance(after, Shard):
-        return 0.0 if common else math.inf
-    if (before == REPLICATE and isinstance(after, Summed)) or (isinstance(before, Shard) and after == REPLICATE):
-        return _START + _WHOLE * value.nbytes
-    return math.inf

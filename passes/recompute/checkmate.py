@@ -1,9 +1,24 @@
 """The exact program: which values to keep and which to compute again, step by step, under a bound on the bytes alive.
 
-Checkmate's integer program (Jain et al., 2020, https://arxiv.org/abs/1910.02653) with forward as it is: for each step
-of backward, which of forward's results are in memory, and which operations of forward run again before it. What lives
-only while those run is not counted, so no schedule, however often it computes what, takes less than the seconds found.
-Its size is steps times operations: it is for small graphs.
+Checkmate's integer program (Jain et al., 2020, https://arxiv.org/abs/1910.02653) with forward as it is.
+
+Variables
+    ``k[t, s]`` in {0, 1}: forward's result ``s`` is in memory before step ``t`` of backward, and after the last.
+    ``a[t, o]`` in {0, 1}: forward's operation ``o`` runs again before step ``t``.
+
+Objective
+    The least seconds: ``sum(seconds[o] * a[t, o])``.
+
+Constraints
+    1. *s at t*: what is there after a step was there before it, or is computed:
+       ``k[t + 1, s] <= k[t, s] + a[t, maker]``.
+    2. *o reads s at t*: what runs again finds what it reads: ``a[t, o] <= k[t, s] + a[t, maker]``.
+    3. *step t reads s*: ``k[t + 1, s] = 1``, as a bound of the variable.
+    4. *bytes at t*: ``sum(nbytes[s] * k[t + 1, s]) + own[t] <= bound``, ``own`` being what backward itself has alive;
+       and before the first step, without ``own``.
+
+What lives only while operations run again is not counted, so no schedule, however often it computes what, takes less
+than the seconds found. Its size is steps times operations: it is for small graphs.
 """
 
 from __future__ import annotations
@@ -11,12 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch import fx
 
 from shardgraph.passes.analysis.liveness import Storage, storages_of
+from shardgraph.passes.milp import NoSolution, Program
 from shardgraph.passes.partition.split import after_tangents, forward_nodes
 from shardgraph.passes.recompute.values import Values
 
@@ -42,10 +55,14 @@ def _given(node: fx.Node, late: set[fx.Node], inside: set[fx.Node]) -> Iterator[
 
 @dataclass(frozen=True)
 class Schedule:
-    """``seconds`` that no schedule within the bound goes below, and the operations that run again in this one."""
+    """``seconds`` that no schedule within the bound goes below, and the operations that run again in this one.
+
+    ``gap`` is the part of its own seconds by which it may be above them.
+    """
 
     seconds: float
     again: frozenset[fx.Node]
+    gap: float
 
 
 def backward_steps(gm: fx.GraphModule, values: Values, granule: int = 1) -> list[Step]:
@@ -77,47 +94,33 @@ def least_seconds(
     ``seconds`` has the operations that may run again. None where no schedule is within the bound, or none was found
     within ``limit`` seconds.
     """
-    stores = list(values.maker)
-    kept = {(t, s): i for i, (t, s) in enumerate((t, s) for t in range(len(steps) + 1) for s in stores)}
-    runs = {(t, o): len(kept) + i for i, (t, o) in enumerate((t, o) for t in range(len(steps)) for o in seconds)}
-    rows: list[dict[int, float]] = []
-    most: list[float] = []
-    lower = np.zeros(len(kept) + len(runs))
+    if bound < 0 or any(step.own > bound for step in steps):
+        return None
+    program, stores, scale = Program(), list(values.maker), max(bound, 1)
+    kept = {
+        (t, s): program.variable(low=float(t > 0 and s in steps[t - 1].reads), integer=True)
+        for t in range(len(steps) + 1)
+        for s in stores
+    }
+    runs = {(t, o): program.variable(cost, integer=True) for t in range(len(steps)) for o, cost in seconds.items()}
 
     def found_before(t: int, s: Storage) -> dict[int, float]:
         """That a result is in memory at step ``t``, kept from the one before or computed again."""
         run = runs.get((t, values.maker[s]))
         return {kept[t, s]: -1.0} | ({run: -1.0} if run is not None else {})
 
+    program.constrain("bytes at the start", {kept[0, s]: s.nbytes / scale for s in stores}, high=bound / scale)
     for t, step in enumerate(steps):
-        for s in stores:  # what is there in a step was there before it, or is computed
-            rows.append({kept[t + 1, s]: 1.0} | found_before(t, s))
-            most.append(0.0)
+        for s in stores:
+            program.constrain(f"{s} at {t}", {kept[t + 1, s]: 1.0} | found_before(t, s), high=0.0)
         for o in seconds:
             for s in values.takes[o]:
-                rows.append({runs[t, o]: 1.0} | found_before(t, s))
-                most.append(0.0)
-        for s in step.reads:
-            lower[kept[t + 1, s]] = 1.0
-        scale = max(bound, 1)
-        rows.append({kept[t + 1, s]: s.nbytes / scale for s in stores})
-        most.append((bound - step.own) / scale)
-    rows.append({kept[0, s]: s.nbytes / max(bound, 1) for s in stores})
-    most.append(1.0)
-    if min(most) < 0:
+                program.constrain(f"{o.name} reads {s} at {t}", {runs[t, o]: 1.0} | found_before(t, s), high=0.0)
+        row = {kept[t + 1, s]: s.nbytes / scale for s in stores}
+        program.constrain(f"bytes at {t}", row, high=(bound - step.own) / scale)
+    try:
+        solution = program.solve(limit=limit)
+    except NoSolution:
         return None
-    entries = [(i, column, value) for i, row in enumerate(rows) for column, value in row.items()]
-    at, columns, numbers = zip(*entries, strict=True)
-    matrix = coo_array((numbers, (at, columns)), shape=(len(rows), len(lower))).tocsr()
-    costs = np.array([0.0] * len(kept) + [seconds[o] for _, o in runs])
-    solution = milp(
-        costs / max(costs.max(initial=0.0), 1e-12),
-        integrality=np.ones(len(lower)),
-        bounds=Bounds(lower, 1.0),
-        constraints=LinearConstraint(matrix, -np.inf, np.array(most)),
-        options={"time_limit": limit},
-    )
-    if solution.x is None:
-        return None
-    again = frozenset(o for (_, o), column in runs.items() if solution.x[column] > 0.5)
-    return Schedule(float(solution.mip_dual_bound) * max(costs.max(initial=0.0), 1e-12), again)
+    again = frozenset(o for (_, o), column in runs.items() if solution.values[column] > 0.5)
+    return Schedule(solution.bound, again, solution.gap)

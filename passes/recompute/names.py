@@ -14,24 +14,11 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import fx
 
 from shardgraph.errors import PlanError, nearest
-from shardgraph.ir.operations import canonical, operation_name
-from shardgraph.passes.analysis.modules import module_of
+from shardgraph.ir.operations import canonical
+from shardgraph.passes.analysis.names import Name
 from shardgraph.plans.annotations.match import matches
 
 Rule = tuple[str, tuple[str, ...]]
-Name = tuple[str, str, int]
-"""A module, the kind of an operation in it, and which of that kind it is, from 1."""
-
-
-def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:
-    """The name of every operation; ``operations`` are all of forward, in order."""
-    count: Counter[tuple[str, str]] = Counter()
-    found: dict[fx.Node, Name] = {}
-    for node in operations:
-        key = (module_of(node), operation_name(node.target))
-        count[key] += 1
-        found[node] = (*key, count[key])
-    return found
 
 
 def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.Node]:

@@ -25,7 +25,7 @@ Class = Hashable
 
 
 @dataclass(frozen=True)
-class Problem:
+class RecomputeProblem:
     """The operations of forward by class.
 
     ``members``
@@ -54,7 +54,7 @@ class Problem:
         return {node for key, count in counts.items() for node in self.members[key][:count]}
 
 
-def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> Problem:
+def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> RecomputeProblem:
     """The problem of a joint graph.
 
     What leaves a layer is not computed again: else the backward of one would begin with all those before it.
@@ -87,4 +87,4 @@ def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> Problem:
         for each in nodes:
             reads |= {(key, result(s)) for s in values.takes[each] if classes[values.maker[s]] in members}
     demanded = {result(storage) for storage in values.demanded if classes[values.maker[storage]] in members}
-    return Problem(dict(members), seconds, most, nbytes, demanded, reads)
+    return RecomputeProblem(dict(members), seconds, most, nbytes, demanded, reads)

@@ -10,10 +10,11 @@ from torch import fx
 from shardgraph.errors import PlanError
 from shardgraph.ir import Tangent, placeholders
 from shardgraph.ir.attributes import CHUNK, MODULES, RECOMPUTE
+from shardgraph.passes.analysis.names import names_of
 from shardgraph.passes.base import Context
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.modes import operations_of
-from shardgraph.passes.recompute.names import chosen_by, names_of
+from shardgraph.passes.recompute.names import chosen_by
 from shardgraph.passes.recompute.values import computed_once, draws, values_of
 from shardgraph.plans.annotations.kinds import recompute, save
 from shardgraph.plans.annotations.match import Annotated, matches

@@ -61,6 +61,7 @@ class Legal:
     ) -> None:
         self.parts, self._refused = parts, dtensor_rules.Refused() if refused is None else refused
         self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self._sources = {node: [value_of(operand) for operand in operands(node)] for node in self.nodes}
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
         self._templates: dict[fx.Node, list[Option]] = {}
         self._options: dict[fx.Node, list[Option]] = {}
@@ -85,8 +86,8 @@ class Legal:
         grown = set(self.nodes)
         users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node in self.nodes:
-            for operand in operands(node):
-                users[value_of(operand)[0]].add(node)
+            for source, _ in self._sources[node]:
+                users[source].add(node)
         while grown:
             again: set[fx.Node] = set()
             for node in self.nodes:
@@ -98,7 +99,7 @@ class Legal:
     def _learn(self, node: fx.Node) -> Iterator[fx.Node]:
         """Add the cuts of a node's options to its values; the nodes whose values have new ones."""
         for option in self._cut_options(node):
-            for value, placement in placed_values(node, option):
+            for value, placement in self._placed(node, option):
                 if is_cut(placement) and placement not in self.cuts[value]:
                     self.cuts[value].add(placement)
                     yield value[0]
@@ -111,21 +112,27 @@ class Legal:
     def _even(self, node: fx.Node, option: Option) -> bool:
         return all(
             divides(placement, results(maker)[index].shape, self.parts)
-            for (maker, index), placement in placed_values(node, option)
+            for (maker, index), placement in self._placed(node, option)
         )
+
+    def _placed(self, node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
+        """As :func:`placed_values`, which asks for operands again each time."""
+        taken = list(zip(self._sources[node], option.operands, strict=True))
+        return taken + [((node, index), p) for index, p in enumerate(option.results) if p is not None]
 
     def _layout(self, node: fx.Node) -> Iterator[Option]:
         layout, operation = LAYOUTS[node.target], Operation(node, self.parts)
         produced = len(results(node))
+        elements = [operand.meta["val"].numel() for operand in operands(node)]
 
         def all_operands(placement: Placement) -> tuple[Placement, ...]:
             # What has no elements (an empty cache that keys are joined to) is the same wherever it lies.
-            return tuple(placement if operand.meta["val"].numel() else REPLICATE for operand in operands(node))
+            return tuple(placement if count else REPLICATE for count in elements)
 
         if results(node)[0].is_floating_point():
             yield Option(all_operands(PARTIAL), (PARTIAL,) * produced)
         # Sets have no order, and ranks must agree on the order of the options.
-        for cut in _sorted(set().union(*(self.cuts[value_of(operand)] for operand in operands(node)))):
+        for cut in _sorted(set().union(*(self.cuts[source] for source in self._sources[node]))):
             if (out := layout.down(operation, cut)) is not None:
                 yield Option(all_operands(cut), (out,) * produced)
         for cut in _sorted(set().union(*(self.cuts[node, i] for i in range(produced)))):
@@ -143,7 +150,7 @@ class Legal:
             yield option
             if option.lowering not in ANY_BLOCKS and any(is_cut(p) for p in option.operands + option.results):
                 continue  # written for one block
-            for count in sorted(self._block_counts(placed_values(node, option))):
+            for count in sorted(self._block_counts(self._placed(node, option))):
                 yield replace(
                     option, operands=_in_blocks(option.operands, count), results=_in_blocks(option.results, count)
                 )

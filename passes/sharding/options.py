@@ -21,13 +21,14 @@ class Option:
     ``operands`` has a placement for each tensor among the flattened arguments, ``results`` one for each tensor that
     the operation returns (None for a result that is none). ``lowering`` names what stands in for the operation where
     it cannot simply run on local parts; see :mod:`shardgraph.passes.sharding.lowerings`. ``sent`` are elements that
-    the lowering itself reduces over the ranks.
+    the lowering itself reduces over the ranks, ``passed`` those that it passes from rank to rank while it computes.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement | None, ...]
     lowering: str = ""
     sent: int = 0
+    passed: int = 0
 
 
 @dataclass(frozen=True)

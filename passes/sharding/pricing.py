@@ -1,9 +1,15 @@
-"""What placements cost, in bytes: of the network, and of memory and arithmetic in so many bytes of the network.
+"""What placements cost: seconds by :mod:`shardgraph.cost_models`, on one cluster that has a name.
 
-The unit makes the choice the same on every cluster, as names such as ``tp`` promise: every matrix product is
-divided and every weight is cut if that is legal at all, and of the ways to do that the one that sends least is taken.
-The relation of the terms is that of today's machines at large sizes, where a product of matrices takes longer
-than sending them, and starting a collective as long as sending a small part of a layer's activations.
+A plan's name, such as ``tp``, means the same placements on every machine, a laptop included, and for a small model of
+an architecture the same as for a large one. So what decides is not the machine at hand: it is :data:`CLUSTER`, and a
+model smaller than those that are trained is priced as if it were as large as they are. All sizes of its tensors grow
+alike, bytes by a factor and FLOPs by its power 3/2 (those of a product of square matrices), until the result of its
+median product has :data:`TRAINED` bytes. At less, latencies and launches are most of the time, and nothing would be
+divided.
+
+What an axis's style promises (:class:`shardgraph.plans.plan.Plan`) is part of the price. With ``"whole"`` every rank
+has what lies between divided products whole, so that the time of operations between products is no reason to cut it:
+it counts for :data:`_BETWEEN` of what it is, which decides between what costs the same otherwise.
 """
 
 from __future__ import annotations
@@ -12,77 +18,129 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph.cost_models.cluster import FLOP_KINDS, Cluster
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.errors import ClusterError
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import NodeCost
+from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, is_cut
 
-_WHOLE_PRODUCT = 16.0  # for each byte of a product that every rank computes whole
-_WHOLE_WEIGHT = 256.0  # for each byte of a matrix of parameters that every rank holds
-_START = 0.05  # for each byte of the result of a product of ordinary size: what starting a collective takes
-_MOVED = {False: 1e-3, True: 2e-2}  # for each byte of memory read or written; with sequences cut, it is what they save
+CLUSTER = "H100"
+"""The cluster that decides where operations lie: nodes of eight such devices with NVLink, as ``devices.yaml`` has them.
+The ranks of an axis are neighbours there."""
+
+TRAINED = 64 * 2**20
+"""Bytes of the result of a product of ordinary size in training: 8,192 tokens of width 4,096 in ``bfloat16``."""
+
+OPTIMIZER = "adamw"
+"""The optimizer whose update a parameter costs on every rank that has it."""
+
+_BETWEEN = 1 / 16
+
+
+def cluster_for(parts: int) -> Cluster:
+    """As many nodes of :data:`CLUSTER` as ``parts`` ranks need."""
+    return Cluster.of(CLUSTER, nodes=-(-parts // Cluster.of(CLUSTER).devices_per_node))
+
+
+def scale_of(costs: Mapping[fx.Node, NodeCost]) -> float:
+    """What sizes are multiplied by to be those of training; 1 for a graph that is as large, or has no products."""
+    sizes = [_bytes(results(node)) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
+    return max(1.0, TRAINED / statistics.median(sizes)) if sizes else 1.0
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Costs in bytes over ``parts`` ranks: ``start`` of starting a collective, ``moved`` of a byte of memory."""
+class PlacementPrices:
+    """Seconds of placements over ``parts`` ranks of a graph whose operations cost ``costs``.
 
+    ``scale`` is what sizes are multiplied by; ``sequence`` says that what lies between products is to be cut too.
+    """
+
+    prices: Prices
     parts: int
-    start: float
-    moved: float
-    flops: Mapping[fx.Node, int]
+    costs: Mapping[fx.Node, NodeCost]
+    scale: float
+    sequence: bool
 
     @staticmethod
-    def of(costs: Mapping[fx.Node, NodeCost], parts: int, sequence: bool) -> Prices:
-        """The prices of a graph; ``sequence`` says that what lies between products should be cut too."""
-        flops = {node: cost.flops for node, cost in costs.items()}
-        products = [n for n, count in flops.items() if count > _moved_by(n)]
-        sizes = [max(value.nbytes for value in results(n) if value is not None) for n in products]
-        return Prices(parts, _START * (statistics.median(sizes) if sizes else 0.0), _MOVED[sequence], flops)
+    def of(costs: Mapping[fx.Node, NodeCost], parts: int, sequence: bool) -> PlacementPrices:
+        """The prices of a graph."""
+        prices = Prices(cluster_for(parts), (("ranks", parts),))
+        return PlacementPrices(prices, parts, costs, scale_of(costs), sequence)
 
-    def move(self, before: Placement, after: Placement, nbytes: int) -> float:
-        """Bringing a tensor of ``nbytes`` from one placement to another; infinite for what cannot be.
-
-        All-gather, reduce-scatter and all-reduce over a ring (Patarasu and Yuan, 2009); all-to-all sends all but its
-        own.
-        """
-        share = nbytes * (self.parts - 1) / self.parts
+    def move(self, before: Placement, after: Placement, value: torch.Tensor) -> float:
+        """Bringing ``value``, which is whole, from one placement to another; infinite for what cannot be."""
+        whole = self.grown(value)
+        part = whole / self.parts
         if before == after:
             return 0.0
         if before == REPLICATE:  # without a collective
-            return math.inf if not nbytes else self.moved * nbytes / (self.parts if is_cut(after) else 1)
+            return _BETWEEN * self._traffic(part if is_cut(after) else whole) if whole else math.inf
+        if before == PARTIAL and after == REPLICATE and self.sequence and value.dim() > 1:
+            return self.move(PARTIAL, Shard(0), value) + self.move(Shard(0), REPLICATE, value)
+        if before == PARTIAL and after == REPLICATE:
+            return self.collective("all_reduce", whole, whole)
         if before == PARTIAL:
-            return self.start + (2 * share if after == REPLICATE else share)
+            return self.collective("reduce_scatter_tensor", whole, part)
         if after == REPLICATE:
-            return self.start + share
-        return self.start + share / self.parts if is_cut(after) else math.inf
+            return self.collective("all_gather_into_tensor", part, whole)
+        return self.collective("all_to_all_single", part, part) if is_cut(after) else math.inf
 
     def operation(self, node: fx.Node, option: Option) -> float:
-        """Running an operation so: what its lowering sends, and what every rank repeats."""
-        values = [(operand.meta["val"], p) for operand, p in zip(operands(node), option.operands, strict=True)]
+        """Running an operation so, with what its lowering sends."""
+        placed = [*zip(operands(node), option.operands, strict=True)]
+        values = [(operand.meta["val"], p) for operand, p in placed]
         values += [(v, p) for v, p in zip(results(node), option.results, strict=True) if p is not None]
-        cost = self.moved * sum(value.nbytes / (self.parts if is_cut(p) else 1) for value, p in values)
-        if option.sent:
-            cost += 2 * self.start + 2.0 * 4 * option.sent
-        total = _moved_by(node)
-        if self.flops.get(node, 0) > total and not any(is_cut(p) for p in option.operands):
-            cost += _WHOLE_PRODUCT * total
-        return cost
+        moved = sum(self.grown(value) / (self.parts if is_cut(p) else 1) for value, p in values)
+        # What a lowering reduces are numbers of 4 bytes, in two collectives; what it passes on travels meanwhile.
+        sent, passed = 2 * self.scale * option.sent, 4 * self.scale * option.passed
+        reduced = 2 * self.collective("all_reduce", sent, sent) if sent else 0.0
+        cost = self.costs[node]
+        if cost.kind not in FLOP_KINDS:
+            return reduced + _BETWEEN * self._traffic(moved)
+        parts = self.parts if any(is_cut(p) for p in (*option.operands, *option.results)) else 1
+        ring = (self.parts - 1) * self.collective("send", passed / self.parts, 0) if passed else 0.0
+        return reduced + max(ring, self._product(cost, cost.executed / parts, moved))
 
     def parameter(self, node: fx.Node, placement: Placement) -> float:
-        """Holding a parameter so."""
-        if not isinstance(ROLE.of(node), Parameter) or is_cut(placement):
+        """Holding a parameter so: what its optimizer reads and writes."""
+        if not isinstance(ROLE.of(node), Parameter):
             return 0.0
         value = node.meta["val"]
-        return (_WHOLE_WEIGHT if value.dim() > 1 else self.moved) * value.nbytes
+        moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(placement) else 1)
+        return self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
+
+    def collective(self, operation: str, given: float, gotten: float) -> float:
+        """One collective over the ranks; bytes are those of a rank's input and output, as they are in training."""
+        return self.prices.collective(operation, int(given), int(gotten), "ranks")
+
+    def grown(self, value: torch.Tensor) -> float:
+        """The bytes that a tensor has in training: of several dimensions two grow, of one that."""
+        return value.nbytes * self.scale ** (min(value.dim(), 2) / 2)
+
+    def _traffic(self, nbytes: float) -> float:
+        """Reading or writing memory; launches cost the same wherever a tensor lies, and are left out."""
+        rate = self.prices.cluster.device.rate("pointwise")
+        assert rate is not None
+        return nbytes / rate.per_second
+
+    def _product(self, cost: NodeCost, flops: float, moved: float) -> float:
+        work: dict[str, Any] = {"flops": int(self.scale**1.5 * flops), "written": int(moved)}
+        try:
+            return self.prices.computation(NodeCost(cost.kind, cost.dtype, **work))
+        except ClusterError:  # no rate for the dtype: integers, say, which no device multiplies faster than float32
+            return self.prices.computation(NodeCost(cost.kind, "float32", **work))
 
 
-def _moved_by(node: fx.Node) -> int:
-    values = [*(operand.meta["val"] for operand in operands(node)), *results(node)]
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+def _bytes(values: list[Any]) -> int:
+    return max(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -15,93 +14,139 @@ from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
-from shardgraph.passes.sharding.choose import Problem, solve
+from shardgraph.passes.sharding.activations import pattern_of, written_names
+from shardgraph.passes.sharding.choose import PlacementProblem, solve
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.constraints import Constraints
 from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
-from shardgraph.passes.sharding.pricing import Prices
+from shardgraph.passes.sharding.pricing import PlacementPrices
 from shardgraph.passes.sharding.sequences import Cuts, connected, input_sequences, stripes
 
 aten = torch.ops.aten
 
 
-def choose_options(
-    gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
-) -> dict[fx.Node, Option]:
-    """The option of every node of a joint graph that together cost least and meet ``constraints``.
+class OperatorPlacements:
+    """What is legal for the operations of a joint graph over ``parts`` ranks under ``constraints``, and what it costs.
 
     ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
     refuse.
 
     Raises:
-        PlanError: none do, or the sequences are to be cut (``"context"``) and cannot be.
+        PlanError: the sequences are to be cut (``"context"``) and cannot be.
     """
-    fixed, cuts = constraints.parameters, constraints.cut_activations()
-    starts = stripes(gm, parts) if style == "context" else {}
-    sequence = style != "whole"
-    legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts), refused)
-    allowed = _only(connected(legal, starts)) if starts else _all_but(_barred(legal, _dimensions(gm, sequence), cuts))
-    weights = _weights(gm)
-    classes = classes_of(gm, fixed)
-    marked = {(classes[source], index) for source, index in (value_of(mark.args[0]) for mark in constraints.marks)}
-    prices = Prices.of(node_costs(gm, fused=False), parts, sequence)
-    problem = Problem()
-    options: dict[fx.Node, list[Option]] = {}
-    makers: dict[Any, Value] = {}
-    for node in gm.graph.nodes:
-        key = classes[node]
-        if node.op in ("placeholder", "get_attr"):
-            options[node] = [o for o in _held(node, parts, fixed, legal) if allowed(node, o)]
-            price = [prices.parameter(node, o.results[0]) if node in ROLE else 0.0 for o in options[node]]
-        elif node in constraints.marks:
-            placement = constraints.marks[node]
-            options[node], price = [Option((placement,), (placement,))], [0.0]
-        elif node.op == "call_function" and node.target is not operator.getitem:
-            options[node] = [o for o in legal.options(node) if allowed(node, o)]
-            price = [prices.operation(node, o) for o in options[node]]
-        else:
-            continue
-        problem.members[key] += 1
-        if key not in problem.options:
-            problem.options[key], problem.costs[key] = options[node], price
-            for index in range(len(results(node))):
-                makers[key, index] = (node, index)
-        for position, operand in enumerate(operands(node) if node.op == "call_function" else []):
-            source, index = value_of(operand)
-            problem.uses[classes[source], index, key, position] += 1
-    _add_results(gm, problem, classes)
 
-    def moves(key: Any, index: int, before: Placement, after: Placement) -> float:
-        node, at = makers[key, index]
-        if before != after and node in weights and before != REPLICATE:
+    def __init__(
+        self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
+    ) -> None:
+        self.gm, self._constraints, self._sequence = gm, constraints, style != "whole"
+        cuts = constraints.cut_activations()
+        starts = stripes(gm, parts) if style == "context" else {}
+        legal = Legal(gm, parts, _together(starts, constraints.cut_parameters(gm) | cuts), refused)
+        dimensions = {} if starts else _dimensions(gm, self._sequence)
+        allowed = _only(connected(legal, starts)) if starts else _all_but(_barred(legal, dimensions, cuts))
+        self._options = {
+            node: options
+            for node in gm.graph.nodes
+            if (options := self._legal(node, legal, parts, allowed)) is not None
+        }
+        self._weights = _weights(gm)
+        self._marked = {value_of(mark.args[0]) for mark in constraints.marks}
+        self._prices = PlacementPrices.of(node_costs(gm, fused=False), parts, self._sequence)
+
+    def options(self, node: fx.Node) -> list[Option]:
+        """What is legal for a placeholder, a constant or an operation."""
+        return self._options[node]
+
+    def move(self, value: Value, before: Placement, after: Placement) -> float:
+        """Seconds of bringing a value from one placement to another; infinite for what may not be."""
+        node, index = value
+        if before != after and node in self._weights and before != REPLICATE:
             return math.inf  # weights stay where they are: what is gathered is what they are multiplied with
-        scattered = before == PARTIAL and is_cut(after) and node not in weights
-        if scattered and not sequence and (key, index) not in marked:
+        scattered = before == PARTIAL and is_cut(after) and node not in self._weights
+        if scattered and not self._sequence and value not in self._marked:
             return math.inf
-        return prices.move(before, after, results(node)[at].nbytes)
+        return self._prices.move(before, after, results(node)[index])
 
-    found = solve(problem, moves)
-    return {node: found[classes[node]] for node in options}
+    def ends(self, chosen: Mapping[fx.Node, Option]) -> Iterator[tuple[Value, Placement]]:
+        """How the results of the graph must lie: gradients as their parameters, all else whole."""
+        for value, owner in _ends(self.gm):
+            yield value, REPLICATE if owner is None else chosen[owner].results[0]
+
+    def solve(self) -> tuple[dict[fx.Node, Option], float]:
+        """The option of every node that together take the least time; and the gap, see :mod:`shardgraph.passes.milp`.
+
+        Raises:
+            PlanError: none meet the constraints.
+        """
+        classes = classes_of(self.gm, self._constraints.parameters)
+        problem, makers = self._problem(classes)
+
+        def moves(key: Hashable, index: int, before: Placement, after: Placement) -> float:
+            return self.move(makers[key, index], before, after)
+
+        found = solve(problem, moves)
+        return {node: found.options[classes[node]] for node in self._options}, found.gap
+
+    def _legal(
+        self, node: fx.Node, legal: Legal, parts: int, allowed: Callable[[fx.Node, Option], bool]
+    ) -> list[Option] | None:
+        if node in self._constraints.marks:
+            placement = self._constraints.marks[node]
+            return [Option((placement,), (placement,))]
+        if node.op in ("placeholder", "get_attr"):
+            return [o for o in _held(node, self._constraints.parameters, legal) if allowed(node, o)]
+        if node.op == "call_function" and node.target is not operator.getitem:
+            return [o for o in legal.options(node) if allowed(node, o)]
+        return None
+
+    def _seconds(self, node: fx.Node, option: Option) -> float:
+        if node in self._constraints.marks:
+            return 0.0
+        if node.op == "call_function":
+            return self._prices.operation(node, option)
+        return self._prices.parameter(node, option.results[0]) if node in ROLE else 0.0
+
+    def _problem(
+        self, classes: Mapping[fx.Node, Hashable]
+    ) -> tuple[PlacementProblem, dict[tuple[Hashable, int], Value]]:
+        problem = PlacementProblem()
+        makers: dict[tuple[Hashable, int], Value] = {}
+        names = written_names(self.gm)
+        for node, options in self._options.items():
+            key = classes[node]
+            problem.members[key] += 1
+            if key not in problem.options:
+                problem.options[key] = options
+                problem.costs[key] = [self._seconds(node, option) for option in options]
+                problem.names[key] = pattern_of(names[node]) if node in names else node.name
+                for index in range(len(results(node))):
+                    makers[key, index] = (node, index)
+            for position, operand in enumerate(operands(node) if node.op == "call_function" else []):
+                source, index = value_of(operand)
+                problem.uses[classes[source], index, key, position] += 1
+        problem.options["result"], problem.costs["result"] = [Option((REPLICATE,), ())], [0.0]
+        problem.members["result"] = 1
+        for (source, index), owner in _ends(self.gm):
+            if owner is None:
+                problem.uses[classes[source], index, "result", 0] += 1
+            else:
+                problem.ties[classes[source], index, classes[owner]] += 1
+        return problem, makers
 
 
-def _add_results(gm: fx.GraphModule, problem: Problem, classes: Mapping[fx.Node, Hashable]) -> None:
-    """What the graph gives: gradients as their parameters lie, all else whole."""
+def _ends(gm: fx.GraphModule) -> Iterator[tuple[Value, fx.Node | None]]:
+    """The values that the graph gives, gradients of parameters with the parameter."""
     owners = placeholders(gm)
-    problem.options["result"], problem.costs["result"] = [Option((REPLICATE,), ())], [0.0]
-    problem.members["result"] = 1
     for role, value in outputs(gm):
         if isinstance(value, fx.Node):
-            source, index = value_of(value)
-            if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-                problem.ties[classes[source], index, classes[owners[role.of]]] += 1
-            else:
-                problem.uses[classes[source], index, "result", 0] += 1
+            of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
+            yield value_of(value), owners[role.of] if of_parameter else None
 
 
-def _held(node: fx.Node, parts: int, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
+def _held(node: fx.Node, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
     role = ROLE.get(node)
     if not isinstance(role, Parameter):
         return [Option((), (REPLICATE,))]

@@ -272,7 +272,11 @@ def ring_attention(operation: Operation) -> Iterator[Option]:
 
     cut = blocks(2, stripes)
     if key.shape[2] == query.shape[2] and (stripes > 1 or not named.get("is_causal")):
-        yield Option(placed(cut), made(cut), "ring_attention_backward" if backward else "ring_attention")
+        pair = key.numel() + named["value"].meta["val"].numel()
+        if backward:  # keys and values once more, and their gradients
+            yield Option(placed(cut), made(cut), "ring_attention_backward", passed=2 * pair)
+        else:
+            yield Option(placed(cut), made(cut), "ring_attention", passed=pair)
     if not named.get("is_causal"):
         yield Option(placed(REPLICATE), made(PARTIAL))
 

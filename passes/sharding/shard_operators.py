@@ -19,13 +19,14 @@ from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE, Change, carried
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
+from shardgraph.passes.sharding.activations import choose
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.constraints import Constraints, marks_of
 from shardgraph.passes.sharding.dtensor_rules import Refused, notes_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
-from shardgraph.passes.sharding.problem import choose_options
+from shardgraph.passes.sharding.problem import OperatorPlacements
 from shardgraph.plans.annotations.kinds import Placement as PlacementAnnotation
 from shardgraph.plans.annotations.match import matches, written
 from shardgraph.plans.parameter_plan import AUTO, split_text
@@ -64,8 +65,11 @@ class ShardOperators:
         constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
         refused = Refused()
         try:
-            chosen = choose_options(gm, parts, self.style, constraints, refused)
+            placements = OperatorPlacements(gm, parts, self.style, constraints, refused)
+            chosen = choose(gm, placements, self.axis, context)
         except PlanError as error:
+            if context.plan.activations is not None:  # the error names what the plan says of an operation
+                raise
             raise self._impossible(gm, context, constraints.parameters) or error from None
         context.notes.extend(notes_of(refused))
         for node, option in chosen.items():
@@ -83,7 +87,7 @@ class ShardOperators:
 
         def possible(wanted: Mapping[str, Placement]) -> bool:
             try:
-                choose_options(gm, parts, self.style, Constraints(wanted, {}))
+                OperatorPlacements(gm, parts, self.style, Constraints(wanted, {})).solve()
             except PlanError:
                 return False
             return True

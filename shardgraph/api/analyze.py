@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from shardgraph.capture.capture import own_loss
+from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.passes.lowering import lower
@@ -19,19 +19,14 @@ from shardgraph.plans.dtype_support import check_described
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
-from shardgraph.plans.precision import AS_STORED, Precision
-from shardgraph.plans.remembered import annotated
-from shardgraph.plans.resolve import resolve_plan
+from shardgraph.plans.precision import Precision
 from shardgraph.report.analysis import Analysis
-from shardgraph.report.from_source import analyze_source
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.report.source import Source
-from shardgraph.runtime.pipeline.microbatches import microbatches
-from shardgraph.search.asked import Asked
-from shardgraph.search.machine import resolve_axes, resolve_cluster
-from shardgraph.search.planner import choose_plan, plans_of, plans_on
-from shardgraph.search.recomputation import with_recomputation
-from shardgraph.search.stages import place_stages
+from shardgraph.search.analysis import analyze_source
+from shardgraph.search.decide import decide
+from shardgraph.search.machine import resolve_axes
+from shardgraph.search.question import Question
+from shardgraph.search.source import Source
 
 
 def analyze(
@@ -89,51 +84,36 @@ def analyze(
     """
     if backend not in ("eager", "inductor"):
         raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
-    axes = resolve_axes(plan, mesh, cluster)
-    ranks = math.prod(size for _, size in axes)
-    machine = resolve_cluster(cluster, ranks)
-    machine.check_mesh(axes)
-    nothing = annotated(replace(Plan("", axes, ()), precision=Precision.of(precision or AS_STORED)), model)
-    source = Source(
-        model, example_inputs, dict(example_kwargs or {}), nothing, machine, loss_fn, optimizer, training,
-        backend == "inductor", fold,
-    )  # fmt: skip
-    asked = Asked(recompute, memory, loss_chunk, offload)
-    if plan == "auto":
-        check_described(nothing, machine.device)
-        groups, said = plans_of(ranks, machine) if mesh is None else plans_on(axes), nothing.annotations
-        groups = [[asked.of(each) for each in group] for group in groups]
-        chosen = choose_plan(
-            source.joint(),
-            source.shapes,
-            groups,
-            machine,
-            said,
-            precision=nothing.precision,
-            optimizer=optimizer,
-            memory=memory,
+    question = Question.of(
+        model,
+        plan,
+        partial(resolve_axes, mesh=mesh, cluster=cluster),
+        free_mesh=mesh is None,
+        pipeline=pipeline,
+        precision=precision,
+        recompute=recompute,
+        memory=memory,
+        loss_chunk=loss_chunk,
+        offload=offload,
+        cluster=cluster or Cluster.detect(),
+        optimizer=optimizer,
+    )
+    question.machine.check_mesh(question.plan.whole_mesh)
+    check_described(question.plan, question.machine.device)
+    kwargs = dict(example_kwargs or {})
+    if question.plan.pipeline is None:
+        return analyze_source(
+            Source(question.about(example_inputs, kwargs, loss_fn, training), backend == "inductor", fold)
         )
-        return analyze_source(replace(source, plan=chosen))
-    chosen = annotated(asked.of(resolve_plan(plan, axes, pipeline, precision)), model)
-    check_described(chosen, machine.device)
-    if chosen.pipeline is not None:
-        return _analyze_pipeline(replace(source, plan=chosen), memory)
-    if memory is not None or chosen.recompute == "budget":
-        joint = replace(source, plan=chosen).joint()
-        chosen = with_recomputation(joint, chosen, source.shapes, machine, memory, optimizer)
-    return analyze_source(replace(source, plan=chosen))
-
-
-def _analyze_pipeline(source: Source, memory: int | str | None) -> PipelineAnalysis:
-    """The analysis of a plan with a pipeline, of which one microbatch is captured."""
-    plan, cluster = source.plan, source.cluster
-    assert plan.pipeline is not None
-    if not source.training:
+    if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
-    args, kwargs = microbatches((source.args, dict(source.kwargs)), plan.pipeline.parts)[0]
-    loss_fn = source.loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
-    joint = replace(source, args=args, kwargs=kwargs, loss_fn=loss_fn).joint()
-    plan = place_stages(joint, plan, source.shapes, cluster)
-    plan = with_recomputation(joint, plan, source.shapes, cluster, memory, source.optimizer)
-    program = lower(joint, plan, source.shapes)
-    return analyze_pipeline(program, cluster, optimizer=source.optimizer, fused=source.fused)
+    step = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
+    return _analyze_pipeline(question.about(example_inputs, kwargs, step), backend == "inductor")
+
+
+def _analyze_pipeline(question: Question, fused: bool) -> PipelineAnalysis:
+    """The analysis of a plan with a pipeline, of which one microbatch is captured."""
+    captures = Captures()
+    plan = decide(question, captures)
+    program = lower(captures.take(question.captured, plan), plan, question.shapes)
+    return analyze_pipeline(program, question.machine, optimizer=question.optimizer, fused=fused)

@@ -11,16 +11,19 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardgraph.capture.capture import capture, own_loss
+from shardgraph.capture.capture import own_loss
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers, casting, computed_dtypes
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error
 from shardgraph.checks.step import LockstepStep
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import (
     Buffer,
@@ -31,22 +34,20 @@ from shardgraph.ir import (
     Tangent,
     placeholders,
 )
-from shardgraph.mesh import coordinates
+from shardgraph.mesh import Mesh, coordinates
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.offload_plan import Offload
+from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
-from shardgraph.plans.remembered import annotated
-from shardgraph.plans.resolve import resolve_plan
 from shardgraph.plans.shards import named_shapes, part_of
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches, shares
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import rank_generator
-from shardgraph.search.asked import Asked
-from shardgraph.search.machine import machine_for
-from shardgraph.search.recomputation import with_recomputation
-from shardgraph.search.stages import place_stages
+from shardgraph.search.decide import decide
+from shardgraph.search.machine import default_mesh
+from shardgraph.search.question import Question
 from shardgraph.torch_api import pytree
 
 Step = tuple[list[list[tuple[Any, torch.Tensor]]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -117,7 +118,9 @@ def verify(
     *,
     world_size: int = 2,
     mesh: Mapping[str, int] | None = None,
+    pipeline: Pipeline | None = None,
     precision: str | Precision | None = None,
+    cluster: Cluster | str | Path | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
@@ -140,7 +143,9 @@ def verify(
             all tensors allow; otherwise every rank gets the whole batch (the report says which).
         plan: as for ``shardgraph.compile``.
         world_size: number of ranks; ``mesh`` (axis sizes by name) overrides it.
+        pipeline: of a preset with ``"pp"``, as for ``shardgraph.compile``.
         precision: as for ``shardgraph.compile``; the original is computed in it too.
+        cluster: what prices plans and stages, as for ``shardgraph.analyze``; None: this machine.
         example_kwargs: keyword inputs, likewise.
         loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, else the mean
             square of the floating tensors in the output.
@@ -163,12 +168,26 @@ def verify(
     if fp64:
         original = original.double()
         call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    asked = Asked(recompute, memory, loss_chunk, offload)
-    chosen = annotated(asked.of(_plan(plan, world_size, mesh, precision)), model)
-    cast_buffers(original, chosen.precision, chosen.annotations)
+    question = Question.of(
+        original,
+        plan,
+        partial(_mesh, mesh, world_size),
+        free_mesh=mesh is None,
+        pipeline=pipeline,
+        precision=precision,
+        recompute=recompute,
+        memory=memory,
+        loss_chunk=loss_chunk,
+        offload=offload,
+        cluster=cluster,
+    )
+    cast_buffers(original, question.plan.precision, question.plan.annotations)
+    captures = Captures()
+    parts, _ = _cut_batch(call, question.plan.data_size)
+    chosen = decide(question.about(*parts[0]), captures)
     parts, batch = _cut_batch(call, chosen.data_size)
     cut = [_microbatches(part, chosen) for part in parts]
-    chosen, programs = _programs(original, chosen, cut[0], memory)
+    programs = _programs(original, chosen, cut[0], captures)
     run = _Comparison(original, chosen, programs, cut, loss_fn or default_loss, seed, exact=fp64)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     limit = tolerance if tolerance is not None else _default_tolerance(run.dtypes)
@@ -185,15 +204,10 @@ def default_loss(output: Any) -> torch.Tensor:
     return torch.stack([t.square().mean() for t in tensors if t.is_floating_point() and t.numel()]).sum()
 
 
-def _plan(
-    plan: str | Path | Plan, world_size: int, mesh: Mapping[str, int] | None, precision: str | Precision | None
-) -> Plan:
+def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> Mesh:
     if isinstance(plan, Plan):
-        return resolve_plan(plan, plan.whole_mesh, precision=precision)
-    if mesh is None and plan == "hsdp":
-        mesh = {"dp_replicate": 2, "dp_shard": world_size // 2}
-    axes = tuple((mesh or {"dp": world_size}).items())
-    return resolve_plan(plan, axes, precision=precision)
+        return plan.whole_mesh
+    return tuple(mesh.items()) if mesh else default_mesh(plan, world_size, max(world_size // 2, 1))
 
 
 def _default_tolerance(dtypes: Mapping[str, torch.dtype]) -> float:
@@ -205,19 +219,13 @@ def _microbatches(part: Any, plan: Plan) -> list[Any]:
     return [part] if plan.pipeline is None else microbatches(part, plan.pipeline.parts)
 
 
-def _programs(model: nn.Module, plan: Plan, parts: list[Any], memory: int | str | None) -> tuple[Plan, list[Program]]:
-    """The program of each microbatch; the plan, once stages and recomputation are found that it leaves open."""
-    shapes, machine = named_shapes(model), machine_for(None, plan.world_size)
-    built: dict[int, Any] = {}
+def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures) -> list[Program]:
+    """The program of each microbatch."""
+    built: dict[int, Program] = {}
     for part in parts:
         if (size := batch_size(part)) not in built:
-            joint = capture(model, *part, device=_CPU, annotations=plan.annotations, precision=plan.precision)
-            if plan.pipeline is not None:
-                plan = place_stages(joint, plan, shapes, machine)
-            if not built:
-                plan = with_recomputation(joint, plan, shapes, machine, memory)
-            built[size] = lower(joint, plan, shapes)
-    return plan, [built[batch_size(part)] for part in parts]
+            built[size] = lower(captures.take(Call(model, *part), plan), plan, named_shapes(model))
+    return [built[batch_size(part)] for part in parts]
 
 
 def _cut_batch(call: Any, ranks: int) -> tuple[list[Any], str]:

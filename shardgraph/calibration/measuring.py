@@ -29,7 +29,7 @@ from shardgraph.progress import Progress
 from shardgraph.runtime.device import current_device, group_device_type
 from shardgraph.runtime.host import empty_on_host
 from shardgraph.runtime.launch import launch
-from shardgraph.runtime.mesh import resolve_mesh
+from shardgraph.runtime.mesh import run_mesh
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
     ranks = dist.get_world_size()
     device = current_device(group_device_type())
     on_cuda = device.type == "cuda"
-    mesh = resolve_mesh({"dp": ranks}, "fsdp") if ranks > 1 else None
+    mesh = run_mesh(None, (("dp", ranks),)) if ranks > 1 else None
     share = seconds / (len(dtypes) + (ranks > 1))
     samples: list[Sample] = []
     transfers: list[Transfer] = []

@@ -44,8 +44,8 @@ class ParameterSlots:
                 if value is not None:
                     self._slots.setdefault(names[id(value)], []).append((module._parameters, key))
 
-    def place(self, fqn: str, local: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> None:
-        """Put ``local``, this rank's shard, in the place of parameter ``fqn`` under every name that it is tied to."""
+    def made(self, fqn: str, local: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
+        """The parameter of which ``local`` is this rank's shard, like the one that is in its place."""
         slots = self._slots[fqn]
         old = slots[0][0][slots[0][1]]
         assert old is not None
@@ -53,5 +53,9 @@ class ParameterSlots:
             placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
         new = nn.Parameter(placed, requires_grad=old.requires_grad)
         vars(new).update(vars(old))  # attributes that libraries hang on parameters
-        for holder, key in slots:
-            holder[key] = new
+        return new
+
+    def place(self, fqn: str, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` in the place of ``fqn`` under every name that it is tied to."""
+        for holder, key in self._slots[fqn]:
+            holder[key] = parameter

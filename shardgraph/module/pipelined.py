@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardgraph.capture.captures import Captures
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
@@ -37,19 +38,26 @@ class PipelinedModule(ShardedModule):
         mesh: DeviceMesh | None,
         *,
         stage_mesh: DeviceMesh | None,
-        owners: Mapping[str, tuple[int, ...]],
         device: torch.device,
         loss_fn: Callable[..., torch.Tensor] | None,
         agreement: Agreement,
         progress: bool | None,
+        captures: Captures,
     ) -> None:
         super().__init__(
-            model, plan, stage_mesh, device=device, loss_fn=loss_fn, agreement=agreement, progress=progress
+            model,
+            plan,
+            stage_mesh,
+            device=device,
+            loss_fn=loss_fn,
+            agreement=agreement,
+            progress=progress,
+            captures=captures,
         )
         assert plan.pipeline is not None
-        self.pipeline, self._owners = plan.pipeline, owners
+        self.pipeline = plan.pipeline
+        self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, by the first program
         self._running = RunningPipeline(plan, self._state, mesh)
-        self._running.prepare(owners)
         self._written: dict[str, int] = {}  # buffers by the stage that writes them
 
     # -- running -----------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ class PipelinedModule(ShardedModule):
     ) -> torch.Tensor:
         """See :meth:`ShardedModule.clip_grad_norm_`."""
         gradients = {fqn: p.grad for fqn, p in self.named_parameters() if p.grad is not None}
-        first = {fqn: self.pipeline.places_of(self._owners[fqn])[0] for fqn in gradients}
+        first = {fqn: self.pipeline.places_of(self.owners[fqn])[0] for fqn in gradients}
         counted = [grad for fqn, grad in gradients.items() if first[fqn] == self._running.rank]
         order, device = float(norm_type), self._state.device
         norm = total_norm(counted, order, device).double() if counted else nothing(order, device)
@@ -101,7 +109,11 @@ class PipelinedModule(ShardedModule):
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         """The microbatches of a call. Forward alone may do with fewer than asked for."""
-        call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._state.device), (args, kwargs))
+
+        def here(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.is_meta else tensor.to(self._state.device)
+
+        call = pytree.tree_map_only(torch.Tensor, here, (args, kwargs))
         try:
             parts = microbatches(call, self.pipeline.parts)
         except PlanError:
@@ -131,8 +143,8 @@ class PipelinedModule(ShardedModule):
 
     def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
         program = super()._program(model, args, kwargs, loss_fn, show)
-        for fqn in program.owners:
-            used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self._owners))
+        for fqn in self.owners:
+            used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self.owners))
             if missing := set(used) - set(had):
                 raise PlanError(
                     f"with these inputs {fqn!r} is used on the pipeline's ranks {sorted(missing)}, which lack it: "
@@ -141,6 +153,9 @@ class PipelinedModule(ShardedModule):
         return program
 
     def _bound(self, program: Program) -> Executor:
+        if not self.owners:
+            self.owners = program.owners
+            self._running.prepare(self.owners)
         self._written |= {fqn: stage.number for stage in program.stages for fqn in stage.written}
         return Executor(program, self._state)
 
@@ -183,7 +198,7 @@ class PipelinedModule(ShardedModule):
         first = {id(p): name for name, p in nn.Module.named_parameters(self)}
 
         def whole(name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-            stages = self._owners.get(first.get(id(tensor), name), (self._written.get(name, 0),))
+            stages = self.owners.get(first.get(id(tensor), name), (self._written.get(name, 0),))
             return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)
 
         return whole

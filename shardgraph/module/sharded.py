@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, constant_key, shown
-from shardgraph.passes.lowering import STAGES, build_program
+from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.shards import named_shapes
 from shardgraph.progress import Progress
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
@@ -49,6 +51,7 @@ class ShardedModule(nn.Module):
         loss_fn: Callable[..., torch.Tensor] | None,
         agreement: Agreement,
         progress: bool | None,
+        captures: Captures,
     ) -> None:
         super().__init__()
         # The very dictionaries of the original: one set of names, no prefix, nothing to keep in step.
@@ -61,6 +64,7 @@ class ShardedModule(nn.Module):
         self.loss_fn = loss_fn
         self._agreement = agreement
         self._progress = progress
+        self._captures = captures
         self._state = State(model, mesh, device)
         self._programs: OrderedDict[Any, Executor] = OrderedDict()
         self._latest: tuple[list[Any], list[Executor]] | None = None
@@ -143,6 +147,15 @@ class ShardedModule(nn.Module):
 
     # -- compiling ---------------------------------------------------------------------------------
 
+    def let_go(self) -> None:
+        """Hold no parameter any more that the model has not."""
+        self._state.layout.refresh()
+
+    def forget(self) -> None:
+        """Drop all programs."""
+        self._programs.clear()
+        self._latest = self._agreed = None
+
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these inputs now, without running; only shapes, dtypes and numbers of them matter."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -220,7 +233,9 @@ class ShardedModule(nn.Module):
                     raise
 
     def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
-        return build_program(model, self.plan, args, kwargs, device=self._state.device, loss_fn=loss_fn, show=show)
+        show("capture")
+        joint = self._captures.take(Call(model, args, kwargs, loss_fn, torch.is_grad_enabled()), self.plan)
+        return lower(joint, self.plan, named_shapes(model), show)
 
     def _state_key(self) -> tuple[Any, ...]:
         """What a program depends on besides the inputs."""

@@ -47,6 +47,16 @@ for the memory that there is), or operations by module::
       'model.layers.*.mlp': [silu, mul]
       'model.layers.[0-5].self_attn': ['*']
 
+``activations`` says where operations have their operands and results along axes of operators or experts, for the call
+that it was decided for, so that compiling the plan again solves nothing. Operations that it does not name follow their
+operands::
+
+    activations:
+      call: forward and backward of int64[4, 2048], int64[4, 2048]
+      tp:
+        model.embed_tokens/embedding.1: split(0), replicate -> partial by embedding
+        model.layers.*.mlp.up_proj/mm.1: replicate, split(1) -> split(1)
+
 ``loss_chunk`` is how many bytes of a cross-entropy's scores exist at a time, where it is computed in chunks::
 
     loss_chunk: 67108864
@@ -74,6 +84,7 @@ import torch
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh, coordinates
+from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations.kinds import (
     Annotation,
     ParameterAnnotation,
@@ -141,6 +152,9 @@ class Plan:
     ``loss_chunk``
         The bytes of scores of a cross-entropy that exist at a time, which is then computed a chunk of rows after the
         other; None for all of them at once. See :mod:`shardgraph.passes.chunking.chunk_loss`.
+    ``activations``
+        Where operations have their operands and results along axes of operators and experts; None where that is yet to
+        be chosen. See :class:`shardgraph.plans.activation_plan.Activations`.
     ``offload``
         What is in host memory while it is not used; see :class:`shardgraph.Offload`.
     ``note``
@@ -161,6 +175,7 @@ class Plan:
     pipeline: Pipeline | None = None
     precision: Precision = AS_STORED
     offload: Offload = NOTHING
+    activations: Activations | None = None
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -205,6 +220,12 @@ class Plan:
         for (name, size), here in zip(self.mesh, coordinates(self.mesh, rank), strict=True):
             found = found if name in divided else found * size + here
         return found
+
+    @property
+    def decided(self) -> bool:
+        """Whether it says where all operations have their operands and results, so that compiling it solves nothing."""
+        dividing = {axis for axis, _ in self.operators} | ({self.experts} if self.experts else set())
+        return dividing <= {axis for axis, _ in (self.activations.along if self.activations else ())}
 
     def undecided(self, shapes: Mapping[str, torch.Size]) -> list[str]:
         """The parameters whose placement along an axis of operators or experts is yet to be found."""
@@ -464,6 +485,11 @@ def _check_plan(plan: Plan) -> None:
         refuse("experts", plan.experts, "given beside axes of data, not of operators: 'ep' or 'tp', not both")
     if not isinstance(plan.offload, Offload):
         refuse("offload", plan.offload, "an Offload, such as Offload(parameters=True)")
+    if plan.activations is not None and not isinstance(plan.activations, Activations):
+        refuse("activations", plan.activations, "an Activations, or None to have them chosen")
+    for axis, _ in plan.activations.along if plan.activations else ():
+        if axis not in (*dict(plan.operators), plan.experts):
+            refuse("activations", axis, "given for axes of operators or experts")
     if not isinstance(plan.precision, Precision):
         refuse("precision", plan.precision, "a Precision, such as Precision('bfloat16', reduce='float32')")
     for annotated in plan.annotations:

@@ -10,6 +10,7 @@ import yaml
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
+from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations.kinds import parse
 from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.candidate import Candidate
@@ -49,8 +50,19 @@ def written_plan(plan: Mapping[str, Any]) -> str:
             | ({"offload": True} if entry.offload else {})
             for pattern, entry in plan["parameters"]
         },
+        "activations": _written_activations(plan["activations"]) if plan["activations"] else None,
     }
-    optional = ("considered", "loss_chunk", "operators", "experts", "pipeline", "precision", "offload", "annotations")
+    optional = (
+        "activations",
+        "considered",
+        "loss_chunk",
+        "operators",
+        "experts",
+        "pipeline",
+        "precision",
+        "offload",
+        "annotations",
+    )
     data = {key: value for key, value in data.items() if key not in optional or value}
     if plan["recompute"] == "none":
         del data["recompute"]
@@ -60,6 +72,10 @@ def written_plan(plan: Mapping[str, Any]) -> str:
 def _written_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     data = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(pipeline).items()}
     return {key: value for key, value in data.items() if value != [] and (key, value) != ("axis", "pp")}
+
+
+def _written_activations(activations: Activations) -> dict[str, Any]:
+    return {"call": activations.call, **{axis: dict(rules) for axis, rules in activations.along}}
 
 
 def _differences(given: Any, usual: Any) -> dict[str, Any]:
@@ -121,6 +137,8 @@ def _from_data(data: Any, source: str) -> dict[str, Any]:
         changed["precision"] = _precision(take(top["precision"], "precision", _NONE, _PRECISION_FIELDS), source)
     if "offload" in top:
         changed["offload"] = Offload(**take(top["offload"], "offload", _NONE, _OFFLOAD_FIELDS))
+    if "activations" in top:
+        changed["activations"] = _activations(top["activations"], source)
     if "annotations" in top:
         changed["annotations"] = tuple(_annotation(each, source) for each in top["annotations"])
     if isinstance(top.get("recompute"), dict):
@@ -138,6 +156,25 @@ def _rule(pattern: Any, names: Any, source: str) -> tuple[str, tuple[str, ...]]:
             f"{source}: recompute.{pattern} is {names!r}; it may be a list of operations, such as [silu, mul]"
         )
     return str(pattern), tuple(names)
+
+
+def _activations(data: dict[Any, Any], source: str) -> Activations:
+    call, along = data.get("call"), {axis: rules for axis, rules in data.items() if axis != "call"}
+    if not isinstance(call, str):
+        raise PlanError(f"{source}: activations.call is {call!r}; it may be the call that the rest was decided for")
+    for axis, rules in along.items():
+        if not isinstance(rules, dict) or not all(isinstance(text, str) for text in rules.values()):
+            raise PlanError(
+                f"{source}: activations.{axis} is {rules!r}; it may be a mapping of operations to the placements of "
+                "their operands and results"
+            )
+    pairs = tuple(
+        (str(axis), tuple((str(name), text) for name, text in rules.items())) for axis, rules in along.items()
+    )
+    try:
+        return Activations(call, pairs)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from None
 
 
 def _annotation(data: Any, source: str) -> Annotated:
@@ -175,6 +212,7 @@ _PLAN_FIELDS = {
     "annotations": (list, "a list of patterns, each with what is said of what it matches"),
     "precision": (dict, "a mapping of parameters, reduce, buffers and outputs to dtypes"),
     "offload": (dict, "a mapping of parameters, activations and disk"),
+    "activations": (dict, "a mapping of 'call' and mesh axes to the placements of operations"),
     "considered": (list, "a list of the plans that were priced"),
     "parameters": (dict, "a mapping of name patterns to what happens to those parameters"),
 }

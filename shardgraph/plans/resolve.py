@@ -14,6 +14,19 @@ from shardgraph.plans.precision import Precision
 from shardgraph.plans.presets import preset, refuse_pipeline
 
 
+def named_or_loaded(plan: str | Path | Plan) -> str | Plan:
+    """What a caller names: a preset's name, or the plan, read if it is the path of a plan file.
+
+    Raises:
+        PlanError: there is no such file, or it is malformed; or this is no plan.
+    """
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
+        return Plan.load(plan)
+    if not isinstance(plan, (str, Plan)):
+        raise PlanError(f"a plan is a name, a Plan or the path of a plan file, and this is a {type(plan).__name__}")
+    return plan
+
+
 def resolve_plan(
     plan: str | Path | Plan,
     mesh: Mesh,
@@ -34,14 +47,11 @@ def resolve_plan(
 def _named_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None) -> Plan:
     if plan == "auto":
         return _automatic(mesh)
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
-        plan = Plan.load(plan)
+    plan = named_or_loaded(plan)
     if isinstance(plan, str):
         return preset(plan, mesh, pipeline)
     if pipeline is not None:
         raise PlanError("pipeline is for a plan that is asked for by name: this one says itself what its pipeline is")
-    if not isinstance(plan, Plan):
-        raise PlanError(f"a plan is a name, a Plan or the path of a plan file, and this is a {type(plan).__name__}")
     if tuple(size for _, size in plan.whole_mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
         raise PlanError(
             f"plan {plan.name!r} is for the mesh {dict(plan.whole_mesh)} ({plan.world_size} ranks), and this run has "

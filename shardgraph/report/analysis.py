@@ -165,7 +165,7 @@ class Analysis(StepCosts):
 
     def symbolic(self) -> Any:
         """The costs as sympy expressions in batch size, sequence length and mesh sizes; see
-        :class:`shardgraph.report.symbolic.Symbolic`.
+        :class:`shardgraph.search.symbolic.Symbolic`.
 
         Raises:
             NotSizedError: the model runs different operations at other sizes.

@@ -6,15 +6,18 @@ a time limit, and a rank that fails can report it while others still work.
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import ModuleType
 
 import torch.distributed as dist
 
+from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.torch_api import default_store
 
@@ -39,7 +42,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._timeout = timeout
-        self._round = 0
+        self._round = self._texts = 0
         self._store: dist.Store | None = None
         if group is None or dist.get_world_size(group) <= 1 or dist.get_backend(group) == "fake":
             return
@@ -69,14 +72,58 @@ class Agreement:
             try:
                 verdict = self._verdict(self._store, topic, value or "", error)
             except RuntimeError as lost:
-                verdict = (
-                    f"rank {self._rank} lost the store of the process group at {topic}: {lost}. "
-                    "The process that serves it has ended, usually rank 0: look for the error of that rank"
-                )
+                verdict = self._lost(topic, lost)
         if error is not None:
             raise error
         if verdict != _AGREED:
             raise RankMismatchError(verdict)
+
+    def from_first_rank(self, topic: str, make: Callable[[], str]) -> str:
+        """What ``make()`` returns on the first rank of the group, which alone calls it, on every rank.
+
+        Args:
+            topic: what is made, as a noun for messages.
+            make: returns the text; the other ranks wait for it as long as the agreement's timeout.
+
+        Raises:
+            RankMismatchError: on every rank: the first rank did not come, or was not done, in time.
+            Exception: what ``make`` raised, on every rank: of the same class, with the same message.
+        """
+        if self._store is None:
+            return make()
+        self._texts += 1
+        first, failure = self._rank == self._ranks[0], None
+        try:
+            made = json.dumps({"text": make()}) if first else ""
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            made, failure = json.dumps({"error": _class_of(error), "message": str(error)}), error
+        try:
+            post = self._post(self._store, made) if first else self._await_post(self._store, topic)
+        except dist.DistError as lost:
+            post = json.dumps({"error": RankMismatchError.__name__, "message": self._lost(topic, lost)})
+        if failure is not None:
+            raise failure
+        return _unpacked(post)
+
+    def _post(self, store: dist.Store, made: str) -> str:
+        """Post what was made; gives the post that stands: another one, if the others have given up."""
+        return store.compare_set(f"text {self._texts}", "", made).decode()
+
+    def _await_post(self, store: dist.Store, topic: str) -> str:
+        key = f"text {self._texts}"
+        try:
+            store.wait([key], timedelta(seconds=self._timeout))
+        except dist.DistError:  # not in time, or no store any more: the next line tells which
+            late = (
+                f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
+                "ended, or is still busy: allow more time with timeout="
+            )
+            store.compare_set(key, "", json.dumps({"error": RankMismatchError.__name__, "message": late}))
+        post = store.get(key).decode()
+        if "text" in json.loads(post) and store.add(f"{key}/read", 1) == len(self._ranks) - 1:
+            for spent in (key, f"{key}/read"):
+                store.delete_key(spent)
+        return post
 
     def first_failure(self, text: str) -> str:
         """The text of the first rank that failed, which is ``text`` if that is this one; not a round."""
@@ -86,6 +133,12 @@ class Agreement:
             return self._store.compare_set("failure", "", text).decode()
         except RuntimeError:  # the store is gone with the rank that served it
             return text
+
+    def _lost(self, topic: str, lost: Exception) -> str:
+        return (
+            f"rank {self._rank} lost the store of the process group at {topic}: {lost}. "
+            "The process that serves it has ended, usually rank 0: look for the error of that rank"
+        )
 
     def _verdict(self, store: dist.Store, topic: str, value: str, error: BaseException | None) -> str:
         key = f"{self._round}/verdict"
@@ -141,6 +194,29 @@ class Agreement:
     def _came(self, store: dist.Store, rank: int) -> bool:
         post = f"post/{rank}"
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
+
+
+def _class_of(error: Exception) -> str:
+    """The name of the nearest class of an error that every rank knows."""
+    return next(kind.__name__ for kind in type(error).__mro__ if getattr(_module_of(kind), kind.__name__, None) is kind)
+
+
+def _module_of(kind: type) -> ModuleType:
+    return errors if issubclass(kind, errors.ShardGraphError) else builtins
+
+
+def _unpacked(post: str) -> str:
+    """The text that was made, or its error."""
+    found = json.loads(post)
+    if "text" in found:
+        return str(found["text"])
+    name, message = found["error"], found["message"]
+    kind = getattr(errors, name, None) or getattr(builtins, name)
+    try:
+        error = kind(message)
+    except TypeError:  # a class whose errors are made of more than a message
+        error = RuntimeError(f"{name}: {message}")
+    raise error
 
 
 def _digest(text: str) -> str:

@@ -37,15 +37,22 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
     return replace(machine, devices_per_node=max(machine.devices_per_node, ranks)) if cluster is None else machine
 
 
-def resolve_axes(plan: str | Path | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
-    """The mesh to plan for: as given, else the plan's own, else all of the cluster."""
+def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
+    """The mesh to plan for: as given, else the plan's own, else all of the cluster.
+
+    Raises:
+        ClusterError: no such device or file.
+    """
     if mesh is not None:
         return tuple(mesh.items())
-    if isinstance(plan, (str, Path)) and str(plan).endswith((".yaml", ".yml")):
-        plan = Plan.load(plan)
     if isinstance(plan, Plan):
         return plan.whole_mesh
     machine = resolve_cluster(cluster, 1)
+    return default_mesh(plan, machine.world_size, machine.devices_per_node)
+
+
+def default_mesh(plan: str, ranks: int, per_node: int) -> Mesh:
+    """The mesh of a plan that is asked for by name alone, of which ``per_node`` ranks are neighbours."""
     if plan == "hsdp":
-        return (("dp_replicate", machine.nodes), ("dp_shard", machine.devices_per_node))
-    return (("dp", machine.world_size),)
+        return (("dp_replicate", ranks // per_node), ("dp_shard", per_node))
+    return (("pp" if plan == "pp" else "dp", ranks),)

@@ -8,7 +8,7 @@ peak is within the budget is taken. So a smaller budget, which fewer of the same
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -19,15 +19,16 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.ir.attributes import RECOMPUTE
+from shardgraph.passes.analysis.names import names_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
-from shardgraph.passes.lowering import WHOLE_PASSES, emit, lower, place
+from shardgraph.passes.lowering import WHOLE_PASSES, emit, lower, place, placed_plan
 from shardgraph.passes.program import Program
 from shardgraph.passes.recompute.checkmate import backward_steps
 from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
-from shardgraph.passes.recompute.names import names_of, rules_for
-from shardgraph.passes.recompute.problem import Problem, problem_of
+from shardgraph.passes.recompute.names import rules_for
+from shardgraph.passes.recompute.problem import RecomputeProblem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
 from shardgraph.plans.plan import Plan, Recomputation
@@ -42,11 +43,15 @@ _STATE = ("parameters", "buffers", "inputs", "optimizer state")
 
 @dataclass(frozen=True)
 class Choice:
-    """A recomputation: its rules, the ``seconds`` that it adds to a step, and bytes that are no longer kept."""
+    """A recomputation: its rules, the ``seconds`` that it adds to a step, and bytes that are no longer kept.
+
+    ``gap`` is the part of the seconds by which the best that keeps as few bytes may be faster.
+    """
 
     rules: Recomputation
     seconds: float
     dropped: int
+    gap: float = field(default=0.0, compare=False)
 
 
 class Recomputations:
@@ -77,20 +82,20 @@ class Recomputations:
         seconds = {node: problem.seconds[key] for key, nodes in problem.members.items() for node in nodes}
         names = names_of(values.makes)
 
-        def choice(again: Collection[fx.Node]) -> Choice:
+        def choice(again: Collection[fx.Node], gap: float = 0.0) -> Choice:
             added = sum(seconds[node] for node in again)
-            return Choice(rules_for(again, names) or "none", added, values.dropped(again))
+            return Choice(rules_for(again, names) or "none", added, values.dropped(again), gap)
 
-        found = {choice(again) for again in _ladder(problem, values)}
+        found = {choice(again, gap) for again, gap in _ladder(problem, values)}
         if len(values.makes) <= _TRACTABLE:
             free = {node: s for node, s in seconds.items() if node not in values.once and node not in RECOMPUTE}
-            found |= {choice(again) for again in self._exact(gm, values, free, choice(()))}
+            found |= {choice(again, gap) for again, gap in self._exact(gm, values, free, choice(()))}
         return sorted(found, key=lambda choice: (choice.rules != "none", choice.seconds, choice.dropped))
 
     def _exact(
         self, gm: fx.GraphModule, values: Values, seconds: Mapping[fx.Node, float], everything: Choice
-    ) -> Iterator[Collection[fx.Node]]:
-        """What the exact program computes again under bounds between the peak of keeping everything and nothing."""
+    ) -> Iterator[tuple[Collection[fx.Node], float]]:
+        """What the exact program computes again, with its gap, under bounds between the peak of keeping all and 0."""
         memory = program_memory(self.program(everything), self.optimizer, granule=self.cluster.device.allocation)
         steps = backward_steps(gm, values, self.cluster.device.allocation)
         stays = sum(memory.compositions[kind][0] for kind in memory.compositions if kind in _STATE)
@@ -99,7 +104,7 @@ class Recomputations:
                 values, steps, seconds, int((memory.peak_bytes - stays) * (1 - level / _EXACT_LEVELS))
             )
             if schedule is not None:
-                yield schedule.again
+                yield schedule.again, schedule.gap
 
     def program(self, choice: Choice) -> Program:
         """The program under a choice."""
@@ -121,7 +126,7 @@ class Recomputations:
 
     def chosen(self, choice: Choice) -> Plan:
         """The plan with a choice written into it."""
-        return replace(self.plan, recompute=choice.rules)
+        return replace(placed_plan(self.plan, self._placed, self._context), recompute=choice.rules)
 
     def seconds(self, choice: Choice) -> float:
         """The predicted time of a step under a choice."""
@@ -187,7 +192,7 @@ class PipelineRecomputations(Recomputations):
         super().__init__(joint, plan, shapes, cluster, optimizer)
         self._analyses: dict[Choice, PipelineAnalysis] = {}
 
-    def _exact(self, *_: object) -> Iterator[Collection[fx.Node]]:
+    def _exact(self, *_: object) -> Iterator[tuple[Collection[fx.Node], float]]:
         yield from ()  # Checkmate's program is that of a single call
 
     def peak(self, choice: Choice) -> int:
@@ -215,15 +220,16 @@ class PipelineRecomputations(Recomputations):
         return max(max(accumulate(step[a.kind] for a in actions)) for actions in self.plan.pipeline.order)
 
 
-def _ladder(problem: Problem, values: Values) -> Iterator[set[fx.Node]]:
-    """What to compute again for fewer and fewer bytes that are kept, from none to as many as can be."""
-    nothing, everything = problem.operations({}), problem.operations(fewest_bytes(problem))
+def _ladder(problem: RecomputeProblem, values: Values) -> Iterator[tuple[set[fx.Node], float]]:
+    """What to compute again, with its gap, for fewer and fewer bytes that are kept, from none to as many as can be."""
+    fewest = fewest_bytes(problem)
+    nothing, everything = problem.operations({}), problem.operations(fewest.of)
     most, least = values.kept(nothing), values.kept(everything)
-    yield nothing
-    yield everything
+    yield nothing, 0.0
+    yield everything, fewest.gap
     for level in range(1, _LEVELS):
         if counts := least_seconds(problem, most - (most - least) * level / _LEVELS):
-            yield problem.operations(counts)
+            yield problem.operations(counts.of), counts.gap
 
 
 def with_recomputation(
@@ -249,6 +255,7 @@ def with_recomputation(
     found, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
     found.fastest_within(budget)
     note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(found.peak(choice))}"
+    note += f", time within {choice.gap:.2%} of the least" if choice.gap else ""
     return replace(found.chosen(choice), note=f"{plan.note}; {note}" if plan.note else note)
 
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 
-from shardgraph.capture.capture import capture
 from shardgraph.cost_models.balance import balance
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
-from shardgraph.passes.lowering import lower, place_operators
 from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of
 from shardgraph.plans.plan import Plan
-from shardgraph.plans.shards import named_shapes
-from shardgraph.runtime.pipeline.microbatches import microbatches
 from shardgraph.search.blocks import blocks_of
-from shardgraph.search.recomputation import with_recomputation
 
 
 def place_stages(
@@ -65,31 +58,3 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
     limit = math.inf if plan.recompute == "budget" else cluster.device.memory
     found = balance(blocks.costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
     return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
-
-
-def place_pipeline(
-    model: nn.Module,
-    plan: Plan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Any,
-    cluster: Cluster,
-    memory: int | str | None = None,
-) -> tuple[Plan, dict[str, tuple[int, ...]]]:
-    """``plan`` with all that it leaves open found from a call of ``model``, and which stages use each parameter.
-
-    Raises:
-        CaptureError: the model cannot be traced into one graph.
-        PlanError: as :func:`place_stages` and :func:`shardgraph.search.recomputation.with_recomputation`, or the batch
-            cannot be cut into the plan's microbatches.
-    """
-    assert plan.pipeline is not None
-    args, kwargs = microbatches((args, kwargs), plan.pipeline.parts)[0]
-    shapes = named_shapes(model)
-    with torch.set_grad_enabled(loss_fn is not None):
-        cpu, said = torch.device("cpu"), plan.annotations
-        joint = capture(model, args, kwargs, device=cpu, loss_fn=loss_fn, annotations=said, precision=plan.precision)
-    plan = place_stages(joint, plan, shapes, cluster)
-    plan = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
-    plan = with_recomputation(joint, plan, shapes, cluster, memory)
-    return plan, lower(joint, plan, shapes).owners

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import sympy
 from sympy.polys.rings import PolyElement
-from torch import nn
 
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ShardGraphError
@@ -21,8 +20,8 @@ from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_p
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
 from shardgraph.report.analysis import program_halves, update_row
-from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend, shortened
-from shardgraph.report.source import Source
+from shardgraph.report.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
+from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes
 
 
@@ -132,19 +131,19 @@ def symbolic(source: Source) -> Symbolic:
             "each size, or take a plan of data alone"
         )
     points = _points(source)
-    entries, shapes = source.parameters, source.shapes
-    mesh = source.plan.mesh
+    shapes, mesh = source.question.shapes, source.plan.mesh
+    entries = source.plan.resolve(shapes)
     sharded_rows = [
         (shapes[fqn][0], mesh[entry.shard_axis][0]) for fqn, entry in entries.items() if entry.shard_axis is not None
     ]
     sizes = Sizes(mesh, sharded_rows)
 
-    def rows(model: nn.Module = source.model) -> list[Row]:
-        programs = [replace(source, model=model).resized(batch, sequence).program() for batch, sequence in points]
+    def rows(of: Source = source) -> list[Row]:
+        programs = [of.resized(batch, sequence).program() for batch, sequence in points]
         return list(_rows(programs, points, sizes, source))
 
     try:
-        table = rows() if source.stack is None else _folded(source, rows)
+        table = rows() if (stack := source.stack) is None else _folded(source, stack, rows)
     except NotPeriodicError:
         table = rows()
     totals: Counter[sympy.Expr] = Counter()
@@ -157,7 +156,7 @@ def symbolic(source: Source) -> Symbolic:
         batch=sizes.batch,
         sequence=sizes.sequence if points[0][1] else None,
         mesh=sizes.axes,
-        present={sizes.batch: source.batch, sizes.sequence: source.sequence}
+        present={sizes.batch: source.call.batch, sizes.sequence: source.call.sequence}
         | {sizes.axes[axis]: size for axis, size in mesh},
         peak_memory=_peak([row.live for row in table], sizes),
         flops=sizes.expression(sum((row.flops for row in table), sizes.constant(0))),
@@ -173,8 +172,8 @@ def _points(source: Source) -> list[Point]:
 
     No size is 1, at which broadcasting and views change the program.
     """
-    batch, sequence = max(source.batch, 2), source.sequence
-    if not source.batch:
+    batch, sequence = max(source.call.batch, 2), source.call.sequence
+    if not source.call.batch:
         raise ShardGraphError("none of the inputs is a tensor with a batch dimension: there is nothing to vary")
     more, last = batch + 1, batch + 2
     if not sequence:
@@ -184,10 +183,10 @@ def _points(source: Source) -> list[Point]:
     return [(batch, sequence), (more, sequence), (batch, less), (more, less), (last, least)]
 
 
-def _folded(source: Source, rows: Callable[..., list[Row]]) -> list[Row]:
-    assert source.stack is not None
-    shallow = [rows(shortened(source.model, source.stack, layers)) for layers in SHALLOW]
-    return extend(shallow, source.stack.layers)
+def _folded(source: Source, stack: Stack, rows: Callable[..., list[Row]]) -> list[Row]:
+    return extend(
+        [rows(source.of(shortened(source.question.model, stack, layers))) for layers in SHALLOW], stack.layers
+    )
 
 
 def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, source: Source) -> Iterator[Row]:
@@ -198,7 +197,7 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         role.of for role, value in (outputs(backward) if backward else []) if isinstance(role, Gradient) and value
     }
     values = {role: node.meta["val"] for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
-    entries, cost = programs[0].parameters, optimizer_cost(source.optimizer)
+    entries, cost = programs[0].parameters, optimizer_cost(source.question.optimizer)
     updated = [
         [values[role].nbytes for role in values if role in trained and entries[role.fqn].offload is host]
         for host in (False, True)
@@ -210,11 +209,11 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         return UpdateMemory(state, cost.temporaries * largest)
 
     memory = profile_step(forward, backward, 1, *map(update, updated))
-    prices = SizedPrices(source.cluster, source.plan.mesh, sizes)
+    prices = SizedPrices(source.question.machine, source.plan.mesh, sizes)
     yield from rows_of(halves, memory, prices, source.fused)
     for host, shards in zip((False, True), updated, strict=True):
         if shards:
-            yield update_row(shards, source.optimizer, _update(shards, sizes, source, host), memory, host)
+            yield update_row(shards, source.question.optimizer, _update(shards, sizes, source, host), memory, host)
 
 
 def _at(size: Any, sizes: Sizes, source: Source) -> int:
@@ -234,7 +233,7 @@ def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
 
 
 def _update(shards: Sequence[Any], sizes: Sizes, source: Source, host: bool) -> sympy.Expr:
-    cost, device = optimizer_cost(source.optimizer), source.cluster.device
+    cost, device = optimizer_cost(source.question.optimizer), source.question.machine.device
     rate = device.linked_host.optimizer if host else device.rate("optimizer")
     assert rate is not None
     return sympy.Add(*(rate.seconds(cost.moved * sizes.expression(each)) for each in shards))

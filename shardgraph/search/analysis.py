@@ -1,47 +1,52 @@
-"""The analysis of a model under a plan on a cluster, from a few of its equal layers if that is sufficient."""
+"""The analysis of a question's answer, from a few of the model's equal layers if that is sufficient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-from torch import nn
 
 from shardgraph.errors import CaptureError
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
-from shardgraph.report.source import Source
-from shardgraph.report.symbolic import Symbolic, symbolic
+from shardgraph.search.source import Source
+from shardgraph.search.symbolic import Symbolic, symbolic
 
 
 def analyze_source(source: Source) -> Analysis:
-    """The analysis of a call of a model under a plan on a cluster.
+    """The analysis of one rank's step under the plan that is decided for it.
 
     Raises:
-        PlanError: the plan does not fit the model.
+        CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
     """
-    _ = source.parameters  # a plan that does not fit is refused before the long work
-
-    def whole(model: nn.Module = source.model) -> Analysis:
-        return analyze_program(
-            replace(source, model=model).program(),
-            source.cluster,
-            optimizer=source.optimizer,
-            fused=source.fused,
-            other_sizes=SizesOf(source),
-        )
-
-    return whole() if source.stack is None else _folded(source, source.stack, whole)
+    stack = source.stack
+    if stack is not None:
+        try:
+            return _folded(source, stack)
+        except (NotPeriodicError, CaptureError):
+            pass  # layers that are counted, or indexed by number, do not fold
+    return _whole(source)
 
 
-def _folded(source: Source, stack: Stack, whole: Callable[..., Analysis]) -> Analysis:
-    """The analysis extrapolated from a few layers of the stack, or of the whole model if it is not periodic."""
-    try:
-        shallow = [whole(shortened(source.model, stack, layers)) for layers in SHALLOW]
-        return replace(shallow[0], rows=tuple(extend([each.rows for each in shallow], stack.layers)))
-    except (NotPeriodicError, CaptureError):
-        return whole()  # layers that are counted, or indexed by number, do not fold
+def _whole(source: Source) -> Analysis:
+    program, question = source.program(), source.question
+    return analyze_program(
+        program,
+        question.machine,
+        optimizer=question.optimizer,
+        fused=source.fused,
+        other_sizes=SizesOf(source.settled(program.plan)),
+    )
+
+
+def _folded(source: Source, stack: Stack) -> Analysis:
+    """The analysis extrapolated from a few layers of the stack.
+
+    Raises:
+        NotPeriodicError, CaptureError: the layers are not periodic, or cannot be captured without the others.
+    """
+    shallow = [_whole(source.of(shortened(source.question.model, stack, layers))) for layers in SHALLOW]
+    rows = tuple(extend([each.rows for each in shallow], stack.layers))
+    return replace(shallow[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class SizesOf:
             ShardGraphError: not even 1 fits.
         """
         estimate = self.symbolic().largest(size, budget)
-        sizes = {"batch": self.source.batch, "sequence": self.source.sequence}
+        sizes = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 
         def fits(value: int) -> bool:
             return analyze_source(self.source.resized(**(sizes | {size: value}))).peak_memory <= budget

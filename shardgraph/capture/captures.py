@@ -1,0 +1,121 @@
+"""Calls of a model, and the graphs that are captured of them: each once, for whoever needs it next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.capture.capture import capture
+from shardgraph.capture.numbers import is_number
+from shardgraph.ir import JointGraph
+from shardgraph.plans.plan import Plan
+from shardgraph.torch_api import autocast_state, pytree
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``model``, in the mode that it is in.
+
+    ``loss_fn(output, target)`` is part of the call, as for :func:`shardgraph.capture.capture.capture`. With
+    ``training`` gradients are computed.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    training: bool = True
+
+    @property
+    def batch(self) -> int:
+        """Rows of the first input tensor; 0 without one."""
+        return next((tensor.shape[0] for tensor in self._tensors() if tensor.dim()), 0)
+
+    @property
+    def sequence(self) -> int:
+        """Length of the sequences in the first input tensor, if it holds token ids or vectors; else 0."""
+        first = next((tensor for tensor in self._tensors() if tensor.dim()), None)
+        if first is None:
+            return 0
+        tokens = first.dim() == 2 and not first.is_floating_point()
+        return first.shape[1] if tokens or first.dim() == 3 else 0
+
+    def resized(self, batch: int, sequence: int = 0) -> Call:
+        """The call with other sizes: inputs with as many rows as the first one get ``batch`` rows, and those with as
+        many columns ``sequence`` columns."""
+        now = (self.batch, self.sequence)
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            shape = list(tensor.shape)
+            if shape and shape[0] == now[0]:
+                shape[0] = batch
+            if sequence and len(shape) > 1 and shape[1] == now[1]:
+                shape[1] = sequence
+            resized = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return resized.requires_grad_(tensor.requires_grad)
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+class Captures:
+    """The joint graphs of calls on ``device``. A call is traced when its graph is first needed, and not again."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._joints: dict[Hashable, JointGraph] = {}
+
+    def joint(self, call: Call, plan: Plan) -> JointGraph:
+        """The graph of ``call`` with the annotations and in the precision of ``plan``. Nobody changes it: a plan is
+        tried on a copy.
+
+        Raises:
+            PlanError, CaptureError: as :func:`shardgraph.capture.capture.capture`.
+        """
+        key = self._key(call, plan)
+        if key not in self._joints:
+            with torch.set_grad_enabled(call.training):
+                self._joints[key] = capture(
+                    call.model,
+                    call.args,
+                    dict(call.kwargs),
+                    device=self._device,
+                    loss_fn=call.loss_fn,
+                    annotations=plan.annotations,
+                    precision=plan.precision,
+                )
+        return self._joints[key]
+
+    def take(self, call: Call, plan: Plan) -> JointGraph:
+        """:meth:`joint`, which is then forgotten here: for a caller that keeps it."""
+        joint = self.joint(call, plan)
+        del self._joints[self._key(call, plan)]
+        return joint
+
+    def _key(self, call: Call, plan: Plan) -> Hashable:
+        """All that a captured graph depends on."""
+        leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        modes = tuple((id(module), module.training) for module in call.model.modules())
+        trained = tuple(parameter.requires_grad for parameter in call.model.parameters())
+        ambient = call.training, autocast_state(self._device.type)
+        return spec, tuple(map(_kind, leaves)), call.loss_fn, modes, trained, ambient, plan.annotations, plan.precision
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad, is_number(leaf)
+    if isinstance(leaf, (float, complex)):
+        return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal, and a nan is not equal to itself
+    try:
+        hash(leaf)
+    except TypeError:
+        return id(leaf)
+    return type(leaf), leaf

@@ -1,0 +1,32 @@
+"""What of a model must be equal on all ranks before it is sharded, as text that they compare."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+_SPREAD = 4096  # elements of a larger tensor that are hashed
+
+
+def fingerprint(model: nn.Module) -> str:
+    """The names, shapes, dtypes and values of the model's parameters, a line each."""
+    lines = [type(model).__name__]
+    for name, parameter in model.named_parameters():
+        lines.append(f"{name}: {list(parameter.shape)} {parameter.dtype} {digest(parameter)}")
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor) -> str:
+    """A hash of a tensor's bytes, or of those of 4096 elements that are spread evenly; of one on ``meta``, ``"meta"``.
+
+    Bytes and not their sum: sums of floats depend on the order of addition, and so on the processor.
+    """
+    if tensor.is_meta:
+        return "meta"
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > _SPREAD:
+        flat = flat[torch.arange(_SPREAD, device=flat.device) * (flat.numel() - 1) // (_SPREAD - 1)]
+    return hashlib.sha256(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,154 @@
+"""A model's parameters become this rank's parts of them: all of them, or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgraph.capture.casting import computed_dtypes
+from shardgraph.errors import OffloadError
+from shardgraph.module.materialize import is_meta, materialize
+from shardgraph.module.parameter_memory import ParameterMemory
+from shardgraph.module.parameters import ParameterSlots, as_dtensor, own_part
+from shardgraph.module.transaction import unchanged_on_failure
+from shardgraph.plans.plan import ParameterPlan, Plan
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.agreement import Agreement
+from shardgraph.torch_api import has_backend
+
+Owners = Mapping[str, tuple[int, ...]]
+"""The pipeline stages that use each parameter; empty without a pipeline."""
+
+
+class Stages:
+    """Which parameters this rank has, and the mesh that they lie on: all of them and ``mesh``, without a pipeline."""
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh | None) -> None:
+        self.mesh, self._pipeline = mesh, plan.pipeline
+        self.owners: Owners = {}
+        if plan.pipeline is not None and mesh is not None:
+            self._place, self._group = mesh.get_local_rank(plan.pipeline.axis), mesh.get_group(plan.pipeline.axis)
+            self.mesh = mesh[plan.axes] if plan.axes else None
+
+    def has(self, fqn: str) -> bool:
+        """Whether a stage of this rank uses the parameter."""
+        if self._pipeline is None or self._pipeline.ranks == 1:
+            return True
+        return self._place in self._pipeline.places_of(self.owners[fqn])
+
+    def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
+        """``whole`` as the ranks have it that have the parameter, on every rank."""
+        if self._pipeline is not None and self._pipeline.ranks > 1:
+            first = self._pipeline.rank_of(self.owners[fqn][0])
+            dist.broadcast(whole, src=dist.get_global_rank(self._group, first), group=self._group)
+        return whole
+
+
+def shard_model(
+    model: nn.Module, plan: Plan, stages: Stages, device: torch.device, agreement: Agreement, initialize: bool
+) -> None:
+    """Replace every parameter by this rank's part of it, and put buffers on ``device``, in the dtype that the plan
+    keeps them in. What is on ``meta`` is initialised on the way if ``initialize``.
+
+    Whole parameters and parts exist side by side until all ranks have all their parts: then nothing can fail any more.
+
+    Raises:
+        OffloadError: there is no room for what is offloaded.
+        InitializationError: something on ``meta`` has no initialisation.
+        RankMismatchError: another rank failed.
+        On every one of these, or any other, the model is as it was.
+    """
+    entries = plan.resolve(named_shapes(model))
+    memory = _parameter_memory(agreement, model, plan, entries, stages, device)
+    with unchanged_on_failure(model):
+        error: Exception | None = None
+        try:
+            dtypes = computed_dtypes(model, plan.precision, plan.annotations)
+            shards = _shards(model, entries, stages, memory, device, initialize)
+            slots = ParameterSlots(model)
+            made = {
+                fqn: slots.made(fqn, shards.pop(fqn), entries[fqn], stages.mesh if stages.has(fqn) else None)
+                for fqn, _ in model.named_parameters()
+            }
+            buffers = {id(each): _placed(each, dtypes.get(name), device) for name, each in model.named_buffers()}
+        except Exception as failure:  # whatever it is, the other ranks must not go on alone
+            error = failure
+        agreement.agree("the sharded parameters", "", error)
+        for fqn, parameter in made.items():
+            slots.place(fqn, parameter)
+        for module in model.modules():
+            for key, value in module._buffers.items():
+                if value is not None:  # shared ones stay shared
+                    module._buffers[key] = buffers[id(value)]
+
+
+def _shards(
+    model: nn.Module,
+    entries: Mapping[str, ParameterPlan],
+    stages: Stages,
+    memory: ParameterMemory,
+    device: torch.device,
+    initialize: bool,
+) -> dict[str, torch.Tensor]:
+    """This rank's part of every parameter by name, in memory of its own; on ``meta`` of those that it does not have."""
+    shapes, mesh = named_shapes(model), stages.mesh
+    dtypes = {fqn: parameter.dtype for fqn, parameter in model.named_parameters()}
+    shards: dict[str, torch.Tensor] = {}
+
+    def store(fqn: str, full: torch.Tensor) -> None:
+        part = own_part(full.detach(), entries[fqn], mesh) if stages.has(fqn) else full.detach().to("meta")
+        shards[fqn] = memory.filled(fqn, part) if stages.has(fqn) else part
+
+    def fetch(fqn: str) -> torch.Tensor:
+        if not stages.has(fqn):
+            return stages.on_all(fqn, torch.empty(shapes[fqn], dtype=dtypes[fqn], device=device))
+        whole = shards[fqn] if mesh is None else as_dtensor(shards[fqn], entries[fqn], shapes[fqn], mesh).full_tensor()
+        return stages.on_all(fqn, whole.clone())
+
+    if initialize and is_meta(model):
+        offloads = any(entry.offload for entry in entries.values())
+        materialize(model, device, store=store, fetch=fetch, on_host=offloads)
+    for fqn, parameter in model.named_parameters():
+        if fqn not in shards:
+            store(fqn, parameter)
+    return shards
+
+
+def _placed(buffer: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    if buffer.is_meta:
+        return torch.empty_like(buffer, dtype=dtype or buffer.dtype, device=device)
+    return buffer.to(device, dtype or buffer.dtype)
+
+
+def _parameter_memory(
+    agreement: Agreement,
+    model: nn.Module,
+    plan: Plan,
+    entries: Mapping[str, ParameterPlan],
+    stages: Stages,
+    device: torch.device,
+) -> ParameterMemory:
+    """Memory for this rank's parameters, once all ranks have room for theirs."""
+    parts = {
+        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
+        for fqn, parameter in model.named_parameters()
+        if stages.has(fqn)
+    }
+    error = None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
+    try:
+        if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
+            raise OffloadError(
+                "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
+                "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        memory = ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
+    except OffloadError as failure:
+        error = failure
+    agreement.agree("room for what is offloaded", "", error)
+    return memory

@@ -1,0 +1,36 @@
+"""A model is changed as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
+    """Within, what modules refer to may be replaced; if it fails, they refer again to the same tensors as before.
+
+    Values that are written in place are not undone.
+    """
+    before = [
+        (holder, dict(holder))
+        for part in chain(model.modules(), model.parameters(), model.buffers())
+        for holder in (vars(part), *_inner(part))
+    ]
+    try:
+        yield
+    except BaseException:
+        for holder, items in before:
+            holder.clear()
+            holder.update(items)
+        raise
+
+
+def _inner(part: Any) -> list[dict[str, Any]]:
+    if not isinstance(part, nn.Module):
+        return []
+    return [part._parameters, part._buffers, part._modules]

@@ -1,0 +1,192 @@
+"""What a caller of ``compile``, ``analyze`` or ``verify`` asks for, parsed and checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.capture.captures import Call
+from shardgraph.capture.casting import computed_dtypes
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import PlanError
+from shardgraph.mesh import Mesh
+from shardgraph.plans.offload_plan import Offload
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.remembered import annotated
+from shardgraph.plans.resolve import named_or_loaded, resolve_plan
+from shardgraph.plans.shards import named_shapes
+from shardgraph.runtime.pipeline.microbatches import microbatches
+from shardgraph.search.machine import machine_for, resolve_cluster
+from shardgraph.sizes import parse_bytes
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plan a model is to have; :func:`shardgraph.search.decide.decide` answers it.
+
+    ``plan``
+        What was asked for: the plan by that name on its mesh, with the model's annotations and all that was asked for
+        beside it. Of ``"auto"`` it is what the plans to choose among have in common.
+    ``automatic``
+        Whether the plan is to be chosen among the presets; on one rank there is nothing to choose.
+    ``free_mesh``
+        Whether a plan that is chosen may have another mesh of as many ranks.
+    ``recompute``, ``memory``, ``loss_chunk``, ``offload``
+        What was asked for beside the plan, sizes in bytes; None where the plan's own is meant.
+    ``cluster``
+        What prices plans; None: this machine.
+    ``optimizer``
+        Whose state and update are counted.
+    ``call``
+        One rank's call; None where no example inputs were given.
+    """
+
+    model: nn.Module
+    plan: Plan
+    automatic: bool = False
+    free_mesh: bool = False
+    recompute: str | None = None
+    memory: int | None = None
+    loss_chunk: int | None = None
+    offload: Offload | None = None
+    cluster: Cluster | None = None
+    optimizer: str = "adamw"
+    call: Call | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        plan: str | Path | Plan,
+        mesh_of: Callable[[str | Plan], Mesh],
+        *,
+        free_mesh: bool = False,
+        pipeline: Pipeline | None = None,
+        precision: str | Precision | None = None,
+        recompute: str | None = None,
+        memory: int | str | None = None,
+        loss_chunk: int | str | None = None,
+        offload: str | Offload | None = None,
+        cluster: Cluster | str | Path | None = None,
+        optimizer: str = "adamw",
+    ) -> Question:
+        """The question of a caller; see :func:`shardgraph.compile`.
+
+        Args:
+            mesh_of: the mesh for a plan, which it gets by name or, of a plan file, as read.
+
+        Raises:
+            PlanError: the plan, or what is asked for beside it, does not exist, is malformed, or does not fit the model
+                or the mesh.
+            ShardGraphError: a size is none.
+            ClusterError: the cluster is unknown or malformed.
+        """
+        named = named_or_loaded(plan)
+        mesh = mesh_of(named)
+        ranks = math.prod(size for _, size in mesh)
+        automatic = named == "auto" and ranks > 1
+        if named == "auto" and pipeline is not None:
+            raise PlanError("'auto' chooses no pipeline: ask for 'pp', or 'pp+' and a plan for the other axes")
+        if automatic:
+            wanted = Plan("auto", mesh, (), precision=Precision.of(precision or AS_STORED))
+        else:
+            wanted = resolve_plan(named, mesh, pipeline, precision)
+        question = cls(
+            model,
+            wanted,
+            automatic,
+            free_mesh,
+            recompute,
+            None if memory is None else parse_bytes(memory),
+            None if loss_chunk is None else parse_bytes(loss_chunk),
+            None if offload is None else Offload.of(offload),
+            None if cluster is None else resolve_cluster(cluster, ranks),
+            optimizer,
+        )
+        question = replace(question, plan=annotated(question.with_asked(wanted), model))
+        computed_dtypes(model, question.plan.precision, question.plan.annotations)
+        if not automatic:
+            question.plan.resolve(question.shapes)
+        return question
+
+    def about(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        training: bool = True,
+    ) -> Question:
+        """The same question for one rank's call; see :class:`shardgraph.capture.captures.Call`."""
+        return replace(self, call=Call(self.model, tuple(args), dict(kwargs), loss_fn, training))
+
+    def settled(self, plan: Plan) -> Question:
+        """The question that asks for ``plan``, which answers this one, and nothing beside it."""
+        return replace(self, plan=plan, automatic=False, recompute=None, memory=None, loss_chunk=None, offload=None)
+
+    def with_asked(self, plan: Plan) -> Plan:
+        """``plan`` with what is asked for beside it; ``memory`` alone asks for the recomputation ``"budget"``.
+
+        Raises:
+            PlanError: there is no such recomputation.
+        """
+        if self.recompute is not None:
+            plan = replace(plan, recompute=self.recompute)
+        elif self.memory is not None and plan.recompute == "none":
+            plan = replace(plan, recompute="budget")
+        if self.loss_chunk is not None:
+            plan = replace(plan, loss_chunk=self.loss_chunk)
+        return plan if self.offload is None else replace(plan, offload=self.offload)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The unsharded shapes of the model's parameters by name."""
+        return named_shapes(self.model)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether a recomputation is to be found that makes the predicted peak fit."""
+        return self.memory is not None or self.plan.recompute == "budget"
+
+    @property
+    def undecided(self) -> bool:
+        """Whether placements of parameters are to be found."""
+        return bool(self.plan.undecided(self.shapes))
+
+    @property
+    def open(self) -> bool:
+        """Whether anything is to be decided that follows from what the model computes."""
+        # Without inputs each rank places operations at its first call, where the plan has parameters' placements.
+        placed = self.plan.decided or self.call is None
+        return self.automatic or self.plan.pipeline is not None or self.budgeted or self.undecided or not placed
+
+    @cached_property
+    def machine(self) -> Cluster:
+        """The cluster that prices plans."""
+        return self.cluster or machine_for(None, self.plan.world_size)
+
+    @property
+    def captured(self) -> Call:
+        """The call whose graph decides: of a pipeline that of the first microbatch.
+
+        Raises:
+            PlanError: the batch cannot be cut into the plan's microbatches.
+        """
+        assert self.call is not None
+        if self.plan.pipeline is None:
+            return self.call
+        args, kwargs = microbatches((self.call.args, dict(self.call.kwargs)), self.plan.pipeline.parts)[0]
+        return replace(self.call, args=args, kwargs=kwargs)
+
+    @property
+    def text(self) -> str:
+        """What ranks must ask alike, as lines."""
+        return f"{self.plan.to_yaml()}memory: {self.memory}\nexample inputs: {self.call is not None}"

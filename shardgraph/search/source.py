@@ -1,0 +1,72 @@
+"""What an analysis is of: a question, answered again for other sizes and for fewer layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from shardgraph.capture.captures import Call, Captures
+from shardgraph.passes.lowering import lower
+from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
+from shardgraph.report.folding import Stack, find_stack, treats_alike
+from shardgraph.search.decide import decide
+from shardgraph.search.question import Question
+
+
+@dataclass(frozen=True)
+class Source:
+    """A question about one rank's call, and how its answer is analysed.
+
+    ``fused``: chains of pointwise operations are priced as fused; ``fold``: of a stack of equal layers a few are looked
+    at where that is enough.
+    """
+
+    question: Question
+    fused: bool = False
+    fold: bool = True
+
+    @property
+    def call(self) -> Call:
+        """The call."""
+        assert self.question.call is not None
+        return self.question.call
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was asked for."""
+        return self.question.plan
+
+    @property
+    def stack(self) -> Stack | None:
+        """The equal layers of which a few need to be looked at: if there are any that the plan does not tell apart, and
+        nothing is to be decided that takes all of them."""
+        question = self.question
+        if not self.fold or question.automatic or question.budgeted or question.plan.pipeline is not None:
+            return None
+        stack = find_stack(question.model)
+        return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
+
+    def program(self) -> Program:
+        """The call under the plan that is decided for it.
+
+        Raises:
+            CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
+        """
+        captures = Captures()
+        plan = decide(self.question, captures)
+        return lower(captures.take(self.call, plan), plan, self.question.shapes)
+
+    def of(self, model: nn.Module) -> Source:
+        """The same analysis of another model."""
+        call = replace(self.call, model=model)
+        return replace(self, question=replace(self.question, model=model, call=call))
+
+    def settled(self, plan: Plan) -> Source:
+        """The same analysis of a plan that has been decided."""
+        return replace(self, question=self.question.settled(plan))
+
+    def resized(self, batch: int, sequence: int = 0) -> Source:
+        """The same about a call of other sizes; see :meth:`Call.resized`."""
+        return replace(self, question=replace(self.question, call=self.call.resized(batch, sequence)))
