@@ -50,10 +50,8 @@ def written_plan(plan: Mapping[str, Any]) -> str:
             | ({"offload": True} if entry.offload else {})
             for pattern, entry in plan["parameters"]
         },
-        "activations": _written_activations(plan["activations"]) if plan["activations"] else None,
     }
     optional = (
-        "activations",
         "considered",
         "loss_chunk",
         "operators",
@@ -66,7 +64,11 @@ def written_plan(plan: Mapping[str, Any]) -> str:
     data = {key: value for key, value in data.items() if key not in optional or value}
     if plan["recompute"] == "none":
         del data["recompute"]
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    if plan["activations"] is None:
+        return text
+    last = {"activations": _written_activations(plan["activations"])}  # a line each
+    return text + yaml.safe_dump(last, sort_keys=False, default_flow_style=False, width=200, allow_unicode=True)
 
 
 def _written_pipeline(pipeline: Pipeline) -> dict[str, Any]:
