@@ -408,10 +408,10 @@ def gaps(model: nn.Module, x: torch.Tensor) -> dict[float, float]:
     return measured
 
 
-def test_the_fast_method_is_optimal_down_to_two_thirds_of_the_memory_and_near_it_below(monkeypatch):
+def test_the_fast_method_is_optimal_down_to_three_quarters_of_the_memory_and_near_it_below(monkeypatch):
     monkeypatch.setattr(recomputation, "_TRACTABLE", 0)
     measured = gaps(Deep(4), torch.randn(256, 32))
-    assert max(gap for part, gap in measured.items() if part > 2 / 3) < 1e-6
+    assert max(gap for part, gap in measured.items() if part >= 3 / 4) < 1e-6
     assert min(measured) < 0.45 and max(measured.values()) < 0.15
 
 
