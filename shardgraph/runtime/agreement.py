@@ -206,11 +206,11 @@ def _module_of(kind: type) -> ModuleType:
 
 
 def _unpacked(post: str) -> str:
-    """The text that was made, or its error."""
-    found = json.loads(post)
-    if "text" in found:
-        return str(found["text"])
-    name, message = found["error"], found["message"]
+    """The posted text; a posted error is raised."""
+    record = json.loads(post)
+    if "text" in record:
+        return str(record["text"])
+    name, message = record["error"], record["message"]
     kind = getattr(errors, name, None) or getattr(builtins, name)
     try:
         error = kind(message)
