@@ -18,7 +18,7 @@ from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, Pass, of_k
 from shardgraph.passes.chunking.chunk_loss import ChunkLoss, MarkScores
 from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.experts.divide_experts import DivideExperts
-from shardgraph.passes.offload.mark_offloaded import MarkOffloaded
+from shardgraph.passes.offload.mark_offloaded import MarkOffloaded, offloads
 from shardgraph.passes.offload.offload_activations import OffloadActivations
 from shardgraph.passes.offload.offload_parameters import OffloadGradients, OffloadParameters
 from shardgraph.passes.parameters.accumulate_gradients import KeepGradientsLocal
@@ -101,13 +101,15 @@ def passes_of(plan: Plan) -> dict[str, list[GraphsPass]]:
             Each(RecomputeStage(), "recompute/joint"),  # all else is computed again
             Each(MarkOffloaded(), "recompute/joint"),  # so other values can lie in host memory
         ]
+    # What forward keeps for backward lies in host memory in between.
+    offload: list[GraphsPass] = [OffloadActivations()] if offloads(plan) else []
     whole, rank, scheduled = (
         [Each(step) for step in passes] for passes in (WHOLE_PASSES, RANK_PASSES, SCHEDULE_PASSES)
     )
     return {
         "rewrite": [*whole, *divide, *rank, *again],
         "split": [Partition(), *once],  # forward and backward
-        "schedule": [*scheduled, OffloadActivations()],  # values kept for backward go to the host, late ones come back
+        "schedule": [*scheduled, *offload],
         "check": [CheckProgram()],
     }
 

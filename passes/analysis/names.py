@@ -17,9 +17,9 @@ Name = tuple[str, str, int]
 def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:
     """The name of every operation; ``operations`` are all that are counted, in order."""
     count: Counter[tuple[str, str]] = Counter()
-    found: dict[fx.Node, Name] = {}
+    names: dict[fx.Node, Name] = {}
     for node in operations:
         key = (module_of(node), operation_name(node.target))
         count[key] += 1
-        found[node] = (*key, count[key])
-    return found
+        names[node] = (*key, count[key])
+    return names

@@ -18,15 +18,15 @@ def on_host(gm: fx.GraphModule) -> set[fx.Node]:
     Raises:
         GraphInvariantError: an operation has operands in both memories, or a copy's operand is already in its target.
     """
-    found: set[fx.Node] = set()
+    hosted: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.target is WAIT_COPY:
-            host = node.args[0] in found
+            host = node.args[0] in hosted
         elif node.target in (TO_HOST, TO_DEVICE):
             host = node.target is TO_HOST
-            _check_crosses(node, found)
+            _check_crosses(node, hosted)
         elif node.op == "call_function":
-            given = {value in found for value in node.all_input_nodes if not isinstance(value.meta.get("val"), int)}
+            given = {value in hosted for value in node.all_input_nodes if not isinstance(value.meta.get("val"), int)}
             if len(given) > 1:
                 raise GraphInvariantError(
                     f"{node.format_node()} takes values of the host and of the device: copy the one to the other first"
@@ -35,11 +35,11 @@ def on_host(gm: fx.GraphModule) -> set[fx.Node]:
         else:
             host = bool(ON_HOST.get(node))
         if host:
-            found.add(node)
-    return found
+            hosted.add(node)
+    return hosted
 
 
-def _check_crosses(node: fx.Node, found: set[fx.Node]) -> None:
-    if (node.args[0] in found) == (node.target is TO_HOST):
+def _check_crosses(node: fx.Node, hosted: set[fx.Node]) -> None:
+    if (node.args[0] in hosted) == (node.target is TO_HOST):
         where = "host" if node.target is TO_HOST else "device"
         raise GraphInvariantError(f"{node.format_node()} copies to the {where} what is there already")

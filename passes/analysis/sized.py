@@ -155,7 +155,7 @@ def size_program(
     """
     saved: dict[Role, _Part] = {}
     storages: dict[int, _SizedStorage] = {}
-    found: dict[str, fx.GraphModule] = {}
+    sized: dict[str, fx.GraphModule] = {}
     for name, first in samples[0].items():
         copy = copy_graph(first)
         columns = [list(each[name].graph.nodes) for each in samples]
@@ -166,8 +166,8 @@ def size_program(
             if "val" in node.meta:
                 node.meta["val"] = _sized([n.meta["val"] for n in same], points, sizes, parts.get(same[0]), storages)
         saved |= {role: parts[value] for role, value in outputs(first) if role is not None and value in parts}
-        found[name] = copy
-    return found
+        sized[name] = copy
+    return sized
 
 
 def _sized(
@@ -215,21 +215,21 @@ def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Ro
             axis = context.plan.axes[entry.shard_axis]
             longest = sizes.longest(context.shapes[fqn][0], axis)
             shards[fqn], wholes[fqn] = _Part(longest, True), _Part(longest * sizes.axis(axis), False)
-    found: dict[fx.Node, _Part] = {}
+    parts: dict[fx.Node, _Part] = {}
     for role, node in placeholders(gm).items():
         if isinstance(role, Parameter) and role.fqn in shards:
-            found[node] = shards[role.fqn]
+            parts[node] = shards[role.fqn]
         elif role in saved:
-            found[node] = saved[role]
+            parts[node] = saved[role]
     for node in gm.graph.nodes:
         name = REDUCES.get(node) or (SUBJECT.get(node) if MEMORY_KIND.get(node) == "gathered" else None)
-        if name not in shards or node in found:
+        if name not in shards or node in parts:
             continue
-        source = found.get(node.args[0])
+        source = parts.get(node.args[0])
         if node.target in (ir.REDUCE_SCATTER, ir.local_chunk, ir.trim_shard):
-            found[node] = shards[name]
+            parts[node] = shards[name]
         elif node.target is ir.ALL_GATHER or (node.target is ir.pad_shard and source is None):
-            found[node] = wholes[name]
+            parts[node] = wholes[name]
         elif source is not None and source.shard:
-            found[node] = source  # a wait, an all-reduce over replicas, a division: the shape of the operand
-    return found
+            parts[node] = source  # a wait, an all-reduce over replicas, a division: the shape of the operand
+    return parts

@@ -16,7 +16,7 @@ from shardgraph.passes.base import Context, Pass
 
 
 def check_values(gm: fx.GraphModule, values: Propagation) -> None:
-    """Compute the value of each operation again by fake propagation; compare shapes, dtypes, devices and strides.
+    """Recompute the value of each operation by fake propagation; compare shapes, dtypes, devices and strides.
 
     Raises:
         GraphInvariantError: a value is another than its operation gives.

@@ -25,7 +25,7 @@ from shardgraph.plans.precision import Precision, dtype_of
 
 @dataclass(frozen=True)
 class _Region:
-    """A module that computes in a dtype that is said; ``outputs`` None: what it returns is cast to what is around."""
+    """A module that computes in ``dtype``; ``outputs`` None: its outputs have the dtype of the surrounding module."""
 
     dtype: torch.dtype
     outputs: torch.dtype | None
@@ -39,7 +39,7 @@ def computed_dtypes(model: nn.Module, precision: Precision, annotations: Sequenc
     """
     regions = _regions(model, precision, annotations)
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for path, module in model.named_modules():
         where = _innermost(regions, path)
         computed = regions[where].dtype if where is not None else None
@@ -49,14 +49,14 @@ def computed_dtypes(model: nn.Module, precision: Precision, annotations: Sequenc
                 if tensor is None or not tensor.is_floating_point():
                     continue
                 name = names[id(tensor)]
-                alone = _said_of(name, annotations)
-                said = alone.dtype if alone is not None else dtype or tensor.dtype
-                if found.setdefault(name, said) != said:
+                alone = _annotated_region(name, annotations)
+                wanted = alone.dtype if alone is not None else dtype or tensor.dtype
+                if dtypes.setdefault(name, wanted) != wanted:
                     raise PlanError(
-                        f"{name!r} is computed with in {found[name]}, and {path}.{key}, which is tied to it, in "
-                        f"{said}: annotate both modules with one precision, or the parameter itself"
+                        f"{name!r} is computed with in {dtypes[name]}, and {path}.{key}, which is tied to it, in "
+                        f"{wanted}: annotate both modules with one precision, or the parameter itself"
                     )
-    return found
+    return dtypes
 
 
 def check_products(gm: fx.GraphModule) -> None:
@@ -107,22 +107,22 @@ def casting(model: nn.Module, precision: Precision, annotations: Sequence[Annota
 
 
 def _regions(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> dict[str, _Region]:
-    """The modules of which it is said, or which keep running statistics, by name; the model itself is ``""``.
+    """The modules with an annotated precision, or with running statistics, by name; the model itself is ``""``.
 
-    A running average moves by less than a lower precision can tell, so what keeps one stays as it is stored.
+    A running average moves by less than a lower precision can represent, so such modules keep their stored dtype.
     """
     outputs = None if precision.outputs is None else dtype_of(precision.outputs)
-    found = {"": _Region(dtype_of(precision.parameters), outputs)} if precision.parameters else {}
+    regions = {"": _Region(dtype_of(precision.parameters), outputs)} if precision.parameters else {}
     for path, module in model.named_modules():
         statistics = getattr(module, "running_mean", None)
-        if (said := _said_of(path, annotations)) is not None:
-            found[path] = said
-        elif isinstance(statistics, torch.Tensor) and _innermost(found, path) is not None:
-            found[path] = _Region(statistics.dtype, None)
-    return found
+        if (region := _annotated_region(path, annotations)) is not None:
+            regions[path] = region
+        elif isinstance(statistics, torch.Tensor) and _innermost(regions, path) is not None:
+            regions[path] = _Region(statistics.dtype, None)
+    return regions
 
 
-def _said_of(name: str, annotations: Sequence[Annotated]) -> _Region | None:
+def _annotated_region(name: str, annotations: Sequence[Annotated]) -> _Region | None:
     for pattern, annotation in annotations:
         if isinstance(annotation, precision_annotation) and matches(pattern, name):
             outputs = None if annotation.outputs is None else dtype_of(str(annotation.outputs))

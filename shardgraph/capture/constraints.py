@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shardgraph.errors import PlanError
 from shardgraph.plans.annotations.constrain import CONSTRAIN, constrain_to
 from shardgraph.plans.annotations.kinds import Placement, input, output
-from shardgraph.plans.annotations.match import Annotated, said_of, written
+from shardgraph.plans.annotations.match import Annotated, annotations_by_name, written
 
 
 @contextmanager
@@ -28,8 +28,8 @@ def constrained(model: nn.Module, annotations: Sequence[Annotated]) -> Iterator[
     hooks = []
     try:
         for kind in (output, input):
-            for name, said in said_of(annotations, kind, modules, "modules").items():
-                hooks += [_hook(modules[name], annotated) for annotated in said]
+            for name, together in annotations_by_name(annotations, kind, modules, "modules").items():
+                hooks += [_hook(modules[name], annotated) for annotated in together]
         yield
     finally:
         for hook in hooks:

@@ -95,7 +95,7 @@ from shardgraph.plans.annotations.kinds import (
     output,
     shard,
 )
-from shardgraph.plans.annotations.match import Annotated, matches, said_of, written
+from shardgraph.plans.annotations.match import Annotated, annotations_by_name, matches, written
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.parameter_plan import (
@@ -413,9 +413,9 @@ def _annotated(
         of_parameters = keep_gathered
     for annotated in plan.annotations if plan.mesh else ():
         _check_axis(plan, annotated)
-    for fqn, said in said_of(plan.annotations, of_parameters, shapes, "parameters").items():
+    for fqn, together in annotations_by_name(plan.annotations, of_parameters, shapes, "parameters").items():
         entry = changed.get(fqn, entries[fqn])
-        for annotated in sorted(said, key=lambda each: not isinstance(each[1], Placement)):
+        for annotated in sorted(together, key=lambda each: not isinstance(each[1], Placement)):
             annotation = annotated[1]
             assert isinstance(annotation, ParameterAnnotation)
             try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardgraph.plans.annotations.kinds import ModuleAnnotation, ParameterAnnotation, offload, precision
-from shardgraph.plans.annotations.match import Annotated, said_of
+from shardgraph.plans.annotations.match import Annotated, annotations_by_name
 from shardgraph.plans.plan import Plan
 
 _REMEMBERED = "_shardgraph_annotations"
@@ -41,8 +41,8 @@ def check_annotations(model: nn.Module, annotations: Sequence[Annotated]) -> Non
     Raises:
         PlanError: they do not; the message names the annotations.
     """
-    said_of(annotations, ParameterAnnotation, (name for name, _ in model.named_parameters()), "parameters")
-    said_of(annotations, ModuleAnnotation, (name for name, _ in model.named_modules()), "modules")
+    annotations_by_name(annotations, ParameterAnnotation, (name for name, _ in model.named_parameters()), "parameters")
+    annotations_by_name(annotations, ModuleAnnotation, (name for name, _ in model.named_modules()), "modules")
     named = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
     for kind in (precision, offload):
-        said_of(annotations, kind, named, "parameters or modules")
+        annotations_by_name(annotations, kind, named, "parameters or modules")

@@ -7,6 +7,7 @@ a time limit, and a rank that fails can report it while others still work.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import difflib
 import hashlib
 import json
@@ -125,11 +126,30 @@ class Agreement:
                 store.delete_key(spent)
         return post
 
-    def first_failure(self, text: str) -> str:
-        """The text of the first rank that failed, which is ``text`` if that is this one; not a round."""
+    def post_presence(self) -> None:
+        """Tell the other ranks that this one is there, though a step has failed; not a round."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone with the rank that served it
+                self._store.set(f"present/{self._rank}", "")
+
+    def is_present(self, rank: int, seconds: float) -> bool:
+        """Whether ``rank`` posts within ``seconds`` that it is there."""
+        if self._store is None:
+            return True
+        try:
+            self._store.wait([f"present/{rank}"], timedelta(seconds=seconds))
+        except RuntimeError:  # it does not, or the store is gone
+            return False
+        return True
+
+    def first_failure(self, text: str, within: float = 0.0) -> str:
+        """The text of the first rank that failed, which is ``text`` if no other posts one ``within`` seconds."""
         if self._store is None:
             return text
         try:
+            if within:
+                with contextlib.suppress(dist.DistError):  # no other does
+                    self._store.wait(["failure"], timedelta(seconds=within))
             return self._store.compare_set("failure", "", text).decode()
         except RuntimeError:  # the store is gone with the rank that served it
             return text
@@ -206,11 +226,11 @@ def _module_of(kind: type) -> ModuleType:
 
 
 def _unpacked(post: str) -> str:
-    """The text that was made, or its error."""
-    found = json.loads(post)
-    if "text" in found:
-        return str(found["text"])
-    name, message = found["error"], found["message"]
+    """The posted text; a posted error is raised."""
+    record = json.loads(post)
+    if "text" in record:
+        return str(record["text"])
+    name, message = record["error"], record["message"]
     kind = getattr(errors, name, None) or getattr(builtins, name)
     try:
         error = kind(message)

@@ -137,7 +137,7 @@ class shard(Placement):
         position = plan.axes.index(self.mesh_dim)
         if dict(plan.operators).get(self.mesh_dim) == "context":
             raise PlanError(
-                f"{self.mesh_dim!r} shards sequences, and parameters are replicated along it: "
+                f"{self.mesh_dim!r} shards sequences, along which parameters are whole: "
                 f"replicate({self.mesh_dim!r}) works"
             )
         if self.mesh_dim in (*dict(plan.operators), plan.experts):

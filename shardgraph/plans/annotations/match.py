@@ -42,7 +42,7 @@ def _match(pattern: list[str], names: list[str]) -> bool:
     return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
 
 
-def said_of(
+def annotations_by_name(
     annotations: Sequence[Annotated], of: type[Annotation], names: Iterable[str], what: str
 ) -> dict[str, list[Annotated]]:
     """The annotations ``of`` a kind by each of ``names`` that they match; ``what`` describes the names in errors.
