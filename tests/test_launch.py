@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardgraph.errors import LaunchError
 from shardgraph.runtime.launch import launch
+from tests import standing
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -73,8 +74,14 @@ def exists(pid: int) -> bool:
     return True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_other_ranks() -> None:
+    """No processes of other tests' ranks: every child is of a launch here."""
+    standing.end_all()
+
+
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def results(no_other_ranks: None) -> list[dict[str, Any]]:
     return launch(look_around, 2, args=(torch.ones(2),), timeout=100)
 
 

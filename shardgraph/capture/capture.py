@@ -117,7 +117,7 @@ def capture(
     private = _stand_in(model, fake_mode, device, dtypes)
     canonical = _first_names(private)
     with (
-        casting(private, precision, annotations),
+        casting(private, precision, annotations, stored=model),
         constrained(private, annotations),
         same_kernels(),
         fake_mode,

@@ -88,16 +88,22 @@ def cast_buffers(model: nn.Module, precision: Precision, annotations: Sequence[A
 
 
 @contextmanager
-def casting(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> Iterator[None]:
-    """Within, what the model and its annotated modules take and return is cast as their precision says."""
-    regions = _regions(model, precision, annotations)
+def casting(
+    model: nn.Module, precision: Precision, annotations: Sequence[Annotated], stored: nn.Module | None = None
+) -> Iterator[None]:
+    """Within, inputs and outputs of the model and of annotated modules are cast as their precision says.
+
+    ``stored`` is the same model with tensors in the dtypes in which they are stored, where ``model`` has others.
+    """
+    stored = stored or model
+    regions = _regions(stored, precision, annotations)
     hooks = []
     try:
         for path, region in regions.items():
             module = model.get_submodule(path)
             if path or precision.inputs:
                 hooks.append(module.register_forward_pre_hook(_inputs_to(region.dtype), with_kwargs=True))
-            outputs = region.outputs or (_around(model, regions, path) if path else None)
+            outputs = region.outputs or (_around(stored, regions, path) if path else None)
             if outputs is not None:
                 hooks.append(module.register_forward_hook(_outputs_to(outputs)))
         yield
