@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
 
 from shardgraph.capture.captures import Call, Captures
-from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.random_state import check_random_state
-from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, Pass, of_kind, run_on_graphs, run_passes, sibling
-from shardgraph.passes.chunking.chunk_loss import ChunkLoss, MarkScores
-from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
-from shardgraph.passes.experts.divide_experts import DivideExperts
+from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, Pass, of_kind, run_on_graphs, sibling
+from shardgraph.passes.chunking.chunk_loss import ChunkLoss
 from shardgraph.passes.offload.mark_offloaded import MarkOffloaded, offloads
 from shardgraph.passes.offload.offload_activations import OffloadActivations
 from shardgraph.passes.offload.offload_parameters import OffloadGradients, OffloadParameters
@@ -30,15 +28,13 @@ from shardgraph.passes.partition.split import Partition
 from shardgraph.passes.pipeline.extract import DivideIntoStages
 from shardgraph.passes.pipeline.once import DropUntrained, GatherOnce, ReduceOnce
 from shardgraph.passes.pipeline.recompute_stage import CopyToRecompute, RecomputeStage
+from shardgraph.passes.placing import place
 from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
 from shardgraph.passes.schedule.overlap import OverlapCollectives
 from shardgraph.passes.schedule.overlap_copies import OverlapCopies
-from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
-from shardgraph.passes.sharding.shard_operators import ShardOperators
-from shardgraph.plans.activation_plan import Activations
-from shardgraph.plans.plan import Plan, in_patterns
+from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 
 
@@ -158,18 +154,6 @@ def lower(
     return emit(joint, shapes, *place(joint, plan, shapes), show)
 
 
-def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[fx.GraphModule, Context]:
-    """A copy of a captured graph that computes a rank's part of what is divided, and what passes know of it.
-
-    Raises:
-        PlanError: the plan does not fit the model's parameters.
-    """
-    context = Context.of(plan, shapes, joint.fake_mode, joint.stored)
-    gm = copy_graph(joint.module)
-    run_passes(gm, placing_passes(plan), context)
-    return gm, context
-
-
 def emit(
     joint: JointGraph,
     shapes: Mapping[str, torch.Size],
@@ -190,37 +174,3 @@ def emit(
         run_on_graphs(graphs, passes, context)
     actions = schedule(plan, any(of_kind(graphs, "backward")))
     return Program(joint, graphs, actions, plan, context.parameters, shapes, context)
-
-
-def placing_passes(plan: Plan) -> list[Pass]:
-    """The passes that divide the computation, and so find where parameters lie that it uses in parts.
-
-    Along sequences last, so that it sees what is left of each operation.
-    """
-    axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
-    operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
-    experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
-    loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
-    return [*loss, *operators, *experts]
-
-
-def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with all that it leaves open along axes of operators and experts: where parameters lie, and operations.
-
-    To lower ``joint`` under it solves nothing.
-
-    Raises:
-        PlanError: the plan does not fit the model's parameters, or what it says of operations the graph.
-    """
-    if plan.decided and not plan.undecided(shapes):
-        return plan
-    gm, context = place(joint, plan, shapes)
-    return placed_plan(plan, gm, context)
-
-
-def placed_plan(plan: Plan, gm: fx.GraphModule, context: Context) -> Plan:
-    """``plan`` with what :func:`place`, which gave the graph and the context, decided under it."""
-    if not context.activations:
-        return plan
-    activations = Activations(call_of(gm), tuple(context.activations.items()))
-    return replace(plan, parameters=in_patterns(context.parameters), activations=activations)

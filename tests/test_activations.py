@@ -19,7 +19,8 @@ from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
 from shardgraph.nn import MoE
 from shardgraph.passes import milp
-from shardgraph.passes.lowering import lower, place_operators
+from shardgraph.passes.lowering import lower
+from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.shards import named_shapes

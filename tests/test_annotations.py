@@ -30,7 +30,8 @@ from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Parameter, collectives, copy_graph, placeholders
 from shardgraph.ir.attributes import MODULES, SUBJECT
 from shardgraph.passes.base import Context, run_passes
-from shardgraph.passes.lowering import build_program, place_operators
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.classes import classes_of
 from shardgraph.passes.sharding.shard_operators import ShardOperators

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError, torch_api
 from shardgraph.ir import collectives, take_part
-from shardgraph.passes.lowering import build_program, place_operators
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program
 from shardgraph.passes.sharding import dtensor_rules
 from shardgraph.passes.sharding.placements import PARTIAL, blocks, divides, local_shape, through_view

@@ -96,6 +96,8 @@ class JointGraph:
     ``stored``
         The dtype in which each parameter is kept between steps, by name; in the graph it has the one that it is
         computed with.
+    ``placed``
+        What :mod:`shardgraph.passes.placing` made of it.
     """
 
     module: fx.GraphModule
@@ -103,6 +105,7 @@ class JointGraph:
     fake_mode: Any
     aliases: dict[int, OutputAlias] = field(default_factory=dict)
     stored: dict[str, torch.dtype] = field(default_factory=dict)
+    placed: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from shardgraph.capture.captures import Captures
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
-from shardgraph.passes.lowering import place_operators
+from shardgraph.passes.placing import place_operators
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.search.planner import choose_plan, plans_of, plans_on

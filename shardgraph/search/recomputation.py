@@ -23,7 +23,8 @@ from shardgraph.passes.analysis.names import names_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import Context, run_passes
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
-from shardgraph.passes.lowering import WHOLE_PASSES, emit, lower, place, placed_plan
+from shardgraph.passes.lowering import WHOLE_PASSES, emit, lower
+from shardgraph.passes.placing import place, placed_plan
 from shardgraph.passes.program import Program
 from shardgraph.passes.recompute.checkmate import backward_steps
 from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
@@ -126,7 +127,9 @@ class Recomputations:
 
     def chosen(self, choice: Choice) -> Plan:
         """The plan with a choice written into it."""
-        return replace(placed_plan(self.plan, self._placed, self._context), recompute=choice.rules)
+        return replace(
+            placed_plan(self.joint, self.plan, self.shapes, self._placed, self._context), recompute=choice.rules
+        )
 
     def seconds(self, choice: Choice) -> float:
         """The predicted time of a step under a choice."""

@@ -1,0 +1,115 @@
+"""Placing operations: which part of each a rank computes, along axes that divide the computation.
+
+It takes most of the time of lowering, and depends on little of a plan: plans that differ only in how parameters are
+stored over data ranks place operations alike. So a captured graph remembers what was placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.ir import JointGraph, copy_graph
+from shardgraph.passes.base import Context, Findings, Pass, run_passes
+from shardgraph.passes.chunking.chunk_loss import MarkScores
+from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
+from shardgraph.passes.experts.divide_experts import DivideExperts
+from shardgraph.passes.sharding.activations import call_of
+from shardgraph.passes.sharding.shard_operators import ShardOperators
+from shardgraph.plans.activation_plan import Activations
+from shardgraph.plans.parameter_plan import ParameterPlan
+from shardgraph.plans.plan import Plan, in_patterns
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A graph over a rank's part of what is divided, and what the passes found along with it."""
+
+    module: fx.GraphModule
+    findings: Findings
+    axes: tuple[str, ...]
+
+
+def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[fx.GraphModule, Context]:
+    """A copy of a captured graph that computes a rank's part of what is divided, and what passes know of it.
+
+    Raises:
+        PlanError: the plan does not fit the model's parameters.
+    """
+    context = Context.of(plan, shapes, joint.fake_mode, joint.stored)
+    passes = placing_passes(plan)
+    if not passes:
+        return copy_graph(joint.module), context
+    key = _key(plan, context.parameters)
+    if key in joint.placed:
+        return _as_placed(joint.placed[key], context)
+    gm = copy_graph(joint.module)
+    run_passes(gm, passes, context)
+    joint.placed[key] = Placed(copy_graph(gm), context.findings.copy(), plan.axes)
+    return gm, context
+
+
+def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
+    """What placing depends on. Experts read how parameters are stored along all axes; operators only along theirs."""
+    sizes = plan.mesh if plan.experts else tuple((axis, dict(plan.mesh)[axis]) for axis, _ in plan.operators)
+    positions = [plan.axes.index(axis) for axis, _ in plan.operators]
+    stored = tuple(
+        (fqn, entry if plan.experts else tuple(entry.placements[at] for at in positions))
+        for fqn, entry in entries.items()
+    )
+    return plan.operators, plan.experts, sizes, stored, plan.annotations, plan.activations, plan.loss_chunk
+
+
+def _as_placed(placed: Placed, context: Context) -> tuple[fx.GraphModule, Context]:
+    """What was placed under a plan that places alike, for the plan of ``context``."""
+    plan, findings = context.plan, placed.findings.copy()
+    if not plan.experts:
+        for fqn, entry in context.parameters.items():
+            for axis, _ in plan.operators:
+                text = placed.findings.parameters[fqn].placements[placed.axes.index(axis)]
+                at = plan.axes.index(axis)
+                entry = replace(entry, placements=(*entry.placements[:at], text, *entry.placements[at + 1 :]))
+            findings.parameters[fqn] = plan.storable(fqn, entry)
+    return copy_graph(placed.module), replace(context, findings=findings)
+
+
+def placing_passes(plan: Plan) -> list[Pass]:
+    """The passes that divide the computation, and so find where parameters lie that it uses in parts.
+
+    Along sequences last, so that it sees what is left of each operation.
+    """
+    axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
+    operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
+    experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
+    loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
+    return [*loss, *operators, *experts]
+
+
+def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
+    """``plan`` with all that it leaves open along axes of operators and experts: where parameters lie, and operations.
+
+    To lower ``joint`` under it solves nothing.
+
+    Raises:
+        PlanError: the plan does not fit the model's parameters, or what it says of operations the graph.
+    """
+    if plan.decided and not plan.undecided(shapes):
+        return plan
+    gm, context = place(joint, plan, shapes)
+    return placed_plan(joint, plan, shapes, gm, context)
+
+
+def placed_plan(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], gm: fx.GraphModule, context: Context
+) -> Plan:
+    """``plan`` with what :func:`place`, which gave the graph and the context, decided under it."""
+    if not context.activations:
+        return plan
+    activations = Activations(call_of(gm), tuple(context.activations.items()))
+    decided = replace(plan, parameters=in_patterns(context.parameters), activations=activations)
+    joint.placed[_key(decided, decided.resolve(shapes))] = joint.placed[_key(plan, plan.resolve(shapes))]
+    return decided
