@@ -1,1 +1,1 @@
-"""Sharding of operators along one mesh axis: what is legal, what is cheapest, and the program that does it."""
+"""Operator sharding along one mesh axis: legal options, the cheapest choice among them, and the sharded program."""

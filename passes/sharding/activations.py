@@ -1,13 +1,14 @@
-"""A choice of options as rules that a plan holds and a person can edit, and back.
+"""Converts a choice of options to rules that a plan stores and a user can edit, and back.
 
-An operation is called ``module/kind.n``, the ``n``-th of its kind in its module: ``model.layers.0.mlp.up_proj/mm.1``.
-Its option is written as the placements of its operands and of its results, ``replicate, split(1) -> split(1)``, with
-``by name`` where a lowering stands in for it. A rule gives the operations that a pattern names, with shell wildcards,
-an option; the last that matches counts.
+An operation is named ``module/kind.n``, the ``n``-th of its kind in its module: ``model.layers.0.mlp.up_proj/mm.1``.
+Its option is written as the placements of its operands and results, ``replicate, split(1) -> split(1)``, followed by
+``by name`` if a lowering replaces the operation. A rule assigns an option to every operation whose name matches a
+pattern with shell wildcards; the last matching rule wins.
 
-**An operation that no rule names follows its operands**: it takes the first of its legal options that takes all
-operands as they lie; else the first for which some that every rank has are cut, which sends nothing; else every rank
-does all of it. So rules are few: those for operations where something begins to be cut, or is gathered.
+**An operation that no rule matches follows its operands**: it takes the first legal option whose operand placements
+equal the current ones; else the first that only shards replicated operands, which needs no communication; else it is
+computed in full on every rank. So few rules are needed: only for operations where a tensor is first sharded, or is
+gathered.
 """
 
 from __future__ import annotations
@@ -35,44 +36,44 @@ from shardgraph.passes.sharding.placements import REPLICATE, is_cut, written
 from shardgraph.plans.activation_plan import Rules
 from shardgraph.plans.parameter_plan import AUTO
 
-_SHOWN = 6  # legal options that an error lists
+_SHOWN = 6  # legal options listed in an error
 
 
 class Placements(Protocol):
-    """What may be chosen for the operations of a graph along one mesh axis."""
+    """The options of a graph's operations along one mesh axis."""
 
     def options(self, node: fx.Node) -> list[Option]:
-        """What is legal for a placeholder, a constant or an operation; the first of an operation: all of it."""
+        """The legal options of a placeholder, constant or operation; the first of an operation is fully replicated."""
         ...
 
     def move(self, value: Value, before: Placement, after: Placement) -> float:
-        """Seconds of bringing a value from one placement to another; infinite for what may not be."""
+        """Seconds to redistribute a value from one placement to another; infinite if not allowed."""
         ...
 
     def solve(self) -> tuple[dict[fx.Node, Option], float]:
-        """The option of every node that together take the least time; and the gap (:mod:`shardgraph.passes.milp`)."""
+        """The option of every node that minimizes total time, and the gap (:mod:`shardgraph.passes.milp`)."""
         ...
 
     def ends(self, chosen: Mapping[fx.Node, Option]) -> Iterator[tuple[Value, Placement]]:
-        """How the results of the graph must lie."""
+        """The placements required of the graph's outputs."""
         ...
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The option of every node under a plan's rules, and what of the rules did not apply."""
+    """The option of every node under a plan's rules, and which rules did not apply."""
 
     options: dict[fx.Node, Option]
     ignored: tuple[str, ...]
 
 
 def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Context) -> dict[fx.Node, Option]:
-    """The option of every node: what the plan says of operations along ``axis``, else the best; and write it down.
+    """Choose every node's option, by the plan's rules for ``axis`` if any, else by search, and record the choice.
 
-    Of a call other than the one that the plan was decided for it is what of the plan applies there.
+    For a call other than the one that the plan was decided for, only the rules that apply to it are used.
 
     Raises:
-        PlanError: what the plan says does not apply to the call that it was decided for, or nothing is possible.
+        PlanError: the rules do not apply to the call that they were decided for, or no choice is possible.
     """
     plan, position = context.plan, context.plan.axes.index(axis)
     rules = plan.activations.rules(axis) if plan.activations else None
@@ -105,7 +106,7 @@ def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Conte
 
 
 def call_of(gm: fx.GraphModule) -> str:
-    """The call that a joint graph was captured for, as text: which halves it has, and its inputs."""
+    """The call that a joint graph was captured for, as text: which halves it has (forward, backward), and inputs."""
     roles = placeholders(gm)
     halves = "forward and backward" if any(isinstance(role, Tangent) for role in roles) else "forward"
     inputs = sorted((role.index, node.meta.get("val")) for role, node in roles.items() if isinstance(role, Input))
@@ -115,25 +116,25 @@ def call_of(gm: fx.GraphModule) -> str:
 
 
 def written_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """What rules call the operations of a graph."""
+    """The names that rules use for the operations of a graph."""
     return {node: f"{module}/{kind}.{number}" for node, (module, kind, number) in names_of(_operations(gm)).items()}
 
 
 def pattern_of(name: str) -> str:
-    """The pattern of an operation and those of other layers: numbers among the names of its module are any."""
+    """The pattern that matches an operation in every layer: numbers in its module's name become wildcards."""
     module, _, operation = name.partition("/")
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) + "/" + operation
 
 
 def text_of(option: Option) -> str:
-    """An option as a rule has it."""
+    """An option as written in a rule."""
     given, gotten = (", ".join(map(_word, placements)) for placements in (option.operands, option.results))
     by = f" by {option.lowering}" if option.lowering else ""
     return f"{given + ' ' if given else ''}-> {gotten}{by}"
 
 
 def rules_for(gm: fx.GraphModule, placements: Placements, chosen: Mapping[fx.Node, Option]) -> Rules:
-    """Rules under which every operation takes its ``chosen`` option, equal layers together."""
+    """Rules that reproduce the ``chosen`` option of every operation, with one rule for equal layers."""
     names = written_names(gm)
     texts = {names[node]: text_of(chosen[node]) for node in names}
     differing = [names[node] for node in names if chosen[node] != _following(node, placements, chosen)]
@@ -152,11 +153,11 @@ def rules_for(gm: fx.GraphModule, placements: Placements, chosen: Mapping[fx.Nod
 def apply_rules(rules: Rules, gm: fx.GraphModule, placements: Placements, axis: str, *, strict: bool) -> Applied:
     """The option of every node under ``rules``, without a search.
 
-    What does not apply to this graph is refused if ``strict``, and else left out: those operations follow their
-    operands.
+    If ``strict``, a rule that does not apply to this graph is an error; otherwise it is ignored and its operations
+    follow their operands.
 
     Raises:
-        PlanError: a rule names no operation or what is not legal, or what rules say together cannot be.
+        PlanError: a rule matches no operation or gives an illegal option, or the rules contradict each other.
     """
     names = written_names(gm)
     every = list(names.values())
@@ -195,11 +196,11 @@ def _operations(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _word(placement: Placement | None) -> str:
-    return written(placement).replace("shard(", "split(")  # as a plan writes what is used in parts
+    return written(placement).replace("shard(", "split(")  # plans write "split" for tensors used as shards
 
 
 def _named(rules: Iterable[tuple[str, str]], names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The text of the last rule that names each operation, and its pattern."""
+    """The option text and pattern of the last rule that matches each operation."""
     found: dict[str, tuple[str, str]] = {}
     for pattern, text in rules:
         found |= dict.fromkeys(fnmatch.filter(names, pattern), (text, pattern))
@@ -212,7 +213,7 @@ def _option(options: Sequence[Option], text: str) -> Option | None:
 
 
 def _following(node: fx.Node, placements: Placements, chosen: Mapping[fx.Node, Option]) -> Option:
-    """The option of an operation that no rule names."""
+    """The option of an operation that no rule matches."""
     options = placements.options(node)
     values = [value_of(operand) for operand in operands(node)]
     lies = tuple(chosen[maker].results[index] for maker, index in values)

@@ -1,4 +1,4 @@
-"""Building a graph over local parts: collectives along one mesh axis, and changes of placement."""
+"""Graph builder for local shards: collectives along one mesh axis, and redistribution."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ aten = torch.ops.aten
 
 
 class AxisBuilder(Builder):
-    """Adds nodes at the end of a graph for a rank of mesh ``axis``, along which there are ``parts``.
-
-    New names begin with the axis.
-    """
+    """Appends nodes, named after the axis, to the graph of a rank of mesh ``axis``, which has ``parts`` ranks."""
 
     maker: ClassVar[str] = "shard-operators"
-    """The pass that new nodes are of."""
+    """The pass recorded as the maker of new nodes."""
 
     def __init__(self, graph: fx.Graph, values: Propagation, axis: str) -> None:
         super().__init__(graph, values, prefix=axis)
         self.axis, self.parts = axis, values.ranks(axis)
 
     def placeholder(self, node: fx.Node, placement: Placement) -> fx.Node:
-        """A copy of a placeholder or constant whose value lies so."""
+        """A copy of a placeholder or constant, with its local shape under ``placement``."""
         copy, value = self.graph.node_copy(node), VALUE.get(node)
         if is_cut(placement):
             VALUE.set(copy, self.values.empty(local_shape(placement, value.shape, self.parts), value))
@@ -40,51 +37,51 @@ class AxisBuilder(Builder):
             VALUE.set(copy, self.values.fake(value))
         return copy
 
-    # -- collectives, of tensors whose elements lie in order -----------------------------------------------
+    # -- collectives (inputs are made contiguous) ----------------------------------------------------------
 
     def reduce(self, tensor: fx.Node, operation: str = "sum") -> fx.Node:
-        """The sum of all ranks' tensors, or another reduction of them."""
+        """All-reduce: the sum over ranks, or another reduction."""
         return self.all_reduce(self.contiguous(tensor), self.axis, operation)
 
     def gather(self, tensor: fx.Node) -> fx.Node:
-        """The ranks' tensors, one after the other along dim 0."""
+        """All-gather along dim 0."""
         return self.all_gather(self.contiguous(tensor), self.axis)
 
     def scatter(self, tensor: fx.Node) -> fx.Node:
-        """This rank's rows of the sum."""
+        """Reduce-scatter: this rank's rows (dim 0) of the sum."""
         return self.reduce_scatter(self.contiguous(tensor), self.axis)
 
     def exchange(self, tensor: fx.Node) -> fx.Node:
-        """Row ``r`` of every rank's tensor, of which each has a row for every rank."""
+        """All-to-all over dim 0, which has one row per rank: row ``r`` of the input goes to rank ``r``."""
         splits = [1] * self.parts
         return self.wait(self.call(ir.ALL_TO_ALL, self.contiguous(tensor), splits, splits, self.axis))
 
     def send(self, tensor: fx.Node) -> fx.Node:
-        """Start to send a tensor to the next rank of the ring; :meth:`wait` gives that of the rank before."""
+        """Start sending a tensor to the ring's next rank; :meth:`wait` returns the one from the previous rank."""
         return self.call(ir.send, self.contiguous(tensor), self.axis)
 
-    # -- what depends on the rank ------------------------------------------------------------------------
+    # -- rank-dependent values -----------------------------------------------------------------------------
 
     def part(self, tensor: fx.Node, cut: Placement, back: int = 0) -> fx.Node:
-        """This rank's part of a tensor that every rank has, or that of the rank ``back`` places before it."""
+        """The shard of a replicated tensor that belongs to this rank, or to the rank ``back`` positions before it."""
         return self.call(ir.local_part, tensor, *cut_of(cut), self.axis, *([back] if back else []))
 
     def first_only(self, tensor: fx.Node) -> fx.Node:
-        """A tensor that every rank has, as the sum of what the ranks then hold."""
+        """Replicated to partial: a tensor per rank, such that they sum to the replicated ``tensor``."""
         return self.call(ir.first_only, tensor, self.axis)
 
     def first_row(self, rows: int) -> fx.Node:
-        """The number of this rank's first row where every rank has ``rows``."""
+        """The global number of this rank's first row if every rank has ``rows``."""
         return self.call(ir.first_row, rows, self.axis)
 
     def from_later(self, steps: int) -> fx.Node:
-        """1 on the ranks to which what is sent ``steps`` places round the ring comes from a later rank, 0 on others."""
+        """1 on ranks that receive from a higher rank what was sent ``steps`` positions round the ring, 0 on others."""
         return self.call(ir.from_later, steps, self.axis)
 
     # -- placements --------------------------------------------------------------------------------
 
     def place(self, tensor: fx.Node, before: Placement, after: Placement, shape: torch.Size) -> fx.Node:
-        """Bring a tensor of global ``shape`` from one placement to another."""
+        """Redistribute a tensor of global ``shape`` from one placement to another."""
         if before == after:
             return tensor
         if before == REPLICATE:
@@ -98,7 +95,7 @@ class AxisBuilder(Builder):
         return self._exchange(tensor, before, after, shape)
 
     def gradient(self, placement: Placement) -> Placement:
-        """How the gradient of a parameter lies that lies as ``placement``."""
+        """The placement of the gradient of a parameter with ``placement``."""
         return placement
 
     def _gather(self, tensor: fx.Node, before: Placement, shape: torch.Size) -> fx.Node:
@@ -117,7 +114,7 @@ class AxisBuilder(Builder):
         return self.view(mine, local_shape(after, shape, self.parts))
 
     def _exchange(self, tensor: fx.Node, before: Placement, after: Placement, shape: torch.Size) -> fx.Node:
-        """Another dimension is cut: every rank sends each other its part of what it has."""
+        """Change the sharded dimension by all-to-all."""
         (old, had), (new, gets) = cut_of(before), cut_of(after)
         local = tensor.meta["val"].shape
         run = shape[new] // gets // self.parts

@@ -1,22 +1,21 @@
 """The cheapest legal placements for a whole graph, as an integer program.
 
 Variables
-    ``x[c, o]`` in {0, 1}: every operation of class ``c`` takes its option ``o``. For every use ``u`` of a result by an
-    operand, ``f[u, p, q]`` in [0, 1]: the result is made as ``p`` and used as ``q``; and for every result ``r``,
-    ``m[r, p, q]`` in [0, 1]: it is brought from ``p`` to ``q``, once for all its uses as ``q``. Pairs of placements
-    that no collective leads from one to the other have no variables.
+    ``x[c, o]`` in {0, 1}: every operation of class ``c`` takes option ``o``. For every use ``u`` of a result as an
+    operand, ``f[u, p, q]`` in [0, 1]: the result is produced as ``p`` and used as ``q``. For every result ``r``,
+    ``m[r, p, q]`` in [0, 1]: it is redistributed from ``p`` to ``q``, once for all its uses as ``q``. Pairs of
+    placements without a collective between them have no variables.
 
 Objective
-    The least seconds: ``sum(members[c] * seconds[c, o] * x[c, o]) + sum(members[c] * move[r, p, q] * m[r, p, q])``,
-    ``c`` in the latter being the class that makes ``r``.
+    Minimize the seconds ``sum(members[c] * seconds[c, o] * x[c, o]) + sum(members[c] * move[r, p, q] * m[r, p, q])``,
+    where ``c`` in the second sum is the class that produces ``r``.
 
 Constraints
-    1. *one option of c*: ``sum_o x[c, o] = 1``.
-    2. *r as it is made*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that make
-       ``p``.
-    3. *r as it is used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use
-       ``q``.
-    4. *r is brought*: ``f[u, p, q] <= m[r, p, q]``.
+    1. *one option per class*: ``sum_o x[c, o] = 1``.
+    2. *r as produced*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that
+       produce ``p``.
+    3. *r as used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use ``q``.
+    4. *r is redistributed*: ``f[u, p, q] <= m[r, p, q]``.
 
 The relaxation is close to integral, and HiGHS solves it exactly. The formulation is that of Alpa's intra-operator pass
 (Zheng et al., OSDI 2022, https://arxiv.org/abs/2201.12023) with its products of variables written as flows.
@@ -42,10 +41,10 @@ LIMIT = 120.0  # seconds of search
 
 @dataclass
 class PlacementProblem:
-    """What is to be chosen: the options of each class with their seconds, and which class uses which result of which.
+    """The integer program's input: options and seconds of each class, and which class uses which result of which.
 
-    ``uses`` counts, for ``(maker, result, user, operand)``, how often a member of ``user`` takes as its ``operand``
-    the ``result`` of a member of ``maker``. ``names`` are what errors call the classes.
+    ``uses`` counts, for ``(maker, result, user, operand)``, how often a member of ``user`` takes the ``result`` of a
+    member of ``maker`` as its ``operand``. ``names`` identify the classes in errors.
     """
 
     options: dict[Class, list[Option]] = field(default_factory=dict)
@@ -53,13 +52,13 @@ class PlacementProblem:
     members: Counter[Class] = field(default_factory=Counter)
     uses: Counter[tuple[Class, int, Class, int]] = field(default_factory=Counter)
     ties: Counter[tuple[Class, int, Class]] = field(default_factory=Counter)
-    """``(maker, result, owner)``: the result must end as the first result of ``owner`` lies."""
+    """``(maker, result, owner)``: the result must end with the placement of the first result of ``owner``."""
     names: dict[Class, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The option of every class, and the ``gap``: the part of the seconds by which the best may be faster."""
+    """The option of every class, and the ``gap``: the fraction of the time by which the optimum may be faster."""
 
     options: dict[Class, Option]
     gap: float
@@ -70,13 +69,14 @@ def solve(
     moves: Callable[[Class, int, Placement, Placement], float],
     limit: float = LIMIT,
 ) -> Chosen:
-    """The option of every class that together take the least seconds.
+    """The option of every class that minimizes total seconds.
 
-    ``moves`` are the seconds of a change of placement of a result; infinite forbids it. After ``limit`` seconds the
-    best so far is taken.
+    ``moves`` gives the seconds to redistribute a result; infinite forbids it. After ``limit`` seconds the best solution
+    so far is returned.
 
     Raises:
-        PlanError: none are possible together, and the message names what contradicts; or none were found in time.
+        PlanError: the constraints are infeasible, and the message names the contradiction; or no solution was found in
+            time.
     """
     program = Program()
     chosen = {

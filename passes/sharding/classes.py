@@ -1,4 +1,4 @@
-"""Which operations of a graph are the same one in another layer, so that they are decided once."""
+"""Groups the same operation in equal layers into one class, so that it is decided once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.options import operands
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 
-_LEAST = 3  # layers that are worth the trouble
+_LEAST = 3  # minimum number of layers worth grouping
 
 
 def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = _LEAST) -> dict[fx.Node, Hashable]:
     """A key for every node; nodes with equal keys do the same in layers that run the same operations.
 
-    Layers are modules that differ in one number of their names, such as ``model.layers.7``, that hold at least
-    two matrices, whose operations are the same ones in the same order, and of which ``fixed``, placements of parameters
-    by name, and annotations say the same. There are at least ``least`` of them.
+    Layers are modules whose names differ in one number, such as ``model.layers.7``. To be grouped, each must hold at
+    least two matrices, and all must have the same operations in the same order, and the same annotations and ``fixed``
+    placements (parameters by name). There are at least ``least`` of them.
     """
     layers: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in gm.graph.nodes:
@@ -32,7 +32,7 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
             if part.isdigit():
                 layers[".".join(parts[:at])][part].append(node)
     found: dict[fx.Node, Hashable] = {}
-    for stack in sorted(layers, key=len):  # outer stacks first: a layer's own stacks are part of it
+    for stack in sorted(layers, key=len):  # outer stacks first: a layer may contain stacks of its own
         alike: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
         for nodes in layers[stack].values():
             alike[tuple(_kind(node, fixed) for node in nodes)].append(nodes)

@@ -1,7 +1,7 @@
-"""What the ranks of another axis exchange, once a graph has been divided along that axis.
+"""Options of another axis's collectives, in a graph that has already been sharded along that axis.
 
-All ranks that meet there have the same part along this axis, so a dimension that the exchange does not cut or join may
-be cut, and sums may be sums of summands.
+All ranks of such a collective have the same shard along this axis, so a dimension that the collective neither splits
+nor concatenates may be sharded, and sums may be partial.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from shardgraph.passes.sharding.rules import rule
 
 @rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only)
 def elementwise(operation: Operation) -> Iterator[Option]:
-    """Every element for itself."""
+    """Elementwise over ranks."""
     yield from _along(operation, range(len(operation.result)))
 
 
 @rule(ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
 def rows_exchanged(operation: Operation) -> Iterator[Option]:
-    """Rows go to other ranks, whole."""
+    """Whole rows go to other ranks."""
     yield from _along(operation, range(1, len(operation.result)))
 
 
 @rule(ir.local_part)
 def part_taken(operation: Operation) -> Iterator[Option]:
-    """One dimension is cut already."""
+    """One dimension is already sharded."""
     taken = operation.args[1]
     yield from _along(operation, (dim for dim in range(len(operation.result)) if dim != taken))
 

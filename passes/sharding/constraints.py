@@ -1,4 +1,4 @@
-"""What annotations demand of the placements along one axis: of activations in the graph, and of parameters by name."""
+"""Annotations as placement constraints along one axis: on activations in the graph, and on parameters by name."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from shardgraph.plans.annotations.kinds import shard
 
 @dataclass(frozen=True)
 class Constraints:
-    """``parameters`` by name, ``marks`` by the node of ``shardgraph::constrain`` that passes the value on."""
+    """``parameters`` by name, ``marks`` by the ``shardgraph::constrain`` node that passes the value on."""
 
     parameters: Mapping[str, Placement]
     marks: Mapping[fx.Node, Placement]
 
     def cut_parameters(self, gm: fx.GraphModule) -> dict[Value, Placement]:
-        """The cuts that are demanded of parameters."""
+        """The shardings required of parameters."""
         owners = placeholders(gm)
         used = {fqn: cut for fqn, cut in self.parameters.items() if is_cut(cut) and Parameter(fqn) in owners}
         return {(owners[Parameter(fqn)], 0): cut for fqn, cut in used.items()}
 
     def cut_activations(self) -> dict[Value, Placement]:
-        """The cuts that are demanded of activations, before and after the mark."""
+        """The shardings required of activations, before and after the mark."""
         found: dict[Value, Placement] = {}
         for mark, placement in self.marks.items():
             if is_cut(placement):
@@ -40,10 +40,10 @@ class Constraints:
 
 
 def marks_of(gm: fx.GraphModule, axis: str, parts: int) -> dict[fx.Node, Placement]:
-    """The placements along ``axis``, which has ``parts`` ranks, that annotated activations must have.
+    """The placements along ``axis``, which has ``parts`` ranks, required of annotated activations.
 
     Raises:
-        PlanError: a tensor cannot be cut so; the message names the annotation, the shape and the sizes that work.
+        PlanError: a tensor cannot be sharded so; the message names the annotation, the shape and the sizes that work.
     """
     found: dict[fx.Node, Placement] = {}
     for node in gm.graph.nodes:

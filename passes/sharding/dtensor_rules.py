@@ -1,10 +1,10 @@
-"""DTensor's own strategies as options, from both of its registries.
+"""DTensor's own sharding strategies as options, from both of its registries.
 
-Single-dimension strategies are tables of placements; the older ones are functions, asked here about every combination
-of placements, of which those that need no redistribution are legal. Neither needs a process group.
+Single-dimension strategies are tables of placements. The older ones are functions, called here with every combination
+of operand placements; those that need no redistribution are legal. Neither needs a process group.
 
-What a strategy raises, and what is not asked about, is counted: an operation whose strategy fails, as one may that
-another release of torch has changed, is computed whole on every rank, and the program's notes say so.
+Exceptions raised by a strategy, and combinations not tried, are counted. An operation whose strategy fails, for example
+because another release of torch changed it, is computed in full on every rank, and the program's notes say so.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Refused = Counter[tuple[str, str]]
 
 
 def has_strategy(target: Any) -> bool:
-    """Whether DTensor knows the operator."""
+    """Whether DTensor has a strategy for the operator."""
     return target in torch_api.single_dim_strategies() or target in torch_api.op_strategies()
 
 
 def strategies(operation: Operation, refused: Refused) -> list[Option]:
-    """DTensor's legal placements for an operation, every cut in one block; counts in ``refused`` what it cannot use."""
+    """DTensor's legal placements for an operation, all shardings in one block; counts unusable ones in ``refused``."""
     ask = _tables if operation.target in torch_api.single_dim_strategies() else _answers
     return list(dict.fromkeys(ask(operation, refused)))
 
 
 def notes_of(refused: Refused) -> Iterator[str]:
-    """What people should know of combinations that could not be used."""
+    """Notes for the user about combinations that could not be used."""
     for (target, reason), count in refused.items():
         yield f"{target}: {count} combinations of placements are not used: {reason}"
 
@@ -56,7 +56,7 @@ def _tables(operation: Operation, refused: Refused) -> Iterator[Option]:
     given = len(operands(node))
     try:
         rows = torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs)
-    except Exception as error:  # whatever it is, this operation can be computed whole
+    except Exception as error:  # whatever it is, this operation can be computed in full
         refused[str(node.target), _raised(error)] += 1
         return
     for entries in rows:
@@ -73,7 +73,7 @@ def _tables(operation: Operation, refused: Refused) -> Iterator[Option]:
 
 
 def _plain(placement: Any) -> Any:
-    """The placement of a table's entry; False for kinds of partial values that no other operation takes."""
+    """The placement in a table entry; False for kinds of partial that no other operation accepts."""
     if torch_api.is_shard_placeholder(placement):
         return Shard(placement.dim)
     if isinstance(placement, Partial):
@@ -103,7 +103,7 @@ def _answers(operation: Operation, refused: Refused) -> Iterator[Option]:
 def _ask(
     operation: Operation, tensors: list[fx.Node], given: tuple[Placement, ...], refused: Refused
 ) -> tuple[Any, ...] | None:
-    """The placements of the results if the operation runs on these as they are."""
+    """The result placements if the operation runs on these operand placements without redistribution."""
     node, mesh = operation.node, _mesh(operation.parts)
     placements = iter(given)
     args, kwargs = pytree.tree_map_only(
@@ -111,7 +111,7 @@ def _ask(
     )
     try:
         answer = torch_api.ask_strategy(node.target, args, kwargs)
-    except Exception as error:  # whatever it is, this operation can be computed in other placements, or whole
+    except Exception as error:  # whatever it is, the operation can use other placements or be computed in full
         refused[str(node.target), _raised(error)] += 1
         return None
     for spec in answer:

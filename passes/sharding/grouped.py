@@ -1,10 +1,10 @@
-"""Products of rows in groups with one matrix for each group: experts whose tokens lie one expert after another.
+"""Grouped products, one matrix per group of rows: experts with tokens sorted by expert.
 
-``_grouped_mm`` with ``offs``, the row after the last of each group: ``[rows, inner] x [groups, inner, columns]``, and
-for the gradient of the matrices ``[inner, rows] x [rows, columns] -> [groups, inner, columns]``; transformers' fallback
-for dtypes that it does not take is another operator with the same meaning. Inner dimension and columns are cut as those
-of any product. Groups are cut too: a rank then multiplies its own groups' rows alone, and what the ranks have sums to
-the result.
+``_grouped_mm`` takes ``offs``, the end row of each group: ``[rows, inner] x [groups, inner, columns]``, and for the
+gradient of the matrices ``[inner, rows] x [rows, columns] -> [groups, inner, columns]``. transformers' fallback for
+dtypes that it does not support is another operator with the same meaning. The inner dimension and the columns are
+sharded as in any product. Groups can be sharded too: a rank then multiplies only its own groups' rows, and the result
+is partial.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default", replaces=True)
 def product(operation: Operation) -> Iterator[Option]:
-    """Columns, the inner dimension, or groups are cut."""
+    """Shards columns, the inner dimension, or groups."""
     dims = [operand.meta["val"].dim() for operand in operands(operation.node)]
     if dims == [2, 3, 1]:
         yield Option((REPLICATE, Shard(2), REPLICATE), (Shard(1),))
@@ -50,7 +50,7 @@ def backward(operation: Operation) -> Iterator[Option]:
 
 @lowering
 def grouped_product(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """Own rows times own matrices, zeros for the others."""
+    """This rank's rows times its matrices, zeros in other rows."""
     rows, matrices, offs = given
     mine = _Rows(write, offs, rows.meta["val"].shape[0])
     return [mine.back(write.call(node.target, mine.first(rows), matrices, mine.offs))]
@@ -58,7 +58,7 @@ def grouped_product(write: AxisBuilder, node: fx.Node, option: Option, given: li
 
 @lowering
 def grouped_gradient(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """The gradients of own matrices, of own rows."""
+    """The gradients of this rank's matrices, from its rows."""
     left, right, offs = given
     mine = _Rows(write, offs, right.meta["val"].shape[0])
     rows = mine.first(write.call(aten.t.default, left))
@@ -67,7 +67,7 @@ def grouped_gradient(write: AxisBuilder, node: fx.Node, option: Option, given: l
 
 @lowering
 def grouped_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """Both, of own rows and matrices."""
+    """Both gradients, for this rank's rows and matrices."""
     rows, matrices, offs, gradient = given
     mine = _Rows(write, offs, rows.meta["val"].shape[0])
     both = write.call(node.target, mine.first(rows), matrices, mine.offs, mine.first(gradient))
@@ -76,7 +76,7 @@ def grouped_backward(write: AxisBuilder, node: fx.Node, option: Option, given: l
 
 
 class _Rows:
-    """Where this rank's groups are among ``count`` rows that every rank has; ``offs`` counts from the first of them."""
+    """Index of this rank's groups in ``count`` replicated rows; ``offs`` is relative to the first of its rows."""
 
     def __init__(self, write: AxisBuilder, offs: fx.Node, count: int) -> None:
         self.write = write
@@ -93,11 +93,11 @@ class _Rows:
         self.here = self._turned(aten.sub.Tensor, numbers, start, count)
 
     def first(self, rows: fx.Node) -> fx.Node:
-        """The rows in turn from the first of this rank's."""
+        """The rows rotated so that this rank's come first."""
         return self.write.call(aten.index_select.default, rows, 0, self.there)
 
     def back(self, rows: fx.Node) -> fx.Node:
-        """Where they were; rows of other ranks' groups, which no product has written, are 0."""
+        """Undo :meth:`first`, with zeros in rows of other ranks' groups, which the product leaves unwritten."""
         zero = self.write.call(aten.new_zeros.default, rows, [])
         kept = self.write.call(aten.where.self, self.own, rows, zero)
         return self.write.call(aten.index_select.default, kept, 0, self.here)

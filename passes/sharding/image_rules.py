@@ -1,4 +1,4 @@
-"""Rules for operations on images [batch, channels, ...]: channels are cut as the rows and columns of a product are."""
+"""Rules for images ``[batch, channels, ...]``: channels are sharded like the rows and columns of a matrix product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS = Shard(1)
 
 @rule(aten.convolution.default, replaces=True)
 def convolution(operation: Operation) -> Iterator[Option]:
-    """By output channels, or by input channels with a sum over the ranks (once its bias stands apart)."""
+    """By output channels, or by input channels with a partial result (once the bias is a separate operation)."""
     yield from _batches(operation)
     transposed, groups = operation.args[6], operation.args[8]
     if groups != 1:
@@ -33,7 +33,7 @@ def convolution(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.convolution_backward.default, replaces=True)
 def convolution_backward(operation: Operation) -> Iterator[Option]:
-    """The gradients of the same two; what has not been asked for is None."""
+    """The gradients for the same two shardings; gradients not requested are None."""
     transposed, groups, wanted = operation.args[7], operation.args[9], operation.args[10]
 
     def given(*placements: Any) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ def convolution_backward(operation: Operation) -> Iterator[Option]:
     replaces=True,
 )
 def batch_norm(operation: Operation) -> Iterator[Option]:
-    """Channels are normalised by themselves: all vectors of them are cut with the images."""
+    """Channels are normalized independently: all per-channel vectors are sharded like the images."""
     yield _by_channel(operation)
 
 
@@ -69,14 +69,14 @@ def batch_norm(operation: Operation) -> Iterator[Option]:
     aten.upsample_bilinear2d.vec,
 )
 def planes(operation: Operation) -> Iterator[Option]:
-    """Every image of every channel by itself."""
+    """Images and channels are independent."""
     if len(operation.result) == 4:
         yield from _batches(operation)
         yield _by_channel(operation)
 
 
 def _batches(operation: Operation) -> Iterator[Option]:
-    """Every image by itself: weights are whole."""
+    """Images are independent; weights are replicated."""
     images = [operand.meta["val"].dim() == len(operation.result) for operand in operands(operation.node)]
     if operation.target is aten.convolution.default:
         images[1:] = [False] * (len(images) - 1)

@@ -1,7 +1,7 @@
-"""Operations that only move elements: how a cut of what they take becomes a cut of what they give, and back.
+"""Operations that only move elements: how a sharding of the operand maps to one of the result, and back.
 
-DTensor's strategies for these know only whole dimensions; here a cut keeps its blocks, so that a view that merges
-batch and sequence around a matrix product, or a split of a fused projection, hides neither.
+DTensor's strategies for these handle only whole dimensions. Here a sharding keeps its blocks, so that it survives a
+view that merges batch and sequence around a matrix product, or a split of a fused projection.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 class Layout(NamedTuple):
-    """``down`` gives the cut of every result for a cut of every operand, ``up`` the reverse; None where there is none.
+    """``down`` maps the operands' sharding to the results', ``up`` the reverse; None if there is no such placement.
 
-    A result may be cut where the operand is whole: then ``up`` gives ``Replicate()``.
+    A result may be sharded where the operand is replicated: then ``up`` returns ``Replicate()``.
     """
 
     down: Callable[[Operation, Placement], Placement | None]
@@ -52,7 +52,7 @@ def _view_up(operation: Operation, cut: Placement) -> Placement | None:
 
 
 def order_of(node: fx.Node) -> list[int]:
-    """The dimension of the operand that each dimension of the result is."""
+    """For each dimension of the result, the operand's dimension."""
     rank = len(results(node)[0].shape)
     order = list(range(rank))
     if node.target is aten.permute.default:
@@ -87,11 +87,11 @@ def _expand_up(operation: Operation, cut: Placement) -> Placement | None:
     return blocks(at, count) if at >= 0 and _operand(operation)[at] == operation.result[dim] else REPLICATE
 
 
-# -- pieces of one dimension -------------------------------------------------------------------------------
+# -- split and cat -----------------------------------------------------------------------------------------
 
 
 def _pieces(operation: Operation, dim_of: Callable[[Sequence[Any]], Any], tensors: Sequence[Any]) -> tuple[int, int]:
-    """The dimension that is split or joined and the number of pieces; 0 of them where their sizes differ."""
+    """The dimension that is split or joined and the number of pieces, which is 0 if their sizes differ."""
     rank = len(tensors[0].shape)
     dim = dim_of(operation.args) % rank
     equal = len({tensor.shape[dim] for tensor in tensors}) == 1
@@ -107,7 +107,7 @@ def _of_cat(operation: Operation) -> tuple[int, int]:
 
 
 def _apart(operation: Operation, cut: Placement, of: Callable[[Operation], tuple[int, int]]) -> Placement | None:
-    """The cut of each piece for a cut of the whole: whole blocks of it must be pieces."""
+    """The sharding of each piece for a sharding of the whole: pieces must be whole blocks of it."""
     (dim, count), (along, pieces) = cut_of(cut), of(operation)
     if dim != along:
         return cut

@@ -1,4 +1,4 @@
-"""The options of every operation of a graph: legal, evenly divided, and in as many blocks as its neighbours need."""
+"""The options of every operation in a graph: legal, evenly divided, in the block counts that its neighbours need."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cu
 from shardgraph.passes.sharding.rules import ANY_BLOCKS, REPLACES, own_options, rule_of
 
 Value = tuple[fx.Node, int]
-"""A tensor of a graph: the node that makes it and its position among what that returns."""
+"""A tensor of a graph: the node that produces it and its index among the node's results."""
 
 
 _NONE: Mapping[Value, Iterable[Placement]] = {}
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that an operand is."""
+    """The tensor that an operand refers to."""
     if node.target is operator.getitem:
         maker, index = node.args
         assert isinstance(maker, fx.Node) and isinstance(index, int)
@@ -34,21 +34,21 @@ def value_of(node: fx.Node) -> Value:
 
 
 def placed_values(node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
-    """The tensors that an operation takes and gives, each as the option places it."""
+    """An operation's operands and results, each with its placement in the option."""
     taken = [(value_of(operand), p) for operand, p in zip(operands(node), option.operands, strict=True)]
     return taken + [((node, index), p) for index, p in enumerate(option.results) if p is not None]
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether anything says how the operation may be cut."""
+    """Whether any rule or strategy says how the operation may be sharded."""
     return node.target in LAYOUTS or rule_of(node.target) is not None or dtensor_rules.has_strategy(node.target)
 
 
 class Legal:
     """Options of the operations of ``gm`` over ``parts`` ranks.
 
-    Cuts start in one block, and as ``starts`` says. Views, splits and the like turn them into cuts in several, which
-    spread to what takes and gives the same values until nothing new is found. ``refused`` counts what DTensor's
+    Shardings start in one block, plus those in ``starts``. Views, splits and the like turn them into shardings in
+    several blocks, which are propagated to producers and users until a fixed point. ``refused`` counts what DTensor's
     strategies refuse.
     """
 
@@ -75,7 +75,7 @@ class Legal:
         self._spread()
 
     def options(self, node: fx.Node) -> list[Option]:
-        """What is legal for a node; the first is that every rank does all of it."""
+        """The legal options of a node; the first is fully replicated."""
         if node not in self._options:
             self._options[node] = list(dict.fromkeys([replicated(node), *self._cut_options(node)]))
         return self._options[node]
@@ -97,7 +97,7 @@ class Legal:
             grown = again
 
     def _learn(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Add the cuts of a node's options to its values; the nodes whose values have new ones."""
+        """Add the shardings in a node's options to its values; yields the nodes whose values gained any."""
         for option in self._cut_options(node):
             for value, placement in self._placed(node, option):
                 if is_cut(placement) and placement not in self.cuts[value]:
@@ -116,7 +116,7 @@ class Legal:
         )
 
     def _placed(self, node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
-        """As :func:`placed_values`, which asks for operands again each time."""
+        """Like :func:`placed_values`, with the operands cached."""
         taken = list(zip(self._sources[node], option.operands, strict=True))
         return taken + [((node, index), p) for index, p in enumerate(option.results) if p is not None]
 
@@ -126,12 +126,12 @@ class Legal:
         elements = [operand.meta["val"].numel() for operand in operands(node)]
 
         def all_operands(placement: Placement) -> tuple[Placement, ...]:
-            # What has no elements (an empty cache that keys are joined to) is the same wherever it lies.
+            # A tensor without elements (an empty cache that keys are appended to) is the same in every placement.
             return tuple(placement if count else REPLICATE for count in elements)
 
         if results(node)[0].is_floating_point():
             yield Option(all_operands(PARTIAL), (PARTIAL,) * produced)
-        # Sets have no order, and ranks must agree on the order of the options.
+        # Sets are unordered, and all ranks must list the options in the same order.
         for cut in _sorted(set().union(*(self.cuts[source] for source in self._sources[node]))):
             if (out := layout.down(operation, cut)) is not None:
                 yield Option(all_operands(cut), (out,) * produced)
@@ -149,7 +149,7 @@ class Legal:
         for option in self._templates[node]:
             yield option
             if option.lowering not in ANY_BLOCKS and any(is_cut(p) for p in option.operands + option.results):
-                continue  # written for one block
+                continue  # valid only for one block
             for count in sorted(self._block_counts(self._placed(node, option))):
                 yield replace(
                     option, operands=_in_blocks(option.operands, count), results=_in_blocks(option.results, count)
@@ -173,9 +173,9 @@ def _sorted(cuts: Iterable[Placement]) -> list[Placement]:
 
 
 def reached(legal: Legal, starts: Mapping[Value, Iterable[Placement]]) -> dict[Value, set[Placement]]:
-    """The cuts that follow from cutting ``starts`` so, down the graph: how a batch dimension is told from the others.
+    """The shardings that follow, down the graph, from sharding ``starts``; used to identify the batch dimension.
 
-    A cut of a result follows where a legal option has it together with a cut of an operand that follows.
+    A result's sharding follows if a legal option has it together with an operand's sharding that follows.
     """
     found: dict[Value, set[Placement]] = {value: set(cuts) for value, cuts in starts.items()}
     for node in legal.nodes:

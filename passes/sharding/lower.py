@@ -1,4 +1,4 @@
-"""The graph over local parts that a choice of options means."""
+"""Lowers a choice of options to a graph over local shards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is
 aten = torch.ops.aten
 
 _NUMBERS = frozenset({ir.first_row, ir.from_later, operator.sub})
-"""What gives a number that depends on the rank along another axis, and what is computed from it."""
+"""Operators that return a rank-dependent number of another axis, and those computed from it."""
 _ALONG_ANOTHER_AXIS = ir.COLLECTIVES | {ir.WAIT, ir.local_part, ir.first_only}
 
 
 def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder) -> list[str]:
-    """Rewrite ``gm`` in place by ``write``: every operation on this rank's parts, and changes of placement between.
+    """Rewrite ``gm`` in place with ``write``: every operation on this rank's shards, with redistribution between them.
 
-    ``chosen`` has an option for every node but the output and those that take one of several results. Returns the
-    parameters of whose gradients the ranks are left with summands, to be added up with those of other batches.
+    ``chosen`` has an option for every node except the output and ``getitem`` nodes. Returns the parameters whose
+    gradients are left partial, to be reduced together with the sum over batches.
 
     Raises:
-        GraphInvariantError: an operation on local parts has not the shape that its option says.
+        GraphInvariantError: an operation on local shards does not have the shape or dtype that its option implies.
     """
     lowering = _Lowering(gm, chosen, write)
     lowering.run()
@@ -94,7 +94,7 @@ class _Lowering:
                 self._keep(node, index, placement, part)
 
     def _same(self, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
-        """The operation itself, on local parts and for their sizes."""
+        """The operation itself, on local shards and with local sizes."""
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             wholes = [operand.meta["val"] for operand in operands(node)]
             given = [self.write.laid_out(part, whole) for part, whole in zip(given, wholes, strict=True)]
@@ -118,7 +118,7 @@ class _Lowering:
         ]
 
     def _sizes(self, node: fx.Node, option: Option) -> tuple[Any, ...]:
-        """The arguments with the sizes of local results in place of whole ones."""
+        """The arguments, with sizes replaced by those of the local results."""
         args = list(node.args)
         cut = option.results[0]
         if cut is None or cut == REPLICATE:
@@ -154,7 +154,7 @@ class _Lowering:
         self.made[node, index] = {placement: part}
 
     def _placed(self, value: Value, wanted: Placement) -> fx.Node:
-        """The value as ``wanted``, made once."""
+        """The value with placement ``wanted``; redistributed at most once."""
         here = self.made[value]
         if wanted not in here:
             before, part = next(iter(here.items()))
@@ -164,7 +164,7 @@ class _Lowering:
             for node in list(self.write.graph.nodes)[first:]:
                 MADE_BY.set(node, self.write.maker)
                 if is_cut(before) and wanted == REPLICATE:
-                    RECOMPUTE.set(node, True)  # gathered again in backward rather than saved
+                    RECOMPUTE.set(node, True)  # all-gathered again in backward instead of saved
             if wanted == REPLICATE and value[0].op == "call_function" and value[1] == 0:
                 EQUALS.set(here[wanted], value[0].name)
         return here[wanted]
@@ -184,7 +184,7 @@ class _Lowering:
 
 
 def _cannot_view(tensor: fx.Node, shape: list[int]) -> bool:
-    """Whether the elements do not lie so that they can be seen in another shape."""
+    """Whether the tensor's strides rule out a view in another shape."""
     try:
         torch.empty_strided(tensor.meta["val"].shape, tensor.meta["val"].stride(), device="meta").view(shape)
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""What stands in for operations that cannot simply run on local parts; rules name them.
+"""Replacements for operations that cannot simply run on local shards; rules refer to them by name.
 
-A lowering takes the writer, the node and its operands as placed, and gives the results as the option places them.
+A lowering takes the builder, the node and its operands as placed, and returns the results as the option places them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LOWERINGS: dict[str, Lowering] = {}
 
 
 def lowering(function: Lowering) -> Lowering:
-    """Register a lowering under its name."""
+    """Register a lowering under its function name."""
     LOWERINGS[function.__name__] = function
     return function
 
 
 @lowering
 def sized(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """An operation that makes a tensor of a size: its part."""
+    """An operation that creates a tensor of a given size: create only the shard."""
     assert option.results[0] is not None
     shape = list(local_shape(option.results[0], results(node)[0].shape, write.parts))
     rest = list(node.args[len(given) + 1 :])
@@ -39,7 +39,7 @@ def sized(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node
 
 
 def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Which of ``index`` are among this rank's rows, and where they are there; 0 for the others."""
+    """Which elements of ``index`` are among this rank's rows, and their local row numbers; 0 for the others."""
     below = write.call(aten.sub.Tensor, index, write.first_row(rows))
     inside = write.call(
         aten.logical_and.default, write.call(aten.ge.Scalar, below, 0), write.call(aten.lt.Scalar, below, rows)
@@ -49,7 +49,7 @@ def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.No
 
 @lowering
 def embedding(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """Rows that this rank has, zeros for the others."""
+    """Looks up this rank's rows, with zeros for the others: partial."""
     table, index = given
     inside, row = _mine(write, index, table.meta["val"].shape[0])
     found = write.call(aten.embedding.default, table, row)
@@ -58,11 +58,11 @@ def embedding(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.
 
 @lowering
 def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """Gradients of this rank's rows; those of others go to a row that is cut off."""
+    """Gradients of this rank's rows; those of other rows go to an extra row that is sliced off."""
     gradient, index = given
     total, padding, by_count = node.args[2:5]
     rows = total // write.parts
-    if padding >= 0:  # no gradient, on whichever rank it is
+    if padding >= 0:  # no gradient for the padding row, on whichever rank it is
         kept = write.call(aten.unsqueeze.default, write.call(aten.ne.Scalar, index, padding), -1)
         gradient = write.call(aten.mul.Tensor, gradient, kept)
     inside, row = _mine(write, index, rows)
@@ -74,10 +74,10 @@ def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, given:
 
 @lowering
 def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """``x - max - log(sum(exp(x - max)))``, maximum and sum over all ranks."""
+    """``x - max - log(sum(exp(x - max)))`` with maximum and sum all-reduced."""
     (logits,) = given
     dim = node.args[1]
-    if node.args[2]:  # half precision in, single precision out
+    if node.args[2]:  # half-precision input, single-precision output
         logits = write.call(aten._to_copy.default, logits, dtype=torch.float32)
     largest = write.reduce(write.call(aten.amax.default, logits, [dim], True), "max")
     shifted = write.call(aten.sub.Tensor, logits, largest)
@@ -87,7 +87,7 @@ def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, given: list[f
 
 @lowering
 def log_softmax_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """``gradient - exp(output) * sum(gradient)``, the sum over all ranks."""
+    """``gradient - exp(output) * sum(gradient)`` with the sum all-reduced."""
     gradient, output = given
     total = write.reduce(write.call(aten.sum.dim_IntList, gradient, [node.args[2]], True))
     spread = write.call(aten.mul.Tensor, write.call(aten.exp.default, output), total)
@@ -99,7 +99,7 @@ def log_softmax_backward(write: AxisBuilder, node: fx.Node, option: Option, give
 
 @lowering
 def nll_loss(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """Minus the sum of what this rank has of the targets, over their number for a mean."""
+    """Minus the sum over the targets in this rank's classes, divided by the number of targets for a mean."""
     scores, target = given
     reduction, ignored = node.args[3], node.args[4]
     kept = write.call(aten.ne.Scalar, target, ignored)
@@ -117,7 +117,7 @@ def nll_loss(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.N
 
 @lowering
 def nll_loss_of_rows(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """The sum over this rank's targets, over the number of all for a mean."""
+    """The sum over this rank's targets, divided by the global number of targets for a mean."""
     reduction, ignored = node.args[3], node.args[4]
     made = write.call(aten.nll_loss_forward.default, *given, None, 2, ignored)
     scores, target = given
@@ -130,7 +130,7 @@ def nll_loss_of_rows(write: AxisBuilder, node: fx.Node, option: Option, given: l
 
 @lowering
 def nll_loss_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """Minus the gradient at the targets that this rank has, over their number for a mean."""
+    """Minus the gradient at the targets that this rank has, divided by their number for a mean."""
     gradient, scores, target, weight = given
     reduction, ignored = node.args[4], node.args[5]
     kept = write.call(aten.ne.Scalar, target, ignored)
@@ -146,7 +146,7 @@ def nll_loss_backward(write: AxisBuilder, node: fx.Node, option: Option, given: 
 
 @lowering
 def convolution_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
-    """The gradients for this rank's output channels, as many of which a bias has."""
+    """The gradients for this rank's output channels, with the bias size set to match."""
     gradient, images, weight = given
     sizes, *rest = node.args[3:]
     sizes = None if sizes is None else [size // write.parts for size in sizes]
@@ -156,9 +156,9 @@ def convolution_backward(write: AxisBuilder, node: fx.Node, option: Option, give
 
 @lowering
 def dropout(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
-    """The part of a mask that is drawn for the whole tensor: every rank of the axis draws the same.
+    """This rank's shard of a mask drawn for the whole tensor: every rank of the axis draws the same.
 
-    Numbers are drawn in the order of memory, so the tensor they are drawn for lies as the whole one does.
+    Random numbers are drawn in memory order, so they are drawn for a tensor with the strides of the whole one.
     """
     (tensor,) = given
     probability, training = node.args[1], node.args[2]

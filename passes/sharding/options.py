@@ -1,4 +1,4 @@
-"""What is legal for an operation: the placements that its operands and results may have together."""
+"""The legal options of an operation: combinations of operand and result placements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from shardgraph.passes.sharding.placements import REPLICATE
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run an operation on local parts.
+    """One way to run an operation on local shards.
 
-    ``operands`` has a placement for each tensor among the flattened arguments, ``results`` one for each tensor that
-    the operation returns (None for a result that is none). ``lowering`` names what stands in for the operation where
-    it cannot simply run on local parts; see :mod:`shardgraph.passes.sharding.lowerings`. ``sent`` are elements that
-    the lowering itself reduces over the ranks, ``passed`` those that it passes from rank to rank while it computes.
+    ``operands`` has a placement for each tensor among the flattened arguments, ``results`` one for each tensor that the
+    operation returns (None for a result that is not a tensor). ``lowering`` names the replacement for an operation that
+    cannot simply run on local shards; see :mod:`shardgraph.passes.sharding.lowerings`. ``sent`` is the number of
+    elements that the lowering reduces over the ranks, ``passed`` the number that it sends round the ring while it
+    computes.
     """
 
     operands: tuple[Placement, ...]
@@ -33,7 +34,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a rule sees of a node: its arguments, with the shapes of its tensors, and how many ranks there are."""
+    """A rule's view of a node: its arguments, the shapes of its tensors, and the number of ranks."""
 
     node: fx.Node
     parts: int
@@ -62,12 +63,12 @@ Rule = Callable[[Operation], Iterable[Option]]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors among a node's arguments, in order, once for each place."""
+    """The tensors among a node's arguments, in order, with repeats."""
     return [leaf for leaf in _nodes((node.args, node.kwargs)) if isinstance(leaf.meta.get("val"), torch.Tensor)]
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:
-    # As pytree.tree_leaves would find them, in a tenth of its time: rules ask for operands all the time.
+    # Same as pytree.tree_leaves in a tenth of its time: rules call this all the time.
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -78,7 +79,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def named_arguments(node: fx.Node, given: Sequence[fx.Node] = ()) -> dict[str, Any]:
-    """A node's arguments by the names that its operator gives them, with ``given`` in place of its tensors if any."""
+    """A node's arguments by their names in the operator's schema, with ``given`` replacing its tensors if not empty."""
     names = [argument.name for argument in node.target._schema.arguments]
     places = iter(given or operands(node))
     args, kwargs = pytree.tree_map_only(
@@ -88,12 +89,12 @@ def named_arguments(node: fx.Node, given: Sequence[fx.Node] = ()) -> dict[str, A
 
 
 def results(node: fx.Node) -> list[Any]:
-    """The values that a node returns, of which some may be None."""
+    """The values that a node returns; some may be None."""
     value = node.meta.get("val")
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def replicated(node: fx.Node) -> Option:
-    """Every rank does all of it: what is always legal."""
+    """The fully replicated option, which is always legal."""
     found = tuple(REPLICATE if isinstance(value, torch.Tensor) else None for value in results(node))
     return Option((REPLICATE,) * len(operands(node)), found)

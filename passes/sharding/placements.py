@@ -1,9 +1,9 @@
-"""Arithmetic of placements: how a tensor lies on the ranks of one mesh axis.
+"""Placement arithmetic along one mesh axis.
 
-The types are DTensor's: ``Replicate()``, ``Partial()`` (the sum of what the ranks hold), ``Shard(dim)``, and
-``_StridedShard(dim, split_factor=k)``, here :func:`blocks`: a dimension of ``k`` equal blocks, each of which is cut
-among the ranks. Blocks are what a cut dimension becomes when a view merges it with those to its left, and what a fused
-query-key-value projection must be cut in.
+The types are DTensor's: ``Replicate()``, ``Partial()`` (the sum over ranks), ``Shard(dim)``, and ``_StridedShard(dim,
+split_factor=k)``, here :func:`blocks`: a dimension of ``k`` equal blocks, each of which is sharded over the ranks. A
+sharded dimension ends up in blocks when a view merges it with dimensions to its left, and a fused query-key-value
+projection must be sharded in blocks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ PARTIAL = Partial()
 
 @dataclass(frozen=True)
 class Exchanged(Placement):
-    """On an axis whose ranks have batches of their own: each has its part of ``experts``, for the tokens of all ranks.
+    """On an axis whose ranks have different batches: each rank has its shard of ``experts``, for all ranks' tokens.
 
-    What is cut is one dimension of the tensor that a rank computes on its own batch; the ranks' stand one after the
-    other along another. All-to-all turns the one into the other (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668).
+    Relative to the tensor that a rank computes on its own batch, dim ``experts`` is sharded, and the ranks' tensors are
+    concatenated along dim ``tokens``. All-to-all converts one into the other (Lepikhin et al., 2020,
+    https://arxiv.org/abs/2006.16668).
     """
 
     experts: int
     tokens: int
 
     def __post_init__(self) -> None:
-        Placement.__init__(self)  # torch 2.11 refuses an object of its own type that was not initialized
+        Placement.__init__(self)  # torch 2.11 rejects an object of its own type that was not initialized
 
 
 @dataclass(frozen=True)
 class Summed(Placement):
-    """On an axis whose ranks have batches of their own: the sum over them, each with its part of ``dim``."""
+    """On an axis whose ranks have different batches: the sum over ranks, sharded along ``dim``."""
 
     dim: int
 
@@ -45,17 +46,17 @@ class Summed(Placement):
 
 
 def blocks(dim: int, count: int) -> Placement:
-    """Every one of ``count`` equal blocks of ``dim`` is cut among the ranks."""
+    """Each of ``count`` equal blocks of ``dim`` is sharded over the ranks."""
     return Shard(dim) if count == 1 else _StridedShard(dim, split_factor=count)
 
 
 def is_cut(placement: Placement | None) -> bool:
-    """Whether every rank holds another part."""
+    """Whether the placement is sharded."""
     return isinstance(placement, (Shard, _StridedShard))
 
 
 def cut_of(placement: Placement) -> tuple[int, int]:
-    """The dimension that is cut, and in how many blocks."""
+    """The sharded dimension, and the number of blocks."""
     if isinstance(placement, _StridedShard):
         return placement.dim, int(placement.split_factor)
     assert isinstance(placement, Shard), placement
@@ -63,7 +64,7 @@ def cut_of(placement: Placement) -> tuple[int, int]:
 
 
 def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
-    """Whether a tensor of ``shape`` is cut into equal parts, none of them empty."""
+    """Whether a tensor of ``shape`` is split into equal, non-empty shards."""
     if isinstance(placement, Exchanged):
         inside = 0 <= placement.tokens < len(shape) and placement.tokens != placement.experts
         return inside and divides(Shard(placement.experts), shape, parts)
@@ -76,7 +77,7 @@ def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
 
 
 def local_shape(placement: Placement, shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    """The shape of what one rank holds."""
+    """The shape of one rank's local tensor."""
     if isinstance(placement, Exchanged):
         local = list(shape)
         local[placement.experts] //= parts
@@ -91,10 +92,10 @@ def local_shape(placement: Placement, shape: Sequence[int], parts: int) -> tuple
 
 
 def through_view(placement: Placement, before: Sequence[int], after: Sequence[int], parts: int) -> Placement | None:
-    """How a tensor lies once its elements, in order, are seen in another shape; None where that is no placement.
+    """The placement after a view of shape ``before`` as ``after``; None if it cannot be expressed.
 
-    In the order of elements a cut is periodic: of every ``period`` elements each rank has an equal run. The same
-    period is a cut of a dimension of the new shape if the runs are whole rows of it.
+    In element order a sharding is periodic: of every ``period`` elements each rank has an equal run. The same period is
+    a sharding of a dimension of the new shape if the runs are whole rows of it.
     """
     if not is_cut(placement):
         return placement

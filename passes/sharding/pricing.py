@@ -1,15 +1,15 @@
-"""What placements cost: seconds by :mod:`shardgraph.cost_models`, on one cluster that has a name.
+"""Cost of placements in seconds, by :mod:`shardgraph.cost_models`, on one fixed cluster.
 
-A plan's name, such as ``tp``, means the same placements on every machine, a laptop included, and for a small model of
-an architecture the same as for a large one. So what decides is not the machine at hand: it is :data:`CLUSTER`, and a
-model smaller than those that are trained is priced as if it were as large as they are. All sizes of its tensors grow
-alike, bytes by a factor and FLOPs by its power 3/2 (those of a product of square matrices), until the result of its
-median product has :data:`TRAINED` bytes. At less, latencies and launches are most of the time, and nothing would be
-divided.
+A plan name such as ``tp`` means the same placements on every machine, a laptop included, and the same for a small model
+as for a large one of the same architecture. So placements are chosen for :data:`CLUSTER`, not for the local machine,
+and a model smaller than those typically trained is priced as if it were of that size. All tensor sizes are scaled
+alike, bytes by a factor and FLOPs by its power 3/2 (as for a product of square matrices), until the result of the
+median product has :data:`TRAINED` bytes. At smaller sizes, latencies and launches dominate, and nothing would be
+sharded.
 
-What an axis's style promises (:class:`shardgraph.plans.plan.Plan`) is part of the price. With ``"whole"`` every rank
-has what lies between divided products whole, so that the time of operations between products is no reason to cut it:
-it counts for :data:`_BETWEEN` of what it is, which decides between what costs the same otherwise.
+An axis's style (:class:`shardgraph.plans.plan.Plan`) is part of the price. With ``"whole"``, activations between
+sharded products are replicated, so the time of operations between products must not be a reason to shard them: it is
+weighted by :data:`_BETWEEN`, which only breaks ties.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, is_cut
 
 CLUSTER = "H100"
-"""The cluster that decides where operations lie: nodes of eight such devices with NVLink, as ``devices.yaml`` has them.
+"""The cluster that placements are priced on: nodes of eight of these devices with NVLink, as in ``devices.yaml``.
 The ranks of an axis are neighbours there."""
 
 TRAINED = 64 * 2**20
-"""Bytes of the result of a product of ordinary size in training: 8,192 tokens of width 4,096 in ``bfloat16``."""
+"""Bytes of a typical product's result in training: 8,192 tokens of width 4,096 in ``bfloat16``."""
 
 OPTIMIZER = "adamw"
-"""The optimizer whose update a parameter costs on every rank that has it."""
+"""The optimizer whose update is priced on every rank that holds a parameter."""
 
 _BETWEEN = 1 / 16
 
@@ -54,16 +54,16 @@ def cluster_for(parts: int) -> Cluster:
 
 
 def scale_of(costs: Mapping[fx.Node, NodeCost]) -> float:
-    """What sizes are multiplied by to be those of training; 1 for a graph that is as large, or has no products."""
+    """The factor that scales sizes to those of training; 1 for a graph that is as large already, or has no products."""
     sizes = [_bytes(results(node)) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
     return max(1.0, TRAINED / statistics.median(sizes)) if sizes else 1.0
 
 
 @dataclass(frozen=True)
 class PlacementPrices:
-    """Seconds of placements over ``parts`` ranks of a graph whose operations cost ``costs``.
+    """Seconds of placements over ``parts`` ranks of a graph with per-operation ``costs``.
 
-    ``scale`` is what sizes are multiplied by; ``sequence`` says that what lies between products is to be cut too.
+    ``scale`` multiplies sizes; ``sequence`` means that activations between products are sharded too.
     """
 
     prices: Prices
@@ -74,17 +74,17 @@ class PlacementPrices:
 
     @staticmethod
     def of(costs: Mapping[fx.Node, NodeCost], parts: int, sequence: bool) -> PlacementPrices:
-        """The prices of a graph."""
+        """The prices for a graph."""
         prices = Prices(cluster_for(parts), (("ranks", parts),))
         return PlacementPrices(prices, parts, costs, scale_of(costs), sequence)
 
     def move(self, before: Placement, after: Placement, value: torch.Tensor) -> float:
-        """Bringing ``value``, which is whole, from one placement to another; infinite for what cannot be."""
+        """Seconds to redistribute a tensor, given as the global ``value``; infinite if impossible."""
         whole = self.grown(value)
         part = whole / self.parts
         if before == after:
             return 0.0
-        if before == REPLICATE:  # without a collective
+        if before == REPLICATE:  # no collective
             return _BETWEEN * self._traffic(part if is_cut(after) else whole) if whole else math.inf
         if before == PARTIAL and after == REPLICATE and self.sequence and value.dim() > 1:
             return self.move(PARTIAL, Shard(0), value) + self.move(Shard(0), REPLICATE, value)
@@ -97,12 +97,12 @@ class PlacementPrices:
         return self.collective("all_to_all_single", part, part) if is_cut(after) else math.inf
 
     def operation(self, node: fx.Node, option: Option) -> float:
-        """Running an operation so, with what its lowering sends."""
+        """Seconds of an operation under an option, including its lowering's communication."""
         placed = [*zip(operands(node), option.operands, strict=True)]
         values = [(operand.meta["val"], p) for operand, p in placed]
         values += [(v, p) for v, p in zip(results(node), option.results, strict=True) if p is not None]
         moved = sum(self.grown(value) / (self.parts if is_cut(p) else 1) for value, p in values)
-        # What a lowering reduces are numbers of 4 bytes, in two collectives; what it passes on travels meanwhile.
+        # A lowering reduces 4-byte elements, in two collectives; its ring communication overlaps with computation.
         sent, passed = 2 * self.scale * option.sent, 4 * self.scale * option.passed
         reduced = 2 * self.collective("all_reduce", sent, sent) if sent else 0.0
         cost = self.costs[node]
@@ -113,7 +113,7 @@ class PlacementPrices:
         return reduced + max(ring, self._product(cost, cost.executed / parts, moved))
 
     def parameter(self, node: fx.Node, placement: Placement) -> float:
-        """Holding a parameter so: what its optimizer reads and writes."""
+        """Seconds for a parameter's placement: its optimizer's reads and writes."""
         if not isinstance(ROLE.of(node), Parameter):
             return 0.0
         value = node.meta["val"]
@@ -121,15 +121,15 @@ class PlacementPrices:
         return self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
 
     def collective(self, operation: str, given: float, gotten: float) -> float:
-        """One collective over the ranks; bytes are those of a rank's input and output, as they are in training."""
+        """Seconds of one collective over the ranks, from a rank's input and output bytes at training size."""
         return self.prices.collective(operation, int(given), int(gotten), "ranks")
 
     def grown(self, value: torch.Tensor) -> float:
-        """The bytes that a tensor has in training: of several dimensions two grow, of one that."""
+        """A tensor's bytes at training size: two of its dimensions are scaled, or the only one."""
         return value.nbytes * self.scale ** (min(value.dim(), 2) / 2)
 
     def _traffic(self, nbytes: float) -> float:
-        """Reading or writing memory; launches cost the same wherever a tensor lies, and are left out."""
+        """Seconds to read or write memory; launches cost the same in every placement, and are left out."""
         rate = self.prices.cluster.device.rate("pointwise")
         assert rate is not None
         return nbytes / rate.per_second
@@ -138,7 +138,7 @@ class PlacementPrices:
         work: dict[str, Any] = {"flops": int(self.scale**1.5 * flops), "written": int(moved)}
         try:
             return self.prices.computation(NodeCost(cost.kind, cost.dtype, **work))
-        except ClusterError:  # no rate for the dtype: integers, say, which no device multiplies faster than float32
+        except ClusterError:  # no rate for the dtype, such as integers, which no device multiplies faster than float32
             return self.prices.computation(NodeCost(cost.kind, "float32", **work))
 
 

@@ -1,4 +1,4 @@
-"""The choice of placements for a joint graph, put as a problem: what is legal, what it costs, what must agree."""
+"""The placement problem of a joint graph: legal options, costs and constraints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
-from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register what they have)
+from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register rules and lowerings)
 from shardgraph.passes.sharding.activations import pattern_of, written_names
 from shardgraph.passes.sharding.choose import PlacementProblem, solve
 from shardgraph.passes.sharding.classes import classes_of
@@ -29,13 +29,13 @@ aten = torch.ops.aten
 
 
 class OperatorPlacements:
-    """What is legal for the operations of a joint graph over ``parts`` ranks under ``constraints``, and what it costs.
+    """The legal options of a joint graph's operations over ``parts`` ranks under ``constraints``, and their costs.
 
-    ``style`` is that of the axis; see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
+    ``style`` is the axis's, see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
     refuse.
 
     Raises:
-        PlanError: the sequences are to be cut (``"context"``) and cannot be.
+        PlanError: the style is ``"context"`` and the sequences cannot be sharded.
     """
 
     def __init__(
@@ -57,29 +57,29 @@ class OperatorPlacements:
         self._prices = PlacementPrices.of(node_costs(gm, fused=False), parts, self._sequence)
 
     def options(self, node: fx.Node) -> list[Option]:
-        """What is legal for a placeholder, a constant or an operation."""
+        """The legal options of a placeholder, constant or operation."""
         return self._options[node]
 
     def move(self, value: Value, before: Placement, after: Placement) -> float:
-        """Seconds of bringing a value from one placement to another; infinite for what may not be."""
+        """Seconds to redistribute a value from one placement to another; infinite if not allowed."""
         node, index = value
         if before != after and node in self._weights and before != REPLICATE:
-            return math.inf  # weights stay where they are: what is gathered is what they are multiplied with
+            return math.inf  # weights are not redistributed: their other operand is gathered instead
         scattered = before == PARTIAL and is_cut(after) and node not in self._weights
         if scattered and not self._sequence and value not in self._marked:
             return math.inf
         return self._prices.move(before, after, results(node)[index])
 
     def ends(self, chosen: Mapping[fx.Node, Option]) -> Iterator[tuple[Value, Placement]]:
-        """How the results of the graph must lie: gradients as their parameters, all else whole."""
+        """The placements required of the graph's outputs: gradients as their parameters, all else replicated."""
         for value, owner in _ends(self.gm):
             yield value, REPLICATE if owner is None else chosen[owner].results[0]
 
     def solve(self) -> tuple[dict[fx.Node, Option], float]:
-        """The option of every node that together take the least time; and the gap, see :mod:`shardgraph.passes.milp`.
+        """The option of every node that minimizes total time, and the gap (:mod:`shardgraph.passes.milp`).
 
         Raises:
-            PlanError: none meet the constraints.
+            PlanError: no choice meets the constraints.
         """
         classes = classes_of(self.gm, self._constraints.parameters)
         problem, makers = self._problem(classes)
@@ -138,7 +138,7 @@ class OperatorPlacements:
 
 
 def _ends(gm: fx.GraphModule) -> Iterator[tuple[Value, fx.Node | None]]:
-    """The values that the graph gives, gradients of parameters with the parameter."""
+    """The graph's outputs, with the parameter for each gradient of a parameter."""
     owners = placeholders(gm)
     for role, value in outputs(gm):
         if isinstance(value, fx.Node):
@@ -157,12 +157,12 @@ def _held(node: fx.Node, fixed: Mapping[str, Placement], legal: Legal) -> list[O
 
 
 def _all_but(barred: Cuts) -> Callable[[fx.Node, Option], bool]:
-    """Whether an option has none of the cuts."""
+    """A filter for options that use none of the ``barred`` shardings."""
     return lambda node, option: all(p not in barred.get(value, ()) for value, p in placed_values(node, option))
 
 
 def _only(cuts: Cuts) -> Callable[[fx.Node, Option], bool]:
-    """Whether an option has no others than the cuts."""
+    """A filter for options that use no shardings other than ``cuts``."""
     return lambda node, option: all(p in cuts.get(value, ()) for value, p in placed_values(node, option) if is_cut(p))
 
 
@@ -176,7 +176,7 @@ def _together(starts: Mapping[Value, Iterable[Placement]], demanded: Mapping[Val
 def _barred(
     legal: Legal, starts: Mapping[Value, Sequence[Placement]], demanded: Mapping[Value, Placement]
 ) -> dict[Value, set[Placement]]:
-    """What follows from cutting ``starts`` so, but for those from which follows what is ``demanded``."""
+    """Shardings that follow from those in ``starts``, except from the ones that lead to a ``demanded`` sharding."""
     if not demanded:
         return reached(legal, starts)
     found: dict[Value, set[Placement]] = {}
@@ -189,7 +189,7 @@ def _barred(
 
 
 def _dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:
-    """The cuts of inputs that no operation may follow: along the batch, and along the sequence without leave."""
+    """Input shardings that no operation may follow: along the batch, and along the sequence unless ``sequence``."""
     found: dict[Value, list[Placement]] = {}
     for role, node in placeholders(gm).items():
         value = node.meta.get("val")

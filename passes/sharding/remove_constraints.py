@@ -1,4 +1,4 @@
-"""Taking out the marks of annotated activations, once what finds placements has honoured them."""
+"""Removes the marks of annotated activations once placements have been chosen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardgraph.plans.annotations.constrain import CONSTRAIN, describe, placemen
 
 @dataclass(frozen=True)
 class RemoveConstraints:
-    """Takes a joint graph, divided or not; gives the same without ``shardgraph::constrain``.
+    """Takes a joint graph, sharded or not; gives the same without ``shardgraph::constrain``.
 
-    A mark that is a result of the graph, or that lies otherwise in memory than what it marks, becomes a copy, which is
-    what the graph was traced with. One whose axis is none of operators is noted. Must not change: any value.
+    A mark that is an output of the graph, or whose strides differ from its operand's, becomes a copy, as the graph was
+    traced with. A mark whose axis does not shard operators is noted. Must not change: any value.
     """
 
     name: ClassVar[str] = "remove-constraints"

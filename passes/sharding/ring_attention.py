@@ -1,15 +1,15 @@
-"""Attention over sequences that are cut among ranks: keys and values go round a ring of them while queries stay.
+"""Ring attention over sharded sequences: keys and values travel round the ranks while queries stay.
 
-In every step a rank attends to the keys and values that it has at hand, while it sends them to the next rank. Softmax
-over all keys follows from the softmax over some at a time and the logarithm of its sum of exponentials (Milakov and
-Gimelshein, 2018, https://arxiv.org/abs/1805.02867); Liu, Zaharia and Abbeel made a ring of it (2023,
-https://arxiv.org/abs/2310.01889). Given the whole softmax's output and logarithm, the kernel's backward gives the
-exact part of each step. The gradients of keys and values go round with them, and home in one step more.
+In every step a rank attends to the keys and values that it currently has, while it sends them to the next rank. Softmax
+over all keys follows from the softmax over some at a time and its log-sum-exp (Milakov and Gimelshein, 2018,
+https://arxiv.org/abs/1805.02867); Liu, Zaharia and Abbeel made a ring of it (2023, https://arxiv.org/abs/2310.01889).
+Given the output and log-sum-exp of the whole softmax, the kernel's backward returns each step's exact contribution. The
+gradients of keys and values travel with them, and return home in one extra step.
 
-Sequences are cut in stripes: of ``n`` ranks, rank ``r`` has the tokens ``r``, ``n + r``, ``2n + r``, so that under a
-causal mask all have equal work in every step (Brandon et al., 2023, https://arxiv.org/abs/2311.09431). Its queries see
-the keys of rank ``s`` as a causal mask on local positions says, without the diagonal where ``s`` is after ``r``: then
-all queries but the first are attended to all keys but the last.
+Sequences are sharded in stripes: of ``n`` ranks, rank ``r`` has the tokens ``r``, ``n + r``, ``2n + r``, so that under
+a causal mask all have equal work in every step (Brandon et al., 2023, https://arxiv.org/abs/2311.09431). Its queries
+see the keys of rank ``s`` under a causal mask on local positions, without the diagonal if ``s`` is greater than ``r``:
+then the causal kernel runs on all queries but the first and all keys but the last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardgraph.passes.sharding.placements import blocks
 
 aten = torch.ops.aten
 
-_ROWS = 2  # the dimension of positions: tensors are [batch, heads, positions, width]
+_ROWS = 2  # the sequence dimension: tensors are [batch, heads, positions, width]
 _TO_THE_END = 2**63 - 1
 _MASKS = ("attn_mask", "attn_bias")
 _OUTPUT_GRADIENTS = ("grad_out", "grad_out_")
@@ -35,7 +35,7 @@ _OUTPUT_GRADIENTS = ("grad_out", "grad_out_")
 
 @lowering
 def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
-    """Partial outputs, merged by the logarithms of their sums."""
+    """Attention per step, merged by log-sum-exp."""
     ring = _Ring(write, node, given)
     pair = [ring.call["key"], ring.call["value"]]
     total: list[fx.Node] = []
@@ -52,7 +52,7 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: lis
         if sent is not None:
             pair = ring.receive(sent, pair)
     output, logarithm = total
-    if ring.mask is not None:  # of a query that sees nothing the kernel says 0 as well
+    if ring.mask is not None:  # for a query that sees no key the kernel returns 0 too
         nothing = write.call(aten.eq.Scalar, logarithm, -torch.inf)
         logarithm = write.call(aten.masked_fill.Scalar, logarithm, nothing, 0.0)
     return [ring.cast(output, results(node)[0].dtype), logarithm, *own[2:]]
@@ -60,7 +60,7 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: lis
 
 @lowering
 def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
-    """Gradients of the queries summed in place, those of keys and values as they come by."""
+    """Query gradients are accumulated in place, those of keys and values as they pass by."""
     ring = _Ring(write, node, given)
     pair = [ring.call["key"], ring.call["value"]]
     of_queries: fx.Node | None = None
@@ -87,7 +87,7 @@ def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, g
 
 
 class _Ring:
-    """One attention, forward or backward, with its operands as this rank has them."""
+    """One attention, forward or backward, with this rank's operands."""
 
     def __init__(self, write: AxisBuilder, node: fx.Node, given: list[fx.Node]) -> None:
         self.write, self.node = write, node
@@ -97,23 +97,23 @@ class _Ring:
         self.rows = self.call["query"].meta["val"].shape[_ROWS]
         self.later: dict[int, fx.Node] = {}
 
-    # -- what travels ------------------------------------------------------------------------------
+    # -- communication -----------------------------------------------------------------------------
 
     def start_pair(self, pair: list[fx.Node]) -> fx.Node:
-        """Start to send keys and values on."""
+        """Start sending keys and values to the next rank."""
         return self.write.send(self.packed(pair))
 
     def receive(self, sent: fx.Node, like: list[fx.Node]) -> list[fx.Node]:
-        """Await the keys and values of the rank before."""
+        """Wait for the keys and values of the previous rank."""
         return self.unpacked(self.write.wait(sent), like)
 
     def packed(self, tensors: list[fx.Node]) -> fx.Node:
-        """Several tensors as one, so that they are sent in one message."""
+        """Several tensors flattened into one, to be sent in one message."""
         flat = [self.write.view(tensor, (tensor.meta["val"].numel(),)) for tensor in tensors]
         return self.write.call(aten.cat.default, flat)
 
     def unpacked(self, flat: fx.Node, like: list[fx.Node]) -> list[fx.Node]:
-        """The tensors that :meth:`packed` made one of."""
+        """The tensors packed by :meth:`packed`, with the shapes of ``like``."""
         shapes = [tuple(tensor.meta["val"].shape) for tensor in like]
         sizes = [tensor.meta["val"].numel() for tensor in like]
         split = self.write.call(aten.split_with_sizes.default, flat, sizes)
@@ -123,7 +123,7 @@ class _Ring:
     # -- one step ----------------------------------------------------------------------------------
 
     def attend(self, step: int, pair: list[fx.Node]) -> tuple[list[Any], fx.Node | None]:
-        """The kernel's results for the keys and values at hand, and which queries see none of them."""
+        """The kernel's results for the current keys and values, and a mask of the queries that see none of them."""
         call = self.call | {"key": pair[0], "value": pair[1]}
         hidden = None
         if self.mask is not None:
@@ -135,7 +135,7 @@ class _Ring:
         return self._kernel(call), hidden
 
     def _columns(self, step: int) -> fx.Node:
-        """The mask's columns of the keys at hand."""
+        """The attention mask's columns for the current keys."""
         mask, keys = self.mask, self.call["key"].meta["val"].shape[_ROWS]
         assert mask is not None
         last = mask.meta["val"].dim() - 1
@@ -149,7 +149,7 @@ class _Ring:
         return self.later[step]
 
     def _below_the_diagonal(self, step: int, call: dict[str, Any]) -> dict[str, Any]:
-        """All queries but the first and all keys but the last, if the keys are those of a later rank."""
+        """All queries but the first and all keys but the last, if the keys are those of a higher rank."""
         later = self._later(step)
         fewer = self.write.call(operator.sub, self.rows, later)
         of_queries = ("query", "out", "logsumexp", *_OUTPUT_GRADIENTS)
@@ -165,7 +165,7 @@ class _Ring:
     def back_in_place(
         self, step: int, tensors: list[fx.Node], *, first: bool, fill: tuple[float, ...] = (0.0, 0.0)
     ) -> list[fx.Node]:
-        """Results with what :meth:`attend` left out, the first row or the last, as ``fill``."""
+        """Results with the row that :meth:`attend` left out, the first or the last, padded with ``fill``."""
         if not self.causal or not step:
             return list(tensors)
         later = self._later(step)
@@ -191,26 +191,26 @@ class _Ring:
     # -- precision ---------------------------------------------------------------------------------
 
     def accumulated(self, tensor: fx.Node) -> fx.Node:
-        """In the precision of what is summed over steps: at least single."""
+        """In the precision for accumulation over steps: at least single."""
         dtype = tensor.meta["val"].dtype
         return self.cast(tensor, torch.promote_types(dtype, torch.float32))
 
     def cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """In another precision."""
+        """Cast to ``dtype`` if needed."""
         if tensor.meta["val"].dtype == dtype:
             return tensor
         return self.write.call(aten._to_copy.default, tensor, dtype=dtype)
 
 
 def _nothing_seen(write: AxisBuilder, out: fx.Node, logarithm: fx.Node, hidden: fx.Node) -> list[fx.Node]:
-    """An empty sum for the ``hidden`` queries, which see no key of a step: kernels give them what they like."""
+    """Empty sums for the ``hidden`` queries, which see no key of a step: the kernels' values for them are arbitrary."""
     out = write.call(aten.masked_fill.Scalar, out, write.call(aten.unsqueeze.default, hidden, -1), 0.0)
     return [out, write.call(aten.masked_fill.Scalar, logarithm, hidden, -torch.inf)]
 
 
 def _merged(write: AxisBuilder, out: fx.Node, logarithm: fx.Node, more: fx.Node, its: fx.Node) -> list[fx.Node]:
-    """The average of two partial outputs, each by its sum of exponentials, and the logarithm of both sums."""
-    # A query that has seen nothing in either has no difference of logarithms; its outputs are 0 both.
+    """Two steps' outputs averaged, weighted by their sums of exponentials, and the combined log-sum-exp."""
+    # For a query that has seen no key in either, the difference is NaN; both its outputs are 0.
     apart = write.call(aten.nan_to_num.default, write.call(aten.sub.Tensor, its, logarithm), 0.0)
     weight = write.call(aten.unsqueeze.default, write.call(aten.sigmoid.default, apart), -1)
     return [write.call(aten.lerp.Tensor, out, more, weight), write.call(aten.logaddexp.default, logarithm, its)]

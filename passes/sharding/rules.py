@@ -1,9 +1,8 @@
-"""Rules of our own beside DTensor's: operations that it does not know, or whose interesting sharding it lacks.
+"""Own sharding rules beside DTensor's: for operations that it does not know, or whose useful shardings it lacks.
 
-One rule is one function from an operation to its options, registered by operator. It lists cuts in one block; that a
-cut may be in blocks follows (:mod:`shardgraph.passes.sharding.legal`), since no operation here depends on the order
-of the elements along a dimension that it lets be cut. A rule adds to what DTensor knows of the operator, or stands in
-for it.
+A rule is a function from an operation to its options, registered by operator. It lists shardings in one block; several
+blocks follow from those (:mod:`shardgraph.passes.sharding.legal`), since no operation here depends on the order of
+elements along a dimension that its rule shards. A rule adds to DTensor's strategies for the operator, or replaces them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ aten = torch.ops.aten
 
 RULES: dict[Any, Rule] = {}
 ANY_BLOCKS = frozenset({"", "sized", "dropout", "nll_loss_of_rows"})
-"""Lowerings that are right for a cut in any number of blocks; "" is the operation itself."""
+"""Lowerings that are correct for any number of blocks; "" is the operation itself."""
 REPLACES: set[Any] = set()
-"""Operators whose rule stands in for DTensor's strategies rather than beside them."""
+"""Operators whose rule replaces DTensor's strategies instead of adding to them."""
 
 
 def rule(*targets: Any, replaces: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for operators, given themselves or by name."""
+    """Register a rule for operators, given as objects or by name."""
 
     def register(function: Rule) -> Rule:
         for target in targets:
@@ -45,7 +44,7 @@ def rule(*targets: Any, replaces: bool = False) -> Callable[[Rule], Rule]:
 
 @rule(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, replaces=True)
 def constant(operation: Operation) -> Iterator[Option]:
-    """Equal elements: any part of them can be made where it is needed."""
+    """Equal elements: any shard can be created where it is needed."""
     for dim in range(len(operation.result)):
         yield Option((), (Shard(dim),), "sized")
 
@@ -59,7 +58,7 @@ def constant_like(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def positions(operation: Operation) -> Iterator[Option]:
-    """Few enough that each rank makes all and takes its own."""
+    """Small enough to be computed on every rank, which then takes its shard."""
     yield Option((), (REPLICATE,))
 
 
@@ -68,19 +67,19 @@ def positions(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.embedding.default)
 def embedding(operation: Operation) -> Iterator[Option]:
-    """Rows of a table: each rank looks up those that it has, and the sum is the result (Megatron-LM, section 3)."""
+    """Sharded vocabulary: each rank looks up its rows, and the result is partial (Megatron-LM, section 3)."""
     yield Option((Shard(0), REPLICATE), (PARTIAL,), "embedding")
 
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_backward(operation: Operation) -> Iterator[Option]:
-    """Each rank adds up the gradients of the rows that it has."""
+    """Each rank accumulates the gradients of its rows."""
     yield Option((REPLICATE, REPLICATE), (Shard(0),), "embedding_backward")
 
 
 @rule(aten._log_softmax.default)
 def log_softmax(operation: Operation) -> Iterator[Option]:
-    """Over a dimension that is cut: its maximum and the sum of exponentials are reduced over the ranks."""
+    """Over a sharded dimension: its maximum and the sum of exponentials are all-reduced."""
     dim = operation.args[1] % len(operation.result)
     rows = operation.result.numel() // operation.result[dim]
     yield Option((Shard(dim),), (Shard(dim),), "log_softmax", sent=2 * rows)
@@ -88,7 +87,7 @@ def log_softmax(operation: Operation) -> Iterator[Option]:
 
 @rule(aten._log_softmax_backward_data.default)
 def log_softmax_backward(operation: Operation) -> Iterator[Option]:
-    """Over a dimension that is cut: the sum of the gradients is reduced over the ranks."""
+    """Over a sharded dimension: the sum of the gradients is all-reduced."""
     dim = operation.args[2] % len(operation.result)
     rows = operation.result.numel() // operation.result[dim]
     yield Option((Shard(dim), Shard(dim)), (Shard(dim),), "log_softmax_backward", sent=rows)
@@ -96,13 +95,13 @@ def log_softmax_backward(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.nll_loss_forward.default, replaces=True)
 def nll_loss(operation: Operation) -> Iterator[Option]:
-    """Classes or rows are cut: each rank adds up the targets that it has.
+    """Classes or rows are sharded: each rank adds up its targets.
 
-    The weight of the targets is known to all; of rows that are cut it is a sum over ranks, which DTensor forgets.
+    The total weight of the targets is replicated; with sharded rows it is a sum over ranks, which DTensor omits.
     """
     if len(operation.shape(0)) != 2 or operation.args[2] is not None:
         return
-    if operation.args[3] == 0:  # a loss for every row
+    if operation.args[3] == 0:  # one loss per row
         yield Option((Shard(0), Shard(0)), (Shard(0), REPLICATE))
     else:
         yield Option((Shard(1), REPLICATE), (PARTIAL, REPLICATE), "nll_loss")
@@ -111,7 +110,7 @@ def nll_loss(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.nll_loss_backward.default)
 def nll_loss_backward(operation: Operation) -> Iterator[Option]:
-    """Classes or rows are cut: each rank writes the gradients of the targets that it has."""
+    """Classes or rows are sharded: each rank writes the gradients of its targets."""
     if len(operation.shape(1)) == 2 and operation.args[3] is None and operation.args[4] != 0:
         yield Option((REPLICATE, Shard(1), REPLICATE, REPLICATE), (Shard(1),), "nll_loss_backward")
         yield Option((REPLICATE, Shard(0), Shard(0), REPLICATE), (Shard(0),))
@@ -128,9 +127,10 @@ def nll_loss_backward(operation: Operation) -> Iterator[Option]:
     replaces=True,
 )
 def norm(operation: Operation) -> Iterator[Option]:
-    """Rows are normalized by themselves; gradients of weights are sums over them.
+    """Rows are normalized independently; gradients of weights are partial.
 
-    DTensor's strategy for the backward (torch 2.11) takes means and weights as they lie, even where they do not fit.
+    DTensor's strategy for the backward (torch 2.11) accepts means and weights in their current placement, even where it
+    does not match.
     """
     normalized = named_arguments(operation.node)["normalized_shape"]
     tensors, made = [operand.meta["val"] for operand in operands(operation.node)], results(operation.node)
@@ -146,14 +146,14 @@ def norm(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.index.Tensor, aten.index_select.default, replaces=True)
 def index(operation: Operation) -> Iterator[Option]:
-    """Dimensions that are not indexed may be cut, or the indices; and a sum may be indexed term by term."""
+    """Shards dimensions that are not indexed, or the indices; partial values are indexed term by term."""
     values, *indices = (operand.meta["val"] for operand in operands(operation.node))
     if operation.target is aten.index_select.default:
         at = [operation.args[1] % values.dim()]
     else:
         at = [dim for dim, given in enumerate(operation.args[1]) if given is not None]
     picked = max(given.dim() for given in indices)
-    # Indices of neighbouring dimensions stand in their place in the result, others before all dimensions.
+    # Adjacent indexed dimensions keep their position in the result, others move to the front.
     start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     whole = [REPLICATE] * len(indices)
     if values.is_floating_point():
@@ -175,14 +175,14 @@ def index(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.native_dropout.default, replaces=True)
 def dropout(operation: Operation) -> Iterator[Option]:
-    """A rank draws for the whole tensor and keeps its part, so that what is dropped is what the whole model drops."""
+    """Each rank draws for the whole tensor and keeps its shard, so that it drops what the whole model drops."""
     for dim in range(len(operation.result)):
         yield Option((Shard(dim),), (Shard(dim), Shard(dim)), "dropout")
 
 
 @rule(aten.native_dropout_backward.default, replaces=True)
 def dropout_backward(operation: Operation) -> Iterator[Option]:
-    """Element by element."""
+    """Elementwise."""
     for dim in range(len(operation.result)):
         yield Option((Shard(dim), Shard(dim)), (Shard(dim),))
     yield Option((PARTIAL, REPLICATE), (PARTIAL,))
@@ -206,7 +206,7 @@ ATTENTION = frozenset(
     replaces=True,
 )
 def attention(operation: Operation) -> Iterator[Option]:
-    """Batch and heads are independent of each other; without dropout, which draws for all of them at once."""
+    """Batch and heads are independent; no dropout, which draws for all of them at once."""
     if named_arguments(operation.node).get("dropout_p"):
         return
     yield from ring_attention(operation)
@@ -219,16 +219,16 @@ def attention(operation: Operation) -> Iterator[Option]:
 
 
 def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Any:
-    """A cut of batch (0) or heads (1) as one of attention's tensors has it; a mask may have one for all."""
+    """The placement of one of attention's tensors for sharded batch (0) or heads (1); a mask may be broadcast."""
     if len(shape) == 4:
         return Shard(dim) if shape[dim] == query[dim] or shape[dim] > 1 else REPLICATE
-    # The logarithms of the sums: batch, then queries and heads in the order that the kernel likes.
+    # log-sum-exp: batch, then queries and heads in an order that depends on the kernel.
     if dim == 0:
         return Shard(0)
     return Shard(1) if shape[1] == query[1] else Shard(2)
 
 
-# -- attention over a sequence that is cut -----------------------------------------------------------------
+# -- attention over a sharded sequence -----------------------------------------------------------------
 
 
 @rule(
@@ -238,9 +238,9 @@ def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Any:
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 def ring_attention(operation: Operation) -> Iterator[Option]:
-    """Queries are cut in stripes, and keys and values go round a ring; or every rank has all keys and values.
+    """Queries sharded in stripes, with keys and values in a ring; or with keys and values replicated.
 
-    The second sends as much and holds more. It serves queries and keys of different numbers.
+    The second sends as much and holds more. It also handles queries and keys of different lengths.
     """
     named = named_arguments(operation.node)
     produced = results(operation.node)
@@ -273,7 +273,7 @@ def ring_attention(operation: Operation) -> Iterator[Option]:
     cut = blocks(2, stripes)
     if key.shape[2] == query.shape[2] and (stripes > 1 or not named.get("is_causal")):
         pair = key.numel() + named["value"].meta["val"].numel()
-        if backward:  # keys and values once more, and their gradients
+        if backward:  # keys and values again, and their gradients
             yield Option(placed(cut), made(cut), "ring_attention_backward", passed=2 * pair)
         else:
             yield Option(placed(cut), made(cut), "ring_attention", passed=pair)
@@ -282,23 +282,23 @@ def ring_attention(operation: Operation) -> Iterator[Option]:
 
 
 def _padded(operation: Operation, rows: int) -> bool:
-    """Whether the kernel's logarithms have other rows than its queries, as the memory-efficient one's may."""
+    """Whether the kernel's log-sum-exp has other rows than its queries, as the memory-efficient one's may."""
     if "efficient" not in str(operation.target):
         return False
     return rows % (32 * operation.parts) != 0 or bool(named_arguments(operation.node).get("is_causal"))
 
 
-# -- in place of a value -----------------------------------------------------------------------------------
+# -- functional forms of in-place operations -----------------------------------------------------------
 
 
 @rule(aten.index_put.default, replaces=True)
 def index_put(operation: Operation) -> Iterator[Option]:
-    """Rows that are written or added to may be cut along dimensions that are not indexed, and sums may be added."""
+    """Shards dimensions that are not indexed; an accumulating write also takes partial values."""
     indices = operation.args[1]
     if any(index is None for index in indices):
         return
     values, first = operation.shape(2), len(indices)
-    offset = len(values) - len(operation.result)  # from the right, where values may lack dimensions
+    offset = len(values) - len(operation.result)  # aligned from the right, as values may lack dimensions
     for dim in range(first, len(operation.result)):
         if dim + offset >= 0 and values[dim + offset] == operation.result[dim]:
             yield Option((Shard(dim), *(REPLICATE for _ in indices), Shard(dim + offset)), (Shard(dim),))
@@ -309,18 +309,18 @@ def index_put(operation: Operation) -> Iterator[Option]:
 
 @rule(aten.copy.default, aten.fill.Tensor)
 def overwritten(operation: Operation) -> Iterator[Option]:
-    """Elements of one tensor replace those of another of its shape."""
+    """One tensor's elements overwrite those of another of its shape."""
     shapes = [operand.meta["val"].shape for operand in operands(operation.node)]
     for dim in range(len(operation.result)):
         yield Option(tuple(Shard(dim) if shape == operation.result else REPLICATE for shape in shapes), (Shard(dim),))
 
 
 def own_options(operation: Operation) -> Iterable[Option]:
-    """What our rules say of an operation; nothing where there is none."""
+    """Our rule's options for an operation; empty if there is no rule."""
     found = rule_of(operation.target)
     return [] if found is None else found(operation)
 
 
 def rule_of(target: Any) -> Rule | None:
-    """Our rule for an operator; one of a library that may not be there is known by its name."""
+    """Our rule for an operator; operators of optional libraries are registered by name."""
     return RULES.get(target) or RULES.get(str(target))

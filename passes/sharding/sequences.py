@@ -1,6 +1,6 @@
-"""Where the sequences of a graph are: the cuts that context parallelism takes, and no others.
+"""Finds the sequence dimensions of a graph: the shardings that context parallelism uses, and no others.
 
-They start at the inputs and at attention, and follow from there to whatever is computed from the same positions.
+They start at the inputs and at attention, and follow to everything that is computed from the same positions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Cuts = Mapping[Value, set[Placement]]
 
 
 def input_sequences(gm: fx.GraphModule) -> dict[Value, int]:
-    """The dimension of positions of each input that holds sequences: of integers, or of vectors."""
+    """The sequence dim of inputs that have one: integers ``[batch, positions]``, or ``[batch, positions, width]``."""
     found: dict[Value, int] = {}
     for role, node in placeholders(gm).items():
         value = node.meta.get("val")
@@ -36,7 +36,7 @@ def input_sequences(gm: fx.GraphModule) -> dict[Value, int]:
 
 
 def stripes(gm: fx.GraphModule, parts: int) -> dict[Value, set[Placement]]:
-    """The cuts of all sequences in stripes; see :mod:`shardgraph.passes.sharding.ring_attention`.
+    """All sequences sharded in stripes; see :mod:`shardgraph.passes.sharding.ring_attention`.
 
     Raises:
         PlanError: there is no sequence, or a length is not a multiple of ``parts``.
@@ -60,7 +60,7 @@ def stripes(gm: fx.GraphModule, parts: int) -> dict[Value, set[Placement]]:
 
 
 def _attended(gm: fx.GraphModule) -> dict[Value, int]:
-    """The queries of attention, which have positions where no input has (those of an image)."""
+    """The queries of attention, which have positions even if no input does (as for images)."""
     nodes = (node for node in gm.graph.nodes if node.target in ATTENTION)
     return {value_of(named_arguments(node)["query"]): 2 for node in nodes}
 
@@ -79,7 +79,7 @@ def _sizes_that_divide(length: int) -> str:
 
 
 def connected(legal: Legal, starts: Cuts) -> dict[Value, set[Placement]]:
-    """The cuts that go with ``starts``: two go together if a legal option has both. Parameters stay whole."""
+    """Shardings connected to ``starts``: two are connected if a legal option has both. Parameters stay replicated."""
     found: dict[Value, set[Placement]] = {value: set(cuts) for value, cuts in starts.items()}
     pairs = [
         [(value, placement) for value, placement in placed_values(node, option) if is_cut(placement)]

@@ -1,6 +1,6 @@
-"""Operator sharding: the computation itself is divided among the ranks of a mesh axis, as Megatron-LM does by hand.
+"""Operator sharding: computation is split over the ranks of a mesh axis, as Megatron-LM does by hand.
 
-Placements are found for the whole joint graph (:mod:`shardgraph.passes.sharding`), not by the names of layers.
+Placements are chosen for the whole joint graph (:mod:`shardgraph.passes.sharding`), not by layer names.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ShardOperators:
-    """Takes a joint graph; gives one in which every rank of ``axis`` computes its part.
+    """Takes a joint graph; gives one in which every rank of ``axis`` computes its shard.
 
-    Every rank of the axis has the same inputs and gets the same results. In the style ``"whole"`` every rank has what
-    lies between divided products whole, with ``"sequence"`` it is cut along the sequence (Korthikanti et al., 2022,
-    https://arxiv.org/abs/2205.05198), and with ``"context"`` the sequence is all that is cut
+    All ranks of the axis have the same inputs and results. In the style ``"whole"`` activations between sharded
+    products are replicated, with ``"sequence"`` they are sharded along the sequence (Korthikanti et al., 2022,
+    https://arxiv.org/abs/2205.05198), and with ``"context"`` only the sequence is sharded
     (:mod:`shardgraph.passes.sharding.ring_attention`).
 
-    Must not change: what the graph takes and gives, but for the parts of parameters and of their gradients. A gradient
-    of which every rank has a summand stays so, as ``context.sums`` says.
+    Must not change: the graph's inputs and outputs, except that parameters and their gradients are sharded. A partial
+    gradient stays partial, as ``context.sums`` says.
     """
 
     axis: str
@@ -68,21 +68,21 @@ class ShardOperators:
             placements = OperatorPlacements(gm, parts, self.style, constraints, refused)
             chosen = choose(gm, placements, self.axis, context)
         except PlanError as error:
-            if context.plan.activations is not None:  # the error names what the plan says of an operation
+            if context.plan.activations is not None:  # this error names the operation's rule in the plan
                 raise
             raise self._impossible(gm, context, constraints.parameters) or error from None
         context.notes.extend(notes_of(refused))
         for node, option in chosen.items():
             if isinstance(role := ROLE.get(node), Parameter):
                 record_placement(context, role.fqn, position, option.results[0])
-        for fqn, entry in context.parameters.items():  # and those that the graph does not use
+        for fqn, entry in context.parameters.items():  # includes those that the graph does not use
             if entry.placements[position] == AUTO:
                 record_placement(context, fqn, position, REPLICATE)
         for fqn in lower(gm, chosen, AxisBuilder(fx.Graph(), context.values, self.axis)):
             context.sums[fqn] = (*context.sums.get(fqn, ()), self.axis)
 
     def _impossible(self, gm: fx.GraphModule, context: Context, fixed: Mapping[str, Placement]) -> PlanError | None:
-        """The first annotation of parameters that cannot be met even alone."""
+        """The error for the first parameter annotation that cannot be met even alone."""
         parts = context.sizes[self.axis]
 
         def possible(wanted: Mapping[str, Placement]) -> bool:
@@ -109,7 +109,7 @@ class ShardOperators:
 
 
 def _decided(context: Context, position: int) -> dict[str, Placement]:
-    """What the plan says of parameters along the axis."""
+    """The placements of parameters along the axis that the plan already fixes."""
     found: dict[str, Placement] = {}
     for fqn, entry in context.parameters.items():
         if position in entry.splits:
@@ -120,7 +120,7 @@ def _decided(context: Context, position: int) -> dict[str, Placement]:
 
 
 def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
-    """Write into the context where a parameter lies along the axis, and the shape of what is left of it."""
+    """Record in the context a parameter's placement along the axis, and its local shape."""
     text = REPLICATE_TEXT
     if is_cut(placement):
         assert placement is not None
@@ -135,7 +135,7 @@ def record_placement(context: Context, fqn: str, position: int, placement: Place
 
 
 def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
-    """Say which operations every rank will do whole because nobody has said how they may be divided."""
+    """Note operations that every rank computes in full because no rule says how to shard them."""
     unknown: dict[str, list[int]] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -150,7 +150,7 @@ def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
 
 
 def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
-    """Products and convolutions with a bias as two operations: the parts of a product are summed before it is added."""
+    """Split a bias from its product or convolution: a partial product is reduced before the bias is added."""
     for node in list(gm.graph.nodes):
         if node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
@@ -172,7 +172,7 @@ def _add_after(
 
 
 def _before(gm: fx.GraphModule, context: Context, node: fx.Node) -> Builder:
-    """A builder of what computes the value of ``node``, in its place."""
+    """A builder that inserts the computation of ``node``'s value in its place."""
     return Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
 
 
@@ -180,7 +180,7 @@ _CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
 
 
 def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
-    """``new_zeros`` as ``full``: the tensor that it takes dtype and device from may lie in any way."""
+    """``new_zeros`` as ``full``: the operand that gives it dtype and device may have any placement."""
     for node in list(gm.graph.nodes):
         if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
             value = node.meta["val"]
