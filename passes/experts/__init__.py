@@ -1,1 +1,1 @@
-"""Expert parallelism along one mesh axis: what may be done on the ranks' own experts, and the program that does it."""
+"""Expert parallelism along one mesh axis: what can run on a rank's own experts, and the program that does it."""

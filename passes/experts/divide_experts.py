@@ -1,7 +1,7 @@
-"""Expert parallelism: the experts are divided among the ranks of a mesh axis, and tokens travel to them.
+"""Expert parallelism: experts are sharded over the ranks of a mesh axis, and tokens are exchanged by all-to-all.
 
-Each rank of the axis has a batch of its own, as in GShard (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668) and
-DeepSpeed-MoE (Rajbhandari et al., 2022, https://arxiv.org/abs/2201.05596): around the experts it is one of data.
+Each rank of the axis has its own batch, as in GShard (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668) and
+DeepSpeed-MoE (Rajbhandari et al., 2022, https://arxiv.org/abs/2201.05596): outside the experts it is a data axis.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardgraph.plans.plan import AUTO
 
 @dataclass(frozen=True)
 class DivideExperts:
-    """Takes a joint graph; gives one in which every rank of ``axis`` has its part of the experts.
+    """Takes a joint graph; gives one in which every rank of ``axis`` has its shard of the experts.
 
-    Parameters that the plan splits along the axis are the experts; where it leaves them to be found,
-    :func:`~shardgraph.passes.experts.find.find_experts` does. What is computed with them sees the tokens of all ranks,
-    which all-to-all brings and takes back, and so their gradients are sums over the ranks of the axis.
+    Parameters that the plan splits along the axis are the experts; if the plan does not decide,
+    :func:`~shardgraph.passes.experts.find.find_experts` does. Experts process the tokens of all ranks, sent by
+    all-to-all and returned by another, so their gradients are sums over the ranks of the axis.
 
-    Must not change: what the graph takes and gives, but for experts and their gradients.
+    Must not change: the graph's inputs and outputs, except for experts and their gradients.
     """
 
     axis: str
@@ -57,7 +57,7 @@ class DivideExperts:
 
 
 def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
-    """Say for which operations the weights of all experts are gathered after all."""
+    """Note the operations for which the weights of all experts are gathered."""
     users: dict[str, int] = {}
     for node, option in chosen.items():
         for operand, wanted in zip(operands(node), option.operands, strict=True):
@@ -73,7 +73,7 @@ def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
 
 
 def _seen_by(node: fx.Node) -> fx.Node:
-    """The first operation behind a view."""
+    """The first operation after a chain of views."""
     while getattr(node.target, "is_view", False) and node.users:
         node = next(iter(node.users))
     return node

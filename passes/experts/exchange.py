@@ -1,4 +1,4 @@
-"""Building a graph in which tokens are exchanged: the changes of placement along an axis of experts."""
+"""Graph builder with token exchange: redistribution along an expert axis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ aten = torch.ops.aten
 
 
 class ExchangeBuilder(AxisBuilder):
-    """A builder along an axis whose ranks have batches of their own; ``Replicate()`` is what each makes of its own."""
+    """Builder along an axis whose ranks have different batches; ``Replicate()`` is a tensor of the rank's own batch."""
 
     maker: ClassVar[str] = "divide-experts"
 
     def place(self, tensor: fx.Node, before: Placement, after: Placement, shape: torch.Size) -> fx.Node:
-        """Bring a tensor, on its own batch of ``shape``, from one placement to another."""
+        """Redistribute a tensor, of ``shape`` on the rank's own batch, from one placement to another."""
         if isinstance(before, Exchanged) and after != before:
             own = self._swap(tensor, before.tokens, before.experts)
             return self.place(own, REPLICATE, after, shape)
@@ -32,11 +32,11 @@ class ExchangeBuilder(AxisBuilder):
         return super().place(tensor, before, after, shape)
 
     def gradient(self, placement: Placement) -> Placement:
-        """The gradient of a weight of which each rank has its part is of all ranks' tokens."""
+        """The gradient of a sharded weight is summed over all ranks' tokens."""
         return Summed(placement.dim) if isinstance(placement, Shard) else placement
 
     def _swap(self, tensor: fx.Node, cut: int, joined: int) -> fx.Node:
-        """Every rank sends each other its part of dim ``cut``, and joins what it gets along ``joined``."""
+        """All-to-all: scatter dim ``cut`` over the ranks, and concatenate along dim ``joined``."""
         shape = tensor.meta["val"].shape
         dims = list(range(len(shape)))
         apart = self.view(tensor, (*shape[:cut], self.parts, shape[cut] // self.parts, *shape[cut + 1 :]))

@@ -1,4 +1,4 @@
-"""Which parameters of a model are its experts, by what is computed with them."""
+"""Finds which parameters of a model are experts, from how they are used."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ aten = torch.ops.aten
 
 
 def find_experts(gm: fx.GraphModule, axis: str, parts: int) -> set[str]:
-    """The names of the parameters that have an expert in each row, to be divided among ``parts`` ranks of ``axis``.
+    """Names of the parameters with one expert per row (dim 0), to be sharded over ``parts`` ranks of ``axis``.
 
-    These are those of three dimensions that ``bmm`` multiplies, over the first, with what follows from the batch, and
-    those that what comes of it meets row by row: biases.
+    These are the three-dimensional parameters that ``bmm`` multiplies, batched over dim 0, with values that depend on
+    the batch, and the biases that are combined row by row with the result.
 
     Raises:
-        PlanError: there are none, or their number does not divide.
+        PlanError: there are no experts, or their number is not a multiple of ``parts``.
     """
     matrices = _matrices(gm)
     if not matrices:

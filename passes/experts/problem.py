@@ -1,8 +1,8 @@
-"""Which operations run on the ranks' own experts, and so where tokens are exchanged: the cheapest way that is legal.
+"""Chooses which operations run on the ranks' own experts, and so where tokens are exchanged: the cheapest legal choice.
 
 The problem is that of :mod:`shardgraph.passes.sharding.problem` with other placements; see
-:mod:`shardgraph.passes.experts.rules`. It can always be solved: what nothing says how to do on exchanged tokens is done
-on the rank's own batch, for which tokens go back and weights are gathered.
+:mod:`shardgraph.passes.experts.rules`. It always has a solution: an operation without a rule for exchanged tokens runs
+on the rank's own batch, for which tokens are sent back and weights are gathered.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed, 
 from shardgraph.passes.sharding.pricing import PlacementPrices
 
 _GATHERED = 256.0
-"""What the seconds of gathering a weight, or of scattering its gradient, count: the axis is there for tokens to travel,
-and not for weights, which they do where nothing else is possible."""
-_INSIDE = 1e-9  # seconds of every operation on exchanged tokens: they go no further than they must
+"""Factor on the seconds of gathering a weight, or of reduce-scattering its gradient: on this axis tokens travel, and
+weights only where nothing else is possible."""
+_INSIDE = 1e-9  # seconds per operation on exchanged tokens, so that no more operations than necessary run on them
 
 
 class ExpertOptions:
-    """The options of the operations of ``gm`` over ``parts`` ranks, of which each has its part of ``experts``.
+    """The options of the operations of ``gm`` over ``parts`` ranks, each with its shard of ``experts``.
 
-    ``experts`` are parameters by name, cut along dim 0. What may lie in parts is found from them on, over all that is
-    computed with them, up and down the graph.
+    ``experts`` are parameter names, sharded along dim 0. Placements of other values are propagated from them, up and
+    down the graph, to everything computed with them.
     """
 
     def __init__(self, gm: fx.GraphModule, parts: int, experts: Collection[str]) -> None:
@@ -53,11 +53,11 @@ class ExpertOptions:
         self._spread(starts)
 
     def of(self, node: fx.Node) -> list[Option]:
-        """What is legal for a node; the first is to do it on the rank's own batch."""
+        """The legal options of a node; the first is to run on the rank's own batch."""
         return list(dict.fromkeys([replicated(node), *self._linked(node)]))
 
     def _linked(self, node: fx.Node) -> list[Option]:
-        """The options that divide evenly and go with how some tensor is known to lie."""
+        """Evenly dividing options that match a known placement of at least one of their tensors."""
         found = []
         for option in expert_options(node, self.known, self.common):
             values = placed_values(node, option)
@@ -86,9 +86,9 @@ class ExpertOptions:
 
 
 class ExpertPlacements:
-    """What is legal for the operations of a joint graph over ``parts`` ranks of an axis of experts, and what it costs.
+    """The legal options of a joint graph's operations over ``parts`` ranks of an expert axis, and their costs.
 
-    ``experts`` are parameters by name, as for :class:`ExpertOptions`.
+    ``experts`` are parameter names, as for :class:`ExpertOptions`.
     """
 
     def __init__(self, gm: fx.GraphModule, parts: int, experts: Collection[str]) -> None:
@@ -103,11 +103,11 @@ class ExpertPlacements:
                 self._options[node] = self._legal.of(node)
 
     def options(self, node: fx.Node) -> list[Option]:
-        """What is legal for a placeholder, a constant or an operation."""
+        """The legal options of a placeholder, constant or operation."""
         return self._options[node]
 
     def move(self, value: Value, before: Placement, after: Placement) -> float:
-        """Seconds, or what they count, of bringing a value to another placement; infinite for what may not be."""
+        """Seconds to redistribute a value, scaled up for weights and their gradients; infinite if not allowed."""
         node, index = value
         nbytes, send = self._prices.grown(results(node)[index]), self._prices.collective
         if before == after:
@@ -125,14 +125,14 @@ class ExpertPlacements:
         return math.inf
 
     def ends(self, chosen: Mapping[fx.Node, Option]) -> Iterator[tuple[Value, Placement]]:
-        """How the results of the graph must lie: gradients of experts as their parts, all else whole."""
+        """The placements required of the graph's outputs: gradients of experts sharded, the rest ``Replicate()``."""
         for role, value in outputs(self.gm):
             if isinstance(value, fx.Node):
                 of_expert = isinstance(role, Gradient) and _names(role.of, self._experts)
                 yield value_of(value), Summed(0) if of_expert else REPLICATE
 
     def solve(self) -> tuple[dict[fx.Node, Option], float]:
-        """The option of every node that together take the least time; and the gap (:mod:`shardgraph.passes.milp`)."""
+        """The option of every node that minimizes total time, and the gap (:mod:`shardgraph.passes.milp`)."""
         classes = classes_of(self.gm, dict.fromkeys(self._experts, Shard(0)))
         problem, makers = self._problem(classes)
 
@@ -146,7 +146,7 @@ class ExpertPlacements:
         return chosen, found.gap
 
     def _problem(self, classes: Mapping[fx.Node, Any]) -> tuple[PlacementProblem, dict[tuple[Any, int], Value]]:
-        """What is to be chosen, of the part of the graph where there is a choice."""
+        """The integer program for the part of the graph that has a choice."""
         options, problem = self._options, PlacementProblem()
         makers: dict[tuple[Any, int], Value] = {}
         names, seen = written_names(self.gm), set[fx.Node]()

@@ -1,16 +1,15 @@
-"""What an operation may do on the ranks' own experts instead of on the rank's own batch.
+"""Options of operations on the ranks' own experts instead of on the rank's own batch.
 
-Along an axis of experts a tensor lies in one of four ways, written as placements:
+Along an expert axis a tensor has one of four placements:
 
-* ``Replicate()``: as captured, what each rank computes of its own batch;
-* ``Exchanged(e, t)``: the rank's part of the experts, dim ``e``, for all ranks' tokens, one rank's after another along
-  dim ``t``;
-* ``Shard(e)``: the rank's part of what is the same on every rank, such as the experts' weights;
-* ``Summed(e)``: the rank's part of the sum over all ranks, such as the gradient of a weight.
+* ``Replicate()``: as captured, what each rank computes on its own batch;
+* ``Exchanged(e, t)``: the rank's shard of the experts, dim ``e``, for all ranks' tokens, concatenated along dim ``t``;
+* ``Shard(e)``: the rank's shard of a tensor that is equal on all ranks, such as the experts' weights;
+* ``Summed(e)``: the rank's shard of the sum over all ranks, such as the gradient of a weight.
 
-An operation is legal on exchanged operands if it treats experts and tokens one by one, or adds tokens up where that
-ends in a gradient. What else it reads must be the same on every rank: a rank's own values say nothing of the tokens of
-others.
+An operation is legal on exchanged operands if it treats experts and tokens independently, or sums over tokens to
+produce a gradient. Its other operands must be equal on all ranks: a rank's own values do not apply to other ranks'
+tokens.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed
 aten = torch.ops.aten
 
 Known = Mapping[Value, set[Placement]]
-"""How tensors may lie beside ``Replicate()``, as far as has been found."""
+"""Placements found so far for each value, besides ``Replicate()``."""
 
 
 def same_on_all_ranks(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose values do not depend on a rank's batch, nor on random numbers."""
+    """The nodes whose values depend neither on a rank's batch nor on random numbers."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "call_function":
@@ -52,9 +51,9 @@ def same_on_all_ranks(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterator[Option]:
-    """Options beside doing it on the own batch, that go with what is known; ``common`` are values that all ranks have.
+    """Options besides the rank's own batch that match ``known``; values in ``common`` are equal on all ranks.
 
-    Not all of them need divide evenly.
+    Some may not divide evenly.
     """
     if node.target in _PRODUCTS:
         yield from _product(node, common)
@@ -71,7 +70,7 @@ def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterato
 
 
 def _seen(placement: Placement, dims: Callable[[int], int | None]) -> Placement | None:
-    """A placement where every dimension has become another; None if one that matters is gone."""
+    """The placement with its dimensions mapped by ``dims``; None if one that it refers to is gone."""
     if isinstance(placement, Exchanged):
         experts, tokens = dims(placement.experts), dims(placement.tokens)
         return None if experts is None or tokens is None else Exchanged(experts, tokens)
@@ -89,7 +88,7 @@ _PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 
 
 def _product(node: fx.Node, common: set[fx.Node]) -> Iterator[Option]:
-    """``bmm`` over the experts, ``[E, rows, inner] x [E, inner, columns]``: tokens are rows, columns, or added up."""
+    """``bmm`` over experts, ``[E, rows, inner] x [E, inner, columns]``: tokens are rows, columns, or summed over."""
     weights, gradients = Shard(0), Summed(0)
     rows, columns = Exchanged(0, 1), Exchanged(0, 2)
     for left, right, out in (
@@ -117,7 +116,7 @@ def _biases(node: fx.Node, whole: bool, common: set[fx.Node]) -> Iterator[Placem
         yield REPLICATE
 
 
-# -- element by element ------------------------------------------------------------------------------------
+# -- elementwise -------------------------------------------------------------------------------------------
 
 _LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten._to_copy.default)
 _LINEAR = (aten._to_copy.default, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
@@ -150,7 +149,7 @@ def _pointwise(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterator[Op
 
 
 def _under(operand: fx.Node, offset: int, placement: Placement, shape: torch.Size, same: bool) -> Iterator[Placement]:
-    """How an operand may lie for the result of ``shape``, to which it is broadcast, to lie as ``placement``."""
+    """Operand placements for a result of ``shape``, to which the operand is broadcast, to have ``placement``."""
     own = operand.meta["val"].shape
 
     def size(dim: int) -> int:
@@ -186,7 +185,7 @@ _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 
 
 def _sum(node: fx.Node, known: Known) -> Iterator[Option]:
-    """Along other dimensions for each token, or of the tokens."""
+    """Over other dimensions for each token, or over the tokens."""
     operand = operands(node)[0]
     rank = operand.meta["val"].dim()
     if len(node.args) < 2 or not node.args[1]:
@@ -206,10 +205,10 @@ def _sum(node: fx.Node, known: Known) -> Iterator[Option]:
             yield from () if experts is None else [Option((placement,), (Summed(experts),))]
 
 
-# -- elements moved ----------------------------------------------------------------------------------------
+# -- layout ------------------------------------------------------------------------------------------------
 
 Dims = list[tuple[int, int]]
-"""Pairs of a dimension of the operand and one of the result that mean the same cut."""
+"""Pairs of an operand dimension and a result dimension for which sharding is equivalent."""
 
 
 def _layout(node: fx.Node, known: Known, dims: Dims) -> Iterator[Option]:
@@ -223,7 +222,7 @@ def _layout(node: fx.Node, known: Known, dims: Dims) -> Iterator[Option]:
 
 
 def _through(placement: Placement, dims: Dims) -> Iterator[Placement]:
-    """A cut is of a dimension, while tokens may be the first of several, or all of them in one."""
+    """Placements mapped through ``dims``: tokens may be the first of several dimensions, or one merged dimension."""
     if isinstance(placement, Exchanged):
         for experts, tokens in itertools.product(dims, dims):
             if (experts[0], tokens[0]) == (placement.experts, placement.tokens):
@@ -235,8 +234,8 @@ def _through(placement: Placement, dims: Dims) -> Iterator[Placement]:
 
 
 def _view(node: fx.Node) -> Dims:
-    """Dimensions with as many elements to their left: to cut one, or to put ranks after each other along it, is the
-    same as with the other if runs of it are whole; that sizes divide is seen to elsewhere."""
+    """Pairs of dimensions with equally many elements to their left: sharding or concatenating along one is
+    equivalent to the other if runs of it are whole; divisibility is checked elsewhere."""
     before, after = _lefts(operands(node)[0].meta["val"].shape), _lefts(results(node)[0].shape)
     return [(i, j) for i, left in enumerate(before) for j, other in enumerate(after) if left == other]
 
@@ -279,7 +278,7 @@ _LAYOUTS: dict[Any, Callable[[fx.Node], Dims]] = {
 
 
 def _expand(node: fx.Node, known: Known) -> Iterator[Option]:
-    """A weight for each expert becomes one for each of its tokens, or what is exchanged grows elsewhere."""
+    """A per-expert weight expanded to its tokens, or an exchanged tensor expanded along other dimensions."""
     operand, out = operands(node)[0], results(node)[0]
     shape = operand.meta["val"].shape
     offset = out.dim() - len(shape)
@@ -306,7 +305,7 @@ _ALONG: dict[Any, int] = {
 
 
 def _along(node: fx.Node, known: Known) -> Iterator[Option]:
-    """Pieces of another dimension than the experts' and the tokens'."""
+    """Pieces of a dimension that is neither the experts' nor the tokens'."""
     given, outs = operands(node), results(node)
     position = _ALONG[node.target]
     along = (node.args[position] if len(node.args) > position else 0) % outs[0].dim()
