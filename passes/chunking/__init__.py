@@ -1,1 +1,1 @@
-"""Computing the loss of a large vocabulary a chunk of rows at a time: what is row by row, and how it is written."""
+"""Chunked loss for a large vocabulary: which operations are row-wise, and how the chunks are written."""

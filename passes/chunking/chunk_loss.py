@@ -1,4 +1,4 @@
-"""A loss over a large vocabulary without its logits: forward and backward a chunk of rows at a time."""
+"""Loss over a large vocabulary without its full logits: forward and backward in chunks of rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardgraph.passes.chunking.region import NotByRowsError, described, find_re
 from shardgraph.passes.chunking.write_chunks import write_chunks
 
 LOSS_CHUNK = 64 * 2**20
-"""Bytes of scores at a time where a budget of memory asks for chunks: many rows still, and little beside layers."""
+"""Bytes of scores per chunk if a memory budget asks for chunks: still many rows, and little compared to layers."""
 
 
 @dataclass(frozen=True)
 class MarkScores:
-    """Takes a joint graph; marks the log-softmax of every cross-entropy, for :class:`ChunkLoss` to find what a division
-    of operators makes of it. Must not change: anything else."""
+    """Takes a joint graph; marks the log-softmax of every cross-entropy, so that :class:`ChunkLoss` finds it after
+    operator sharding. Must not change: anything else."""
 
     name: ClassVar[str] = "mark-scores"
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -38,21 +38,20 @@ def _normalisations(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def has_scores(gm: fx.GraphModule, nbytes: int) -> bool:
-    """Whether a captured graph has a cross-entropy over more than so many bytes of scores."""
+    """Whether a captured graph has a cross-entropy over more than ``nbytes`` bytes of scores."""
     return any(node.meta["val"].nbytes > nbytes for node in _normalisations(gm))
 
 
 @dataclass(frozen=True)
 class ChunkLoss:
-    """Takes a joint graph, divided or not; gives the one in which no more than ``context.plan.loss_chunk`` bytes of
-    scores exist at a time, in any one dtype.
+    """Takes a joint graph, sharded or not; at most ``context.plan.loss_chunk`` bytes of scores exist at a time.
 
-    The product of hidden states and vocabulary, the cross-entropy and what both are in backward are computed for some
-    rows, then for the next; backward computes their scores again, which is one product more. So do Wijmans et al.,
-    2024 (https://arxiv.org/abs/2411.09009) and Luo et al., 2024 (https://arxiv.org/abs/2407.15892); here it is found in
-    the graph (:mod:`shardgraph.passes.chunking`). What is not changed, and why, is noted.
+    The limit holds for each dtype. The product of hidden states and vocabulary, the cross-entropy and the backward of
+    both are computed in chunks of rows; backward recomputes the scores, at the cost of one more product. So do Wijmans
+    et al., 2024 (https://arxiv.org/abs/2411.09009) and Luo et al., 2024 (https://arxiv.org/abs/2407.15892); here it is
+    found in the graph (:mod:`shardgraph.passes.chunking`). Losses left unchanged are noted with the reason.
 
-    Must not change: what is computed, but for the order in which rows are added up.
+    Must not change: the results, except for the order of summation over rows.
     """
 
     name: ClassVar[str] = "chunk-loss"
@@ -68,12 +67,12 @@ class ChunkLoss:
             context.notes.append("loss_chunk: no cross-entropy is in the graph, so nothing is computed in chunks")
         for number in sorted(found):
             left = [node for node in gm.graph.nodes if SCORES.get(node) == number]
-            if left:  # not in chunks already, together with another loss of the same scores
+            if left:  # not already chunked together with another loss of the same scores
                 context.notes.append(_chunk(gm, left[0], context.plan.loss_chunk, context))
 
 
 def _chunk(gm: fx.GraphModule, scores: fx.Node, nbytes: int, context: Context) -> str:
-    """Compute the scores in chunks; says what was done."""
+    """Compute the scores in chunks; returns a note of what was done."""
     try:
         region = find_region(gm, scores)
         size = max(1, nbytes // region.row_bytes)

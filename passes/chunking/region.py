@@ -1,8 +1,8 @@
-"""What is computed in chunks: all that is row by row from the product that makes scores to what is left of them.
+"""The region computed in chunks: the row-wise operations on scores, from the product that makes them to their last use.
 
-A region is found from a normalisation of scores (a log-softmax): up to the product of hidden states and vocabulary that
-they come from, then down through forward and backward to everything that has as many elements as they. What reads such
-a value must be known to be row by row (:mod:`shardgraph.passes.chunking.rows`); else the whole of it has to exist.
+A region is found from a normalization of scores (a log-softmax): up to the product of hidden states and vocabulary that
+produces them, then down through forward and backward to every value with as many elements. An operation that reads such
+a value must be known to be row-wise (:mod:`shardgraph.passes.chunking.rows`); otherwise all scores have to exist.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 
 class NotByRowsError(ShardGraphError):
-    """Scores cannot be computed a chunk of rows at a time; says why."""
+    """Scores cannot be computed in chunks of rows; the message says why."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Operations that are done a chunk of rows at a time.
+    """Operations to be computed in chunks of rows.
 
     ``product`` makes the scores of ``rows`` tokens. ``forms`` has every operation in order, ``layouts`` every value
-    that they make; ``large`` are those that are as large as the scores.
+    that they produce; ``large`` are the nodes whose result is as large as the scores.
     """
 
     product: fx.Node
@@ -49,20 +49,20 @@ class Region:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row of the largest value."""
+        """Bytes per row of the largest value."""
         return max(node.meta["val"].nbytes for node in self.large) // self.rows
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of the scores of all rows, in the largest dtype that they come in."""
+        """Bytes of the scores of all rows, in their largest dtype."""
         return self.row_bytes * self.rows
 
 
 def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
-    """The operations of a joint graph to be done in chunks because of ``scores``.
+    """The operations of a joint graph to be chunked so that ``scores`` never exist in full.
 
     Raises:
-        NotByRowsError: the scores have to exist as a whole.
+        NotByRowsError: all scores have to exist at once.
     """
     product = _product_of(scores)
     rows, columns = product.meta["val"].shape
@@ -84,7 +84,7 @@ def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
         forms[node] = form
         layouts |= {(node, index): layout for index, layout in enumerate(form.gives)}
         if node is not product and node.target in _PRODUCTS:
-            del layouts[node, 0]  # hidden states again, or a sum over rows: where the scores end
+            del layouts[node, 0]  # hidden states again, or a sum over rows: the scores end here
         elif math.prod(results(node)[0].shape) >= size:
             large.add(node)
     _check_outputs(gm, large)
@@ -120,7 +120,7 @@ def _check_outputs(gm: fx.GraphModule, large: set[fx.Node]) -> None:
 
 
 def _kept(forms: Mapping[fx.Node, Form], large: set[fx.Node]) -> set[fx.Node]:
-    """The operations that make or read something large, and what is between them; the rest can be done for all rows."""
+    """Operations that produce or read a large value, and those between them; the rest can run for all rows."""
     kept = {node for node in forms if node in large or any(each in large for each in operands(node))}
     for node in reversed(list(forms)):
         users = [user for each in (node, *pieces(node)) for user in each.users]
@@ -130,12 +130,12 @@ def _kept(forms: Mapping[fx.Node, Form], large: set[fx.Node]) -> set[fx.Node]:
 
 
 def pieces(node: fx.Node) -> list[fx.Node]:
-    """What takes one of several results of a node."""
+    """The ``getitem`` users of a node."""
     return [user for user in node.users if user.target is operator.getitem]
 
 
 def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.Node], product: fx.Node) -> None:
-    """Add what only serves the region and would be as large as the scores, though not made of them: constants."""
+    """Add constants as large as the scores that are not computed from them but only used by the region."""
     rows, columns = product.meta["val"].shape
     stack = [each for node in kept - {product} for each in _read_by_rows(node, forms[node])]
     while stack:
@@ -156,7 +156,7 @@ def _read_by_rows(node: fx.Node, form: Form) -> list[tuple[fx.Node, int]]:
 
 
 def halves(gm: fx.GraphModule, region: Region) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The operations of forward and those of backward."""
+    """The region's operations in forward and in backward."""
     inside = forward_nodes(gm)
     return [n for n in region.forms if n in inside], [n for n in region.forms if n not in inside]
 
@@ -168,7 +168,7 @@ def _described(node: fx.Node) -> str:
 
 
 def described(region: Region) -> str:
-    """The scores for people."""
+    """The scores, described for users."""
     shape = list(region.product.meta["val"].shape)
     return (
         f"scores {shape} of the loss at {SOURCE.get(region.product) or region.product.name}, "

@@ -1,9 +1,8 @@
-"""What each operation does with rows: which of its operands it reads row by row, and what it gives of a chunk of them.
+"""Row-wise behaviour of each operation: which operands it reads by row, and what it returns for a chunk of rows.
 
-Rows are tokens. A value has them along its leading dimensions, however many those are (``[batch, positions,
-vocabulary]`` and ``[batch * positions, vocabulary]`` have the same rows), or, once transposed for a product, along its
-last one. In the graph of a chunk they are always one dimension. A rule adds one kind of operation; what has none is not
-chunked.
+Rows are tokens. They are the leading dimensions of a value, one or several (``[batch, positions, vocabulary]`` and
+``[batch * positions, vocabulary]`` have the same rows), or, if transposed for a product, its last one. In a chunk's
+graph they are always one dimension. A rule adds one kind of operation; an operation without a rule is not chunked.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from shardgraph.passes.sharding.options import operands, results
 aten = torch.ops.aten
 
 WHOLE, TURNED, SUMMED = 0, -1, -2
-"""Layouts of a value beside the number of its dimensions that are rows: it has none, it is a matrix whose rows are the
-last dimension, or it is a sum over rows."""
+"""Layouts other than a count of leading row dimensions: no rows, a matrix whose rows are the last dimension, or a
+sum over rows."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How an operation is done for a chunk of rows.
+    """How an operation is computed for a chunk of rows.
 
-    ``takes`` and ``gives`` are the layouts of its operands and results. ``args`` are its arguments for so many rows,
-    with its operands where they were; ``target`` is None where nothing is left to do. ``mean`` says that the first of
+    ``takes`` and ``gives`` are the layouts of its operands and results. ``args`` returns its arguments for a number of
+    rows, with the original operands; ``target`` is None if the operation disappears. ``mean`` means that the first of
     its sums is to be divided by the second.
     """
 
@@ -45,7 +44,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a rule sees: a node, the rows, and the layouts of those operands that are chunked already (else None)."""
+    """A rule's view of a node: the number of rows, and the layouts of operands already chunked (None for others)."""
 
     node: fx.Node
     rows: int
@@ -71,7 +70,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def form_of(node: fx.Node, rows: int, known: Sequence[int | None]) -> Form | None:
-    """How ``node`` is done for a chunk of ``rows``, given the ``known`` layouts of operands; None if it cannot be."""
+    """How ``node`` is computed for a chunk of ``rows``, given ``known`` layouts of operands; None if it cannot be."""
     operation = Operation(node, rows, tuple(known))
     rule = RULES.get(node.target) or (pointwise if _is_pointwise(node) else None)
     found = None if rule is None else rule(operation)
@@ -81,7 +80,7 @@ def form_of(node: fx.Node, rows: int, known: Sequence[int | None]) -> Form | Non
 
 
 def leading(shape: Sequence[int], rows: int) -> int | None:
-    """How many leading dimensions of a tensor together count ``rows``."""
+    """The number of leading dimensions with ``rows`` elements together; None if there is none."""
     return next((count for count in range(1, len(shape) + 1) if math.prod(shape[:count]) == rows), None)
 
 
@@ -99,7 +98,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-# -- element by element ------------------------------------------------------------------------------------
+# -- elementwise -------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -112,7 +111,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     ir.WAIT,
 )
 def pointwise(operation: Operation) -> Form | None:
-    """An element of the result is of the elements at its place, as operands are broadcast."""
+    """Elementwise, with broadcast operands."""
     shape = operation.result
     count = leading(shape, operation.rows)
     takes = [] if count is None else [_aligned(each, shape, count) for each in operation.shapes]
@@ -122,7 +121,7 @@ def pointwise(operation: Operation) -> Form | None:
 
 
 def _aligned(shape: torch.Size, result: torch.Size, count: int) -> int | None:
-    """How an operand of ``shape`` is read for rows that are the first ``count`` dimensions of the result."""
+    """The layout of an operand of ``shape``, if rows are the first ``count`` dimensions of the result."""
     if len(shape) == len(result) and shape[:count] == result[:count]:
         return count
     apart = len(result) - len(shape)
@@ -132,7 +131,7 @@ def _aligned(shape: torch.Size, result: torch.Size, count: int) -> int | None:
 
 @rule(aten.expand.default, aten.new_zeros.default, aten.new_ones.default)
 def sized(operation: Operation) -> Form | None:
-    """An element is that of an operand that is broadcast, or a constant, in a size that is an argument."""
+    """Expansions and constants, with a size argument."""
     found = pointwise(operation)
     if found is None or operation.node.target is aten.expand.default:
         return found and _in_size(operation, found)
@@ -141,7 +140,7 @@ def sized(operation: Operation) -> Form | None:
 
 @rule(aten.full.default, aten.zeros.default, aten.ones.default)
 def constant(operation: Operation) -> Form | None:
-    """Equal elements in a size that is the first argument."""
+    """Equal elements; the size is the first argument."""
     count = leading(operation.result, operation.rows)
     if count is None:
         return None
@@ -168,7 +167,7 @@ def _in_size(operation: Operation, form: Form) -> Form:
     aten.detach.default,
 )
 def view(operation: Operation) -> Form | None:
-    """Elements in their order: nothing is to be done where only the dimensions of the rows are others."""
+    """Views: nothing to do if only the row dimensions change."""
     (before,), shape, rows = operation.shapes, operation.result, operation.rows
     taken, given = leading(before, rows), leading(shape, rows)
     if taken is None or given is None:
@@ -181,7 +180,7 @@ def view(operation: Operation) -> Form | None:
 
 @rule(aten.t.default, aten.transpose.int, aten.permute.default)
 def turn(operation: Operation) -> Form | None:
-    """A matrix transposed, as a product that sums over rows has it."""
+    """A transposed matrix, as a product that sums over rows takes it."""
     (shape,) = operation.shapes
     if len(shape) != 2 or operation.result != shape[::-1]:
         return None
@@ -209,12 +208,12 @@ _DIMENSION = {
     aten.logsumexp.default: 1,
     aten.argmax.default: 1,
 }
-"""Operators that work along the dimension, or several, that is the argument at this position."""
+"""Operators along one dimension or several, with the position of the argument that names it."""
 
 
 @rule(*_DIMENSION)
 def along_others(operation: Operation) -> Form | None:
-    """Rows are independent of each other where the dimension is none of theirs."""
+    """Rows are independent if the operation is along other dimensions."""
     shape, position = operation.shapes[0], _DIMENSION[operation.node.target]
     count = leading(shape, operation.rows)
     dims = _from_the_end(operation, position)
@@ -238,7 +237,7 @@ def _from_the_end(operation: Operation, position: int) -> list[int]:
 
 @rule(aten.sum.dim_IntList, aten.sum.default)
 def sum_over(operation: Operation) -> Form | None:
-    """Over other dimensions than that of the rows, or over that of the rows, or over all."""
+    """Over dimensions other than the rows, over the rows, or over all."""
     if operation.node.target is aten.sum.dim_IntList:
         if found := along_others(operation):
             return found
@@ -253,7 +252,7 @@ def sum_over(operation: Operation) -> Form | None:
 
 @rule(aten.mm.default, aten.addmm.default)
 def product(operation: Operation) -> Form | None:
-    """Rows times a matrix are rows; two matrices multiplied along their rows are a sum over these."""
+    """Rows times a matrix are rows; two matrices multiplied along their rows give a sum over rows."""
     rows, bias = operation.rows, len(operation.shapes) - 2
     (left, right), (of_left, of_right) = operation.shapes[-2:], operation.known[-2:]
     if of_left == TURNED or of_right == 1:
@@ -273,7 +272,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @rule(aten.nll_loss_forward.default)
 def nll_loss(operation: Operation) -> Form | None:
-    """A loss for every row, or their sum, which for a mean is divided by the sum of the rows' weights."""
+    """A loss per row, or their sum, which for a mean is divided by the sum of the rows' weights."""
     scores, target, weight, reduction, ignored = operation.node.args
     if len(operation.shapes[0]) != 2:
         return None
@@ -290,7 +289,7 @@ def nll_loss(operation: Operation) -> Form | None:
 
 @rule(aten.nll_loss_backward.default)
 def nll_loss_backward(operation: Operation) -> Form | None:
-    """The gradient of every row's scores: of a mean by the weight of all rows, which is known by then."""
+    """The gradient of the scores by row; for a mean it needs the weight of all rows, which is known by then."""
     weight, reduction = operation.node.args[3:5]
     if len(operation.shapes[1]) != 2:
         return None
@@ -299,5 +298,5 @@ def nll_loss_backward(operation: Operation) -> Form | None:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether the node gives no tensor but a number, such as the place of a rank's first row."""
+    """Whether the node returns a number and not a tensor, such as the position of a rank's first row."""
     return node.target is not operator.getitem and isinstance(node.meta.get("val"), (int, float))

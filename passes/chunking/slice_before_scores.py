@@ -1,4 +1,4 @@
-"""Rows of scores that a loss does not use, such as a sequence's last, are left out before they are computed."""
+"""Slices hidden states so that rows of scores that a loss does not use, such as a sequence's last, are not computed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SAME_ROWS = frozenset({aten.view.default, aten._unsafe_view.default, aten._to_c
 
 @dataclass(frozen=True)
 class SliceBeforeScores:
-    """Takes a captured joint graph; gives the one in which hidden states are sliced and not their scores.
+    """Takes a captured joint graph; gives one in which hidden states are sliced instead of their scores.
 
-    Causal models shift labels against scores, ``scores[:, :-1]`` against ``labels[:, 1:]``. A product is row by row, so
-    the rows that are kept can be taken from what is multiplied; in backward the gradient of hidden states gets the rows
-    of zeros that the gradient of the scores would have had. What else reads the scores keeps them as they are.
+    Causal models shift labels against scores, ``scores[:, :-1]`` against ``labels[:, 1:]``. A product is row-wise, so
+    the slice can be applied to its operand; in backward the gradient of hidden states gets the zero rows that the
+    gradient of the scores would have had. Scores that anything else reads are left as they are.
 
     Must not change: what is computed.
     """
@@ -49,7 +49,7 @@ class SliceBeforeScores:
 
 @dataclass(frozen=True)
 class _Forward:
-    """``product`` makes scores, ``casts`` them to other dtypes, and ``cut`` takes a part of their rows."""
+    """``product`` makes scores, ``casts`` change their dtype, and ``cut`` slices their rows."""
 
     product: fx.Node
     casts: tuple[fx.Node, ...]
@@ -57,13 +57,13 @@ class _Forward:
 
     @property
     def hidden(self) -> fx.Node:
-        """What is multiplied, row by row."""
+        """The row-wise operand of the product."""
         return operands(self.product)[-2]
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """``spread`` puts the gradient of the rows that are kept among zeros, and ``gradient`` is what products read."""
+    """``spread`` pads the gradient of the kept rows with zeros, and ``gradient`` is what products read."""
 
     spread: fx.Node
     casts: tuple[fx.Node, ...]
@@ -71,7 +71,7 @@ class _Backward:
 
 
 def _forward(scores: fx.Node) -> _Forward | None:
-    """The cut between a product and what normalises its result; None where there is none that can go before it."""
+    """The slice between a product and the normalization of its result; None if none can be moved before the product."""
     node, chain = operands(scores)[0], list[fx.Node]()
     while node.target not in _PRODUCTS:
         if node.target not in _SAME_ROWS and node.target is not aten.slice.Tensor:
@@ -82,7 +82,7 @@ def _forward(scores: fx.Node) -> _Forward | None:
     if len(cuts) != 1 or _before(cuts[0])[-1] != node.meta["val"].shape[1]:
         return None
     if _range(cuts[0].args[1:], _before(cuts[0]))[0] == len(_before(cuts[0])) - 1:
-        return None  # a part of the vocabulary
+        return None  # a slice of the vocabulary
     above = chain[chain.index(cuts[0]) + 1 :]
     if any(len(each.users) > 1 for each in (node, *above)):
         return None
@@ -90,7 +90,7 @@ def _forward(scores: fx.Node) -> _Forward | None:
 
 
 def _before(node: fx.Node) -> list[int]:
-    """The shape of what a node takes."""
+    """The shape of a node's first operand."""
     return list(operands(node)[0].meta["val"].shape)
 
 
@@ -99,7 +99,7 @@ def _keeps_all(node: fx.Node) -> bool:
 
 
 def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | None:
-    """The same cut in backward; empty where there is no backward, and None where it is not as expected."""
+    """The same slice in backward; empty if there is no backward, None if it does not match the expected pattern."""
     whole = _before(forward.cut)
     rows = _range(forward.cut.args[1:], whole)
     nodes = gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
@@ -123,7 +123,7 @@ def _range(args: Sequence[Any], shape: Sequence[int]) -> tuple[int, tuple[int, i
 
 
 def _is_end(user: fx.Node, gradient: fx.Node, hidden: fx.Node) -> bool:
-    """Whether a reader of the gradient needs no rows of zeros, or gives them on."""
+    """Whether a user of the gradient does not need its zero rows, or propagates them."""
     if user.target is aten.mm.default:
         left, right = user.args
         return left is gradient or (_is_turned(left) and left.args[0] is hidden and right is gradient)
@@ -143,7 +143,7 @@ def _is_turned(node: Any) -> bool:
 
 def _rewrite(gm: fx.GraphModule, forward: _Forward, backward: _Backward | tuple[()], values: Propagation) -> None:
     def call(before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node before another, labelled as ``like``."""
+        """A new node before another, labelled as ``like``."""
         build = Builder(gm.graph, values, carried(Change.REWRITTEN, like), after=before.prev)
         return build.call(target, *args, **kwargs)
 

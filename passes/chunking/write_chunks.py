@@ -1,4 +1,4 @@
-"""The graph in which a region is computed a chunk of rows at a time."""
+"""Writes the graph in which a region is computed in chunks of rows."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shardgraph.passes.sharding.options import operands, results
 aten = torch.ops.aten
 
 Loop = tuple[fx.Node, ...]
-"""Operations that are done one chunk after the other, all of them for one before the next."""
+"""Operations to be run chunk by chunk: all of them for one chunk before the next."""
 
 
 def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int, int]], values: Propagation) -> None:
     """Rewrite ``gm`` in place: the operations of ``region`` for the rows of each of ``bounds``, one after the other.
 
-    What is large is marked ``RECOMPUTE``: backward computes it again, chunk by chunk.
+    Large values are marked ``RECOMPUTE``: backward recomputes them, chunk by chunk.
 
     Raises:
-        NotByRowsError: something needs a sum over all rows before it can begin with the first.
+        NotByRowsError: an operation on a row needs a sum over all rows.
     """
     forward, backward = (tuple(half) for half in halves(gm, region))
     order = _order(gm, [loop for loop in (forward, backward) if loop])
@@ -40,7 +40,7 @@ def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int,
 
 
 def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
-    """Nodes and loops, each after what it needs, and else in the order of the graph."""
+    """Nodes and loops in topological order, otherwise in the order of the graph."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     unit: dict[fx.Node, fx.Node | Loop] = {node: node for node in place}
     for loop in loops:
@@ -71,7 +71,7 @@ def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
 
 
 class _Chunks:
-    """Writes the graph; ``whole`` has what exists as a whole, ``chunks`` the values of each chunk."""
+    """Writes the graph; ``whole`` has values that exist in full, ``chunks`` the values of each chunk."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Chunks:
     # -- operands ----------------------------------------------------------------------------------
 
     def _operand(self, node: fx.Node, take: int, number: int) -> fx.Node:
-        """An operand for a chunk: of what exists as a whole, its rows."""
+        """An operand for a chunk; sliced by rows if it exists in full."""
         if take == WHOLE:
             return self._get(node)
         if value_of(node) in self.chunks[number]:
@@ -171,7 +171,7 @@ class _Chunks:
         return self.slices[node, take, number]
 
     def _flat(self, node: fx.Node, take: int) -> fx.Node:
-        """A value that exists as a whole, with its rows as one dimension."""
+        """A value that exists in full, with its rows as one dimension."""
         whole = self._get(node)
         if take in (TURNED, 1):
             return whole
@@ -183,7 +183,7 @@ class _Chunks:
     # -- results -----------------------------------------------------------------------------------
 
     def _is_used(self, node: fx.Node) -> bool:
-        """Whether something outside of the region reads a value of ``node``."""
+        """Whether an operation outside the region reads a value of ``node``."""
         users = {user for each in (node, *pieces(node)) for user in each.users}
         return any(user not in self.region.forms and user.target is not operator.getitem for user in users)
 
@@ -193,14 +193,14 @@ class _Chunks:
         return self.write.view(rows, tuple(results(node)[0].shape))
 
     def _add(self, value: Value, part: fx.Node) -> None:
-        """Add a chunk's part of a sum, in single precision at least: many roundings would be more than one."""
+        """Accumulate a chunk's term of a sum, at least in single precision, to round once and not once per chunk."""
         if _is_low(part):
             part = self.write.call(aten._to_copy.default, part, dtype=torch.float32)
         total = self.totals.get(value)
         self.totals[value] = part if total is None else self.write.call(aten.add.Tensor, total, part)
 
     def _add_product(self, total: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
-        """Add a chunk's part of a weight's gradient where the others are: nothing else reads them."""
+        """Accumulate a chunk's term of a weight's gradient in place: nothing else reads the running total."""
         if _is_low(left):
             return self.write.call(aten.add_.Tensor, total, self.write.call(aten.mm.default, left, right))
         return self.write.call(aten.addmm_.default, total, left, right)
