@@ -60,7 +60,7 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: lis
 
 @lowering
 def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
-    """Query gradients are accumulated in place, those of keys and values as they pass by."""
+    """Query gradients are accumulated locally, those of keys and values as they pass by."""
     ring = _Ring(write, node, given)
     pair = [ring.call["key"], ring.call["value"]]
     of_queries: fx.Node | None = None
