@@ -18,7 +18,7 @@ Constraints
        own values; also before the first step, without ``own``.
 
 Values that live only during recomputation are not counted, so the seconds found are a lower bound for any schedule,
-however often it recomputes an operation. The program has steps times operations variables: it is for small graphs.
+however often it recomputes an operation. Its size is steps times operations: it is for small graphs.
 """
 
 from __future__ import annotations
