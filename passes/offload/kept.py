@@ -74,7 +74,7 @@ def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]
 
 
 def window_of(kept: Sequence[Kept]) -> int:
-    """The bytes that may be on the device while being copied: the largest layer's, or without layers the largest value's."""
+    """The bytes that may be on the device during copies: the largest layer's, without layers the largest value's."""
     layers: Counter[str] = Counter()
     for each in kept:
         layers[each.layer] += each.nbytes
