@@ -17,7 +17,7 @@ from shardgraph.passes.base import Context
 class OverlapCollectives:
     """Takes a forward or backward graph; reorders it so that collectives start early and are awaited late.
 
-    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that that many gathers are in
+    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many gathers are in
     flight during computation. A gradient's reduction is awaited once ``plan.prefetch`` later ones have started. All
     ranks have the same graph, so they still issue the same collectives in the same order.
 
