@@ -1,15 +1,15 @@
-"""What a pass is, and the contract that every pass keeps.
+"""The pass interface, and the contract that every pass keeps.
 
-A pass is a frozen dataclass with a ``name``; its options are its fields, so that a pass prints as the text that makes
-it again and a pipeline is a tuple of passes. Most change one graph in place (:class:`Pass`). What makes several graphs
-of one, or looks at several together, works on a set of named graphs (:class:`GraphsPass`); :class:`Each` runs a pass of
-one graph on those of a set. The contract, checked after each by :func:`run_on_graphs`:
+A pass is a frozen dataclass with a ``name``; its options are its fields, so its repr is the code that constructs it,
+and a pass pipeline is a tuple of passes. Most passes change one graph in place (:class:`Pass`). A pass that makes
+several graphs from one, or needs several together, works on a set of named graphs (:class:`GraphsPass`); :class:`Each`
+runs a single-graph pass on the graphs of a set. The contract, checked after each pass by :func:`run_on_graphs`:
 
-* every graph is valid (it lints; every value has ``meta["val"]``, and nodes have no other facts than the attributes of
+* every graph is valid (it lints; every value has ``meta["val"]``, and nodes have no metadata besides the attributes of
   :mod:`shardgraph.ir.attributes`);
-* what a graph takes and returns keeps its roles, and a result that a pass does not own keeps its shape and dtype;
-* what one graph of the set takes from another, that one gives, in the shape and dtype in which it is taken;
-* a pass finds the facts that it ``requires``, none that it ``excludes``, and leaves those it ``provides``.
+* a graph's inputs and results keep their roles, and a result that a pass does not own keeps its shape and dtype;
+* what one graph of the set takes from another is a result of that graph, with the same shape and dtype;
+* the facts that a pass ``requires`` hold, none that it ``excludes`` does, and afterwards those it ``provides`` hold.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Graphs = dict[str, fx.GraphModule]
 
 @dataclass
 class Findings:
-    """What passes add to and change, for passes after them: all that is mutable in a :class:`Context`.
+    """What passes record and change for later passes: all mutable state of a :class:`Context`.
 
-    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as axes of data see them:
+    ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as data axes see them:
     whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
-    are decisions that people should know of. ``sums`` has the axes of operators over which a parameter's gradient is
-    yet to be summed. ``activations`` has the rules of operations by axis, once a pass has placed them. ``batch_norms``
-    are those of each pipeline stage whose running statistics a step moves.
+    are decisions that users should know of. ``sums`` has the operator axes over which a parameter's gradient is still
+    partial. ``activations`` has the placement rules of operations by axis, once a pass has assigned them.
+    ``batch_norms`` are those of each pipeline stage whose running statistics a step updates.
     """
 
     parameters: dict[str, ParameterPlan] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Findings:
     batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def copy(self) -> Findings:
-        """The same, to add to on its own; every entry is immutable and shared."""
+        """An independent copy; the entries are immutable and shared."""
         return Findings(
             dict(self.parameters),
             dict(self.shapes),
@@ -68,11 +68,11 @@ class Findings:
 
 @dataclass(frozen=True)
 class Context:
-    """What passes may know besides the graph.
+    """The input of passes besides the graph.
 
     ``fake_mode`` is the mode in which values of new nodes are computed. ``stored`` is the dtype in which each parameter
-    is kept between steps, where it may be another than the graph's. These and the ``plan`` do not change; ``findings``
-    is what passes add, and the names below are short for its entries.
+    is stored between steps, which may differ from the graph's. These and the ``plan`` do not change; ``findings`` is
+    what passes record, and the properties below are shortcuts to its entries.
     """
 
     plan: Plan
@@ -88,20 +88,20 @@ class Context:
         fake_mode: Any,
         stored: Mapping[str, torch.dtype] | None = None,
     ) -> Context:
-        """What is known before the first pass, of a model whose parameters have ``shapes``.
+        """The context before the first pass, for a model whose parameters have ``shapes``.
 
         Raises:
-            PlanError: the plan does not fit them.
+            PlanError: the plan does not fit the parameters.
         """
         findings = Findings(dict(plan.resolve(shapes)), dict(shapes))
         return cls(plan, fake_mode, findings, MappingProxyType(dict(stored or {})))
 
     def copy(self, plan: Plan | None = None) -> Context:
-        """The same with findings of its own, and with another plan if one is given."""
+        """A copy with findings of its own, and with ``plan`` if given."""
         return replace(self, plan=plan or self.plan, findings=self.findings.copy())
 
     def of_graph(self, *facts: str) -> Context:
-        """The same findings, but for facts: those of one graph of several that further passes run on."""
+        """A context that shares these findings but has its own facts, for passes on one graph of several."""
         return replace(self, findings=replace(self.findings, facts={*self.facts, *facts}))
 
     @property
@@ -146,12 +146,12 @@ class Context:
 
     @property
     def values(self) -> Propagation:
-        """What computes values of new nodes."""
+        """Computes the values of new nodes."""
         return Propagation(self.fake_mode, self.plan.mesh)
 
 
 class Pass(Protocol):
-    """A pass of one graph."""
+    """A pass on one graph."""
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]]
@@ -164,7 +164,7 @@ class Pass(Protocol):
 
 
 class GraphsPass(Protocol):
-    """A pass of a set of named graphs."""
+    """A pass on a set of named graphs."""
 
     @property
     def name(self) -> str: ...
@@ -182,7 +182,7 @@ class GraphsPass(Protocol):
 
 @dataclass(frozen=True)
 class Each:
-    """A pass of one graph, run on every graph of a set, or on those of one ``kind``."""
+    """Runs a single-graph pass on every graph of a set, or on those of one ``kind``."""
 
     step: Pass
     kind: str = ""
@@ -244,7 +244,7 @@ def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context
 
     Raises:
         PassOrderError: a pass requires what no earlier pass provided, or excludes what one did.
-        GraphInvariantError: a pass left a graph invalid, or taking what no other gives.
+        GraphInvariantError: a pass left a graph invalid, or with an input that no other graph returns.
     """
     for step in passes:
         _check_order(step, context.facts)
@@ -269,7 +269,7 @@ _checks: list[Check] = []
 
 @contextmanager
 def checking(check: Check) -> Iterator[None]:
-    """Within, ``check`` also sees every graph after every pass: what takes too long to check in every compilation."""
+    """Within, also run ``check`` on every graph after every pass: for checks too slow for every compilation."""
     _checks.append(check)
     try:
         yield
@@ -296,7 +296,7 @@ def _form(value: Any) -> Any:
 
 
 def _results(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
-    # Gradients are what rewrite passes change the form of; their shape is checked against the shard instead.
+    # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
     return [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
 
 
@@ -321,7 +321,7 @@ def _check_graph(step: GraphsPass, gm: fx.GraphModule, before: list[tuple[Role |
 
 
 def _check_given(step: GraphsPass, graphs: Graphs) -> None:
-    """Check that what a graph takes from others is given by one of them, in that form, where they are in the set."""
+    """Check that what a graph takes from other graphs of the set is a result of one, with the same shape and dtype."""
     given = {name: {role: _form(value) for role, value in outputs(gm)} for name, gm in graphs.items()}
     for name, gm in graphs.items():
         for role, node in placeholders(gm).items():
@@ -337,7 +337,7 @@ def _check_given(step: GraphsPass, graphs: Graphs) -> None:
 
 
 def _givers(name: str, role: Role) -> Iterator[str]:
-    """The names of the graphs of which one gives what the graph of this name takes for a role."""
+    """The names of the graphs one of which returns the value that graph ``name`` takes for ``role``."""
     stage, kind = name.split("/")[0], name.rpartition("/")[2]
     if isinstance(role, Saved):
         yield sibling(name, "forward")

@@ -1,4 +1,4 @@
-"""Building nodes: each with the value that its operation gives, and with the attributes that people know it by."""
+"""Builds nodes, each with the fake value of its operation and with descriptive attributes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ aten = torch.ops.aten
 
 
 class Builder:
-    """Adds nodes to ``graph``, at its end or ``after`` a node and one after the other.
+    """Adds nodes to ``graph``, at its end, or one after the other ``after`` a node.
 
-    The value of each is computed by ``values``; ``labels`` are its other attributes. With a ``prefix`` names begin with
-    it, so that no new node takes the name of one that is yet to come.
+    ``values`` computes their values; ``labels`` are their other attributes. Node names begin with ``prefix`` if given,
+    so that no new node takes the name of a later one.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Builder:
         return self.named(name, target, args, kwargs)
 
     def named(self, name: str | None, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """One operation under a name of the caller's, or of fx's."""
+        """One operation with the given name, or one chosen by fx."""
         value = self.values.value(target, args, kwargs)
         if self._after is None:
             node = self.graph.create_node("call_function", target, args, kwargs, name)
@@ -55,20 +55,20 @@ class Builder:
         return node
 
     def on(self, node: fx.Node, tensor: fx.Node) -> fx.Node:
-        """The operation of ``node``, under its name, on another tensor in the place of its first argument."""
+        """The operation of ``node``, with its name, with ``tensor`` as first argument."""
         tensor = self.contiguous(tensor) if ir.is_collective(node) else tensor
         return self.named(node.name, node.target, (tensor, *node.args[1:]), {})
 
     # -- layouts and dtypes ----------------------------------------------------------------------------
 
     def contiguous(self, tensor: fx.Node) -> fx.Node:
-        """A tensor whose elements lie in order."""
+        """``tensor``, copied if it is not contiguous."""
         if tensor.meta["val"].is_contiguous():
             return tensor
         return self.call(aten.clone.default, tensor, memory_format=torch.contiguous_format)
 
     def laid_out(self, tensor: fx.Node, like: torch.Tensor) -> fx.Node:
-        """The tensor in the memory order of another: what random numbers are drawn in."""
+        """The tensor with its dims in the memory order of ``like``: the order in which random numbers are drawn."""
         value = tensor.meta["val"]
         order = sorted(range(like.dim()), key=like.stride, reverse=True)
         if order == sorted(range(value.dim()), key=value.stride, reverse=True):
@@ -77,13 +77,13 @@ class Builder:
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(value.dim())])
 
     def view(self, tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-        """The elements in another shape, copied where they do not lie in order."""
+        """``tensor`` in another shape, copied if it is not contiguous."""
         if tuple(tensor.meta["val"].shape) == tuple(shape):
             return tensor
         return self.call(aten.view.default, self.contiguous(tensor), list(shape))
 
     def cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """``tensor`` in another dtype, its elements in order."""
+        """``tensor`` in another dtype, contiguous."""
         return self.call(aten._to_copy.default, tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
     def pad_rows(self, tensor: fx.Node, rows: int) -> fx.Node:
@@ -101,21 +101,21 @@ class Builder:
         return self.call(ir.WAIT, start)
 
     def all_gather(self, shard: fx.Node, axis: str) -> fx.Node:
-        """The shards of every rank of ``axis``, one after the other along dim 0."""
+        """The shards of all ranks of ``axis``, concatenated along dim 0."""
         return self.wait(self.call(ir.ALL_GATHER, shard, self.values.ranks(axis), axis))
 
     def reduce_scatter(self, full: fx.Node, axis: str) -> fx.Node:
-        """This rank's rows of the sum over ``axis``."""
+        """This rank's rows (dim 0) of the sum over ``axis``."""
         return self.wait(self.call(ir.REDUCE_SCATTER, full, "sum", self.values.ranks(axis), axis))
 
     def all_reduce(self, tensor: fx.Node, axis: str, operation: str = "sum") -> fx.Node:
-        """The sum over ``axis`` (or several, :func:`shardgraph.mesh.together`), on every rank of it."""
+        """The sum (or ``operation``) over one ``axis`` or several (:func:`shardgraph.mesh.together`), on every rank."""
         return self.wait(self.call(ir.ALL_REDUCE, tensor, operation, axis))
 
     def to_device(self, tensor: fx.Node, device: torch.device) -> fx.Node:
-        """A copy in the memory of ``device`` of a value that is on the host.
+        """A copy of a host value in the memory of ``device``.
 
-        The graph is the same text on every rank, so the device is any of its kind: the rank's current one.
+        The graph is the same on every rank, so only the device type is used: the rank's current device of that type.
         """
         return self.call(WAIT_COPY, self.call(TO_DEVICE, tensor, torch.device(device.type)), tensor)
 

@@ -1,4 +1,4 @@
-"""Lowering: from a captured graph and a plan to a program, one named pass after another."""
+"""Lowering: from a captured graph and a plan to a program, by a sequence of named passes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from shardgraph.plans.shards import named_shapes
 
 @dataclass(frozen=True)
 class CheckProgram:
-    """Takes all graphs; checks that no rank can wait for ever, that no operation has values of both host and device,
-    and that nothing random is drawn twice. Must not change: anything.
+    """Takes all graphs; checks that collectives cannot deadlock, that no operation mixes host and device operands, and
+    that no random numbers are drawn twice. Must not change: anything.
     """
 
     name: ClassVar[str] = "check-program"
@@ -60,44 +60,44 @@ class CheckProgram:
 
 WHOLE_PASSES: tuple[Pass, ...] = (
     RemoveConstraints(),  # annotated activations have their placements
-    ChunkLoss(),  # scores over a vocabulary exist a chunk of rows at a time
-    Recompute(),  # which values backward computes again, while modules are all that made them
-    MarkOffloaded(),  # which of the others are to lie in host memory
+    ChunkLoss(),  # logits over a vocabulary exist one chunk of rows at a time
+    Recompute(),  # which values backward recomputes, while all nodes still come from modules
+    MarkOffloaded(),  # which of the others are offloaded to host memory
 )
 RANK_PASSES: tuple[Pass, ...] = (
     ShardParameters(),  # whole parameters become shards and gathers
     MixedPrecision(),  # stored parameters are cast before they are gathered, gradients before they are reduced
-    OffloadParameters(),  # stored parameters in host memory are copied to the device before all that
+    OffloadParameters(),  # offloaded parameters are copied to the device before that
     ReduceGradients(),  # local gradients become their mean over ranks
-    OffloadGradients(),  # and go to the host
+    OffloadGradients(),  # and are copied to the host
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
 SCHEDULE_PASSES: tuple[Pass, ...] = (
     OverlapCollectives(),  # start gathers early, await reductions late
-    OverlapCopies(),  # and so copies between host and device
+    OverlapCopies(),  # likewise for copies between host and device
 )
 
 
 def passes_of(plan: Plan) -> dict[str, list[GraphsPass]]:
-    """All passes between :func:`place` and the program, in order, by the step that they are of."""
+    """All passes between :func:`place` and the program, in order, by the name of their step."""
     divide: list[GraphsPass] = []
     once: list[GraphsPass] = []
     if plan.pipeline is not None:
-        divide = [DivideIntoStages(plan.pipeline.stages)]  # each stage's own graph, with what crosses
+        divide = [DivideIntoStages(plan.pipeline.stages)]  # one graph per stage, with the values exchanged
         once = [
-            GatherOnce(),  # parameters that are kept are gathered once a step
-            ReduceOnce(),  # gradients are reduced once a step,
+            GatherOnce(),  # parameters that are kept are gathered once per step
+            ReduceOnce(),  # gradients are reduced once per step,
             Each(KeepGradientsLocal(), "backward"),  # and not for every microbatch
             DropUntrained(),  # frozen first stages have no backward
         ]
     again: list[GraphsPass] = []
     if plan.pipeline is not None and plan.pipeline.checkpoint != "never":
         again = [
-            CopyToRecompute(),  # for microbatches that keep only what the stage is given
-            Each(RecomputeStage(), "recompute/joint"),  # all else is computed again
-            Each(MarkOffloaded(), "recompute/joint"),  # so other values can lie in host memory
+            CopyToRecompute(),  # for microbatches that save only the stage's inputs
+            Each(RecomputeStage(), "recompute/joint"),  # all else is recomputed
+            Each(MarkOffloaded(), "recompute/joint"),  # so different values can be offloaded
         ]
-    # What forward keeps for backward lies in host memory in between.
+    # Offloaded activations are in host memory between forward and backward.
     offload: list[GraphsPass] = [OffloadActivations()] if offloads(plan) else []
     whole, rank, scheduled = (
         [Each(step) for step in passes] for passes in (WHOLE_PASSES, RANK_PASSES, SCHEDULE_PASSES)
@@ -110,7 +110,7 @@ def passes_of(plan: Plan) -> dict[str, list[GraphsPass]]:
     }
 
 
-STAGES = 5  # capture, rewrite, split, schedule, check: what a progress line counts
+STAGES = 5  # capture, rewrite, split, schedule, check: the steps of a progress line
 
 
 def build_program(
@@ -125,7 +125,7 @@ def build_program(
 ) -> Program:
     """Compile one call of ``model`` under ``plan``. Needs no process group, no accelerator and no weights.
 
-    ``show`` is told the name of each stage as it begins.
+    ``show`` is called with the name of each step as it begins.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -133,7 +133,7 @@ def build_program(
         DeadlockError: the program's collectives could block for ever.
     """
     shapes = named_shapes(model)
-    plan.resolve(shapes)  # a plan that does not fit is told before the long work
+    plan.resolve(shapes)  # fail before the long work if the plan does not fit
     show("capture")
     call = Call(model, args, dict(kwargs or {}), loss_fn, torch.is_grad_enabled())
     return lower(Captures(device).take(call, plan), plan, shapes, show)
@@ -142,9 +142,9 @@ def build_program(
 def lower(
     joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], show: Callable[[str], None] = lambda stage: None
 ) -> Program:
-    """The program of a captured graph under ``plan``; the graph is left as it is, so that plans can be tried on it.
+    """Lower a captured graph under ``plan`` to a program; the graph is not changed, so other plans can be tried on it.
 
-    Under a plan with a pipeline the graph is that of one microbatch, and the plan says where stages begin.
+    If the plan has a pipeline, the graph is that of one microbatch, and the plan lists where stages begin.
 
     Raises:
         PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name.
@@ -161,15 +161,15 @@ def emit(
     context: Context,
     show: Callable[[str], None] = lambda stage: None,
 ) -> Program:
-    """The program of ``joint`` from what :func:`place` gives, which is used up.
+    """The program of ``joint`` from the results of :func:`place`, which are consumed.
 
     Raises:
-        PlanError: the plan's recomputation names what the model does not have.
+        PlanError: the plan's recomputation names operations that the model does not have.
         DeadlockError: the program's collectives could block for ever.
     """
     plan, graphs = context.plan, {"joint": gm}
     for step, passes in passes_of(plan).items():
-        if step != "rewrite":  # which began with the placing of operators
+        if step != "rewrite":  # shown already, before placing
             show(step)
         run_on_graphs(graphs, passes, context)
     actions = schedule(plan, any(of_kind(graphs, "backward")))

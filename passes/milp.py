@@ -1,9 +1,9 @@
-"""Mixed-integer linear programs: variables, named constraints and one objective that is minimised, solved by HiGHS.
+"""Mixed-integer linear programs: variables, named constraints and a minimised objective, solved by HiGHS.
 
-Problems (placements, recomputation) say what their variables, objective and constraints mean where they are built;
-here is only how a program is written down and solved. The solver (J. Hall and others, https://highs.dev, through
-``scipy.optimize.milp``) runs on one thread and is deterministic: the same program has the same solution, unless a time
-limit ends the search, which then says how far from the best its solution may be.
+The modules that build a problem (placements, recomputation) document its variables, objective and constraints; this one
+only represents and solves programs. The solver (J. Hall and others, https://highs.dev, through ``scipy.optimize.milp``)
+runs on one thread and is deterministic: the same program has the same solution, unless a time limit ends the search,
+which then reports the gap of its solution.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 _INFEASIBLE = 2  # the status of scipy.optimize.milp
-_NAMED = 8  # constraints that an error names at most
-_SLACK = 1e-6  # of a constraint, above which it is not met
+_NAMED = 8  # most constraints that an error names
+_SLACK = 1e-6  # above which a constraint counts as violated
 
 Row = Mapping[int, float]
 """The coefficients of a constraint by variable."""
@@ -28,8 +28,8 @@ Row = Mapping[int, float]
 class Solution:
     """The values of all variables, in the order in which they were added.
 
-    ``objective`` is that of the solution, ``bound`` what no solution is below. ``gap`` is the part of ``objective`` by
-    which the best may be smaller, 0 where the solution is proven best.
+    ``objective`` is that of the solution, ``bound`` a lower bound on the optimum. ``gap`` is the fraction of
+    ``objective`` by which the optimum may be smaller, 0 if the solution is proven optimal.
     """
 
     values: Sequence[float]
@@ -39,9 +39,9 @@ class Solution:
 
 
 class NoSolution(Exception):
-    """There is none, or none was found in time.
+    """The program is infeasible, or no solution was found in time.
 
-    ``constraints`` are the names of some that contradict each other; empty where ``timed_out``.
+    ``constraints`` are the names of some that contradict each other; empty if ``timed_out``.
     """
 
     def __init__(self, constraints: tuple[str, ...], limit: float, timed_out: bool) -> None:
@@ -71,7 +71,7 @@ class Program:
         return len(self._costs) - 1
 
     def constrain(self, name: str, row: Row, low: float = -math.inf, high: float = math.inf) -> None:
-        """That the sum of ``row`` is from ``low`` to ``high``. ``name`` is for people; several may have the same."""
+        """Constrain ``row`` to the range ``low`` to ``high``. ``name`` is for messages and need not be unique."""
         self._names.append(name)
         self._rows.append(row)
         self._limits.append((low, high))
@@ -81,14 +81,14 @@ class Program:
 
         Args:
             limit: seconds after which the best solution so far is taken.
-            gap: the part of the objective by which a solution may be from the best.
+            gap: the relative gap to the optimum at which a solution is accepted.
 
         Raises:
             NoSolution: the constraints contradict each other, or no solution was found within ``limit``.
         """
         costs = np.array(self._costs)
         scale = np.abs(costs).max(initial=0.0) or 1.0
-        # Tolerances of the solver are absolute: the largest cost is a million of them.
+        # The solver's tolerances are absolute, so costs are scaled: the largest becomes 1e6.
         found = self._solved(costs / scale * 1e6, self._rows, self._bounds, self._integer, limit, gap)
         if found.x is None:
             timed_out = found.status != _INFEASIBLE
@@ -99,7 +99,7 @@ class Program:
         return Solution(found.x, objective, min(bound, objective), float(proven) if proven > 1e-9 else 0.0)
 
     def _contradiction(self, limit: float) -> tuple[str, ...]:
-        """Names of constraints that have to give way for the others to be met: as little as possible in all."""
+        """Names of constraints to relax so that the others can be met, minimising the total violation."""
         rows, bounds, integer = list(self._rows), list(self._bounds), list(self._integer)
         costs = [0.0] * len(bounds)
         slacks: list[tuple[str, int]] = []
@@ -113,7 +113,7 @@ class Program:
                 costs.append(1.0)
             rows[number] = row
         found = self._solved(np.array(costs), rows, bounds, integer, limit, 0.0)
-        if found.x is None:  # then variables' bounds contradict each other
+        if found.x is None:  # the bounds of variables contradict each other
             return tuple(dict.fromkeys(self._names))[:_NAMED]
         return tuple(dict.fromkeys(name for name, slack in slacks if found.x[slack] > _SLACK))[:_NAMED]
 

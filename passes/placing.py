@@ -1,7 +1,7 @@
-"""Placing operations: which part of each a rank computes, along axes that divide the computation.
+"""Assigns placements to operations along the mesh axes that shard the computation.
 
-It takes most of the time of lowering, and depends on little of a plan: plans that differ only in how parameters are
-stored over data ranks place operations alike. So a captured graph remembers what was placed.
+This takes most of the time of lowering, and depends on little of a plan: plans that differ only in how parameters are
+stored over data ranks have the same placements. So a captured graph caches them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardgraph.plans.plan import Plan, in_patterns
 
 @dataclass(frozen=True)
 class Placed:
-    """A graph over a rank's part of what is divided, and what the passes found along with it."""
+    """A graph over a rank's part of the sharded computation, and the findings of the placing passes."""
 
     module: fx.GraphModule
     findings: Findings
@@ -35,7 +35,7 @@ class Placed:
 
 
 def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[fx.GraphModule, Context]:
-    """A copy of a captured graph that computes a rank's part of what is divided, and what passes know of it.
+    """A copy of a captured graph that computes a rank's part of the sharded computation, and the context for passes.
 
     Raises:
         PlanError: the plan does not fit the model's parameters.
@@ -54,7 +54,7 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
 
 
 def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
-    """What placing depends on. Experts read how parameters are stored along all axes; operators only along theirs."""
+    """The cache key. Expert passes read how parameters are stored along all axes; operators only along their own."""
     sizes = plan.mesh if plan.experts else tuple((axis, dict(plan.mesh)[axis]) for axis, _ in plan.operators)
     positions = [plan.axes.index(axis) for axis, _ in plan.operators]
     stored = tuple(
@@ -65,7 +65,7 @@ def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
 
 
 def _as_placed(placed: Placed, context: Context) -> tuple[fx.GraphModule, Context]:
-    """What was placed under a plan that places alike, for the plan of ``context``."""
+    """A cached result from a plan with the same placements, adapted to the plan of ``context``."""
     plan, findings = context.plan, placed.findings.copy()
     if not plan.experts:
         for fqn, entry in context.parameters.items():
@@ -78,9 +78,9 @@ def _as_placed(placed: Placed, context: Context) -> tuple[fx.GraphModule, Contex
 
 
 def placing_passes(plan: Plan) -> list[Pass]:
-    """The passes that divide the computation, and so find where parameters lie that it uses in parts.
+    """The passes that shard the computation, and thereby the parameters that it uses in parts.
 
-    Along sequences last, so that it sees what is left of each operation.
+    Context parallelism (the sequence) runs last among operators, so that it sees what is left of each operation.
     """
     axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
     operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
@@ -90,12 +90,12 @@ def placing_passes(plan: Plan) -> list[Pass]:
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with all that it leaves open along axes of operators and experts: where parameters lie, and operations.
+    """``plan`` with all placements assigned along operator and expert axes, of parameters and operations.
 
-    To lower ``joint`` under it solves nothing.
+    Lowering ``joint`` under the result solves nothing.
 
     Raises:
-        PlanError: the plan does not fit the model's parameters, or what it says of operations the graph.
+        PlanError: the plan does not fit the model's parameters, or its placements of operations the graph.
     """
     if plan.decided and not plan.undecided(shapes):
         return plan
@@ -106,7 +106,7 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
 def placed_plan(
     joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], gm: fx.GraphModule, context: Context
 ) -> Plan:
-    """``plan`` with what :func:`place`, which gave the graph and the context, decided under it."""
+    """``plan`` with the placements that :func:`place` decided under it, from the graph and context that it returned."""
     if not context.activations:
         return plan
     activations = Activations(call_of(gm), tuple(context.activations.items()))

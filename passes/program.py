@@ -1,17 +1,17 @@
-"""A program: what the passes make of a captured graph for one kind of call, the same text on every rank.
+"""A program: the result of lowering a captured graph for one kind of call, the same text on every rank.
 
-It is a set of named graphs and a schedule of actions, each of which runs one of them. Without a pipeline there is one
-stage, whose actions are forward, then backward::
+It is a set of named graphs and a schedule of actions, each of which runs one graph. Without a pipeline there is one
+stage, which runs forward, then backward::
 
     forward, backward
 
-With a pipeline every stage has graphs of its own, which are run for each microbatch, but for those that gather
-parameters and reduce gradients once a step::
+With a pipeline every stage has graphs of its own, which run for each microbatch, except those that gather parameters
+and reduce gradients once per step::
 
     stage0/gather, stage0/forward, stage0/backward, stage0/reduce, stage1/gather, ...
     stage0/recompute/forward, stage0/recompute/backward
 
-The latter are of microbatches that compute forward again in backward. Further graphs are made from a backward graph
+The latter are for microbatches that recompute forward in backward. Further graphs are derived from a backward graph
 when a step first needs them; see :meth:`Program.graph`.
 """
 
@@ -36,11 +36,11 @@ from shardgraph.passes.pipeline.weight_gradients import SplitBackward
 from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.plan import Plan
 
-# What each kind of graph is made by from the backward graph beside it.
+# The passes that derive each kind of graph from the backward graph beside it.
 _DERIVED: dict[str, tuple[GraphsPass, ...]] = {
     "local": (Each(KeepGradientsLocal()),),  # inside no_sync
-    "accumulate": (Each(AddAccumulated()),),  # that ends it
-    "inputs": (SplitBackward(),),  # the half of backward for which the stage before waits
+    "accumulate": (Each(AddAccumulated()),),  # ends no_sync
+    "inputs": (SplitBackward(),),  # the half of backward that the previous stage waits for
     "weights": (SplitBackward(),),  # the other half
 }
 _GRAPH_OF: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
@@ -48,11 +48,10 @@ _GRAPH_OF: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "inputs", "W
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """The graphs of one stage for one microbatch, of which ``prefix`` begins the names.
+    """The graphs of one stage for one microbatch, whose names begin with ``prefix``.
 
-    ``backward`` gives this rank's gradients, in a pipeline whole and unreduced; it is None where nothing before or in
-    the stage is trained. ``parts`` are its two halves, the gradients of what the stage was given and those of its
-    weights.
+    ``backward`` returns this rank's gradients, in a pipeline whole and unreduced; it is None if neither the stage nor
+    an earlier one is trained. ``parts`` are its two halves: gradients of the stage's inputs, and of its weights.
     """
 
     program: Program
@@ -80,10 +79,10 @@ class Halves:
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """One stage, the same text on all of its ranks: a view of the program's graphs whose names ``prefix`` begins.
+    """One stage, the same text on all its ranks: a view of the program's graphs whose names begin with ``prefix``.
 
-    ``kept`` are the graphs of microbatches whose values are kept for backward, ``again`` of those that compute them
-    again. ``batch_norms`` are those whose statistics a training step of a pipeline moves.
+    ``kept`` are the graphs of microbatches whose activations are saved for backward, ``again`` of those that recompute
+    them. ``batch_norms`` are those whose running statistics a training step of a pipeline updates.
     """
 
     program: Program
@@ -93,22 +92,22 @@ class StageProgram:
 
     @property
     def gather(self) -> fx.GraphModule | None:
-        """Gathers, once a step, the parameters that are kept."""
+        """Gathers, once per step, the parameters that are kept."""
         return self.program.graphs.get(self.prefix + "gather")
 
     @property
     def reduce(self) -> fx.GraphModule | None:
-        """Reduces, once a step, gradients added up over microbatches."""
+        """Reduces, once per step, the gradients accumulated over microbatches."""
         return self.program.graphs.get(self.prefix + "reduce")
 
     @cached_property
     def kept(self) -> Halves:
-        """For a microbatch whose values are kept."""
+        """For a microbatch whose activations are saved."""
         return Halves(self.program, self.prefix)
 
     @cached_property
     def again(self) -> Halves:
-        """For a microbatch whose forward is computed again in backward."""
+        """For a microbatch whose forward is recomputed in backward."""
         prefix = self.prefix + "recompute/"
         return Halves(self.program, prefix) if prefix + "forward" in self.program.graphs else self.kept
 
@@ -132,12 +131,12 @@ class StageProgram:
 
     @cached_property
     def received(self) -> list[torch.Tensor]:
-        """What the stage takes from the one before, as fake tensors in order."""
+        """What the stage receives from the previous one, as fake tensors in order."""
         return _taken(self.kept.forward, Forwarded)
 
     @cached_property
     def returned(self) -> list[torch.Tensor]:
-        """What it takes from the one after in backward, likewise."""
+        """What it receives from the next one in backward, as fake tensors in order."""
         return [] if self.kept.backward is None else _taken(self.kept.backward, Returned)
 
 
@@ -145,9 +144,9 @@ class StageProgram:
 class Program:
     """Named graphs, the same on every rank, the actions that run them, and what is needed to call them.
 
-    ``joint`` is the graph as captured, before any rewrite. ``actions`` are what each place along the pipeline does in
-    a step. ``parameters`` and ``shapes`` are the plan of each parameter and its unsharded shape, by name; ``context``
-    is what the passes knew.
+    ``joint`` is the graph as captured, before any rewrite. ``actions`` are what each pipeline rank does in a step.
+    ``parameters`` and ``shapes`` are the plan of each parameter and its unsharded shape, by name; ``context`` is the
+    context of the passes.
     """
 
     joint: JointGraph
@@ -180,11 +179,11 @@ class Program:
         return tuple(StageProgram(self, i, prefix, norms.get(i, ())) for i, prefix in enumerate(prefixes))
 
     def graph(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
-        """A graph by its name, or one that is made from the backward graph beside it when it is first asked for.
+        """A graph by name; some are derived from the backward graph beside them on first use.
 
-        Those are ``local`` (of ``no_sync``), ``accumulate`` (that ends it), ``inputs`` and ``weights`` (the two halves
-        of a stage's backward). ``absent`` are the tangents that backward does without, because the loss does not depend
-        on their outputs.
+        Those are ``local`` (inside ``no_sync``), ``accumulate`` (ends it), ``inputs`` and ``weights`` (the two halves
+        of a stage's backward). ``absent`` are the tangents that are undefined because the loss does not depend on
+        their outputs.
         """
         if name in self.graphs and not absent:
             return self.graphs[name]
@@ -232,7 +231,7 @@ class Program:
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """The stages that use each parameter or make a part of its gradient; one that none uses is the first's."""
+        """The stages that use each parameter or compute a partial gradient of it; unused ones belong to the first."""
         found: dict[str, tuple[int, ...]] = {}
         for stage in self.stages:
             for fqn in dict.fromkeys([*stage.parameters, *sorted(stage.trained)]):
@@ -252,19 +251,19 @@ class Program:
 
     @cached_property
     def communication(self) -> str:
-        """What a rank sends and receives in a call, in order: equal for programs that ranks may mix. Empty: nothing."""
+        """The communication of a call as text, in order; ranks may mix programs for which it is equal."""
         return "\n".join(line for gm in self.graphs.values() for line in self._communication_of(gm))
 
     def _communication_of(self, gm: fx.GraphModule) -> Iterator[str]:
         for node in ir.collectives(gm):
             rest = [arg for arg in node.args if not isinstance(arg, fx.Node)]
             yield f"{node.target} {_form(node.args[0])} {rest}"
-        if self.plan.pipeline is not None:  # messages between stages, and what a step reduces beside the graphs
+        if self.plan.pipeline is not None:  # messages between stages, and reductions outside the graphs
             yield f"results {[(role, _form(value)) for role, value in ir.outputs(gm)]}"
 
 
 def schedule(plan: Plan, trains: bool) -> Order:
-    """What each place along the pipeline does in a step; without a pipeline forward, then backward."""
+    """The actions of each pipeline rank in a step; without a pipeline forward, then backward."""
     order: Order = ((Action(0, "F", 0), Action(0, "B", 0)),) if plan.pipeline is None else plan.pipeline.order
     return order if trains else tuple(tuple(a for a in actions if a.kind == "F") for actions in order)
 

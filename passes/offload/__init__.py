@@ -1,1 +1,1 @@
-"""What of a program lies in the host's memory, and when it is copied there and back."""
+"""Offloading to host memory: which values, and when they are copied there and back."""

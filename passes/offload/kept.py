@@ -1,4 +1,4 @@
-"""What forward keeps on the device for backward and could do without in between."""
+"""Values saved for backward that could leave the device between forward and backward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from shardgraph.passes.recompute.values import layers_of
 
 @dataclass(frozen=True)
 class Kept:
-    """A value that forward makes and keeps for backward, and that lies in a storage of its own.
+    """A value saved for backward that has a storage of its own.
 
     ``value``, ``given``
         The node in forward, and the placeholder in backward.
+    ``nbytes``
+        The bytes of its storage.
     ``done``
-        The last node of forward that uses the storage.
+        The last forward node that uses the storage.
     ``first``
-        The first node of backward that uses it.
+        The first backward node that uses it.
     ``layer``
-        The layer that it is made in, ``""`` outside of layers.
+        The layer that computes it, ``""`` outside of layers.
     ``marked``
-        The patterns of annotations that name it.
+        The patterns of the annotations that name it.
     """
 
     value: fx.Node
@@ -41,10 +43,10 @@ class Kept:
 
 
 def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]:
-    """All such values, in the order in which forward is done with them.
+    """All such values, in the order of their last use in forward.
 
-    None are parameters, buffers, inputs and what the model returns, which stay on the device anyway, nor gathered
-    parameters, which say themselves how long they are kept.
+    Parameters, buffers, inputs and model outputs are left out, since they stay on the device anyway; so are gathered
+    parameters, whose lifetime the plan sets (``reshard_after_forward``).
     """
     held, layers = storages_of(forward), layers_of(forward)
     given = placeholders(backward)
@@ -72,7 +74,7 @@ def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]
 
 
 def window_of(kept: Sequence[Kept]) -> int:
-    """The bytes that may lie on the device while they are copied: a layer's, or without layers the largest value's."""
+    """The bytes that may be on the device during copies: the largest layer's, without layers the largest value's."""
     layers: Counter[str] = Counter()
     for each in kept:
         layers[each.layer] += each.nbytes

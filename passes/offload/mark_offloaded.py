@@ -1,4 +1,4 @@
-"""Which values are to lie in host memory if forward keeps them, and that each is kept as one."""
+"""Marks the values to offload to host memory if they are saved, and makes each storage be saved as one value."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardgraph.plans.plan import Plan
 
 @dataclass(frozen=True)
 class MarkOffloaded:
-    """Takes a joint graph; marks with ``OFFLOADED_BY``, a set of patterns, what ``offload()`` of modules names.
+    """Takes a joint graph; marks with ``OFFLOADED_BY``, a set of patterns, the values that ``offload()`` names.
 
-    That is what the module computes, and where it is computed again in backward, what it is computed again from. Where
-    anything is offloaded, by annotations or by the plan, forward's views get ``RECOMPUTE``: the split then keeps
-    what they are views of, so that a storage is one value, however many views of it backward reads, and can be moved
-    as one. To make a view again takes no memory.
+    These are the values the module computes or, if backward recomputes them, the values they are recomputed from. If
+    anything is offloaded, by annotations or by the plan, forward's views get ``RECOMPUTE``: the split then saves their
+    base, so that each storage is saved and moved as one value, however many views of it backward reads. Recomputing a
+    view takes no memory.
 
     Must not change: the computation.
     """
@@ -66,7 +66,7 @@ def _modules_around(node: fx.Node) -> Iterator[str]:
 
 
 def _kept_for(node: fx.Node) -> Iterator[fx.Node]:
-    """What has to be kept to have the value of a node in backward: the node, or what it is computed again from."""
+    """The nodes to save so that backward has the value of ``node``: itself, or what it is recomputed from."""
     stack, seen = [node], {node}
     while stack:
         each = stack.pop()
@@ -78,7 +78,7 @@ def _kept_for(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _views(gm: fx.GraphModule, inside: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Forward's views, and what each is a view of, which is none."""
+    """Forward's views, each with its base, which is not a view."""
     found: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node in inside and node not in MEMORY_KIND and _is_view(node, found):
@@ -90,6 +90,6 @@ def _views(gm: fx.GraphModule, inside: set[fx.Node]) -> dict[fx.Node, fx.Node]:
 def _is_view(node: fx.Node, views: dict[fx.Node, fx.Node]) -> bool:
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    if node.target is operator.getitem:  # a piece of what is cut in views
+    if node.target is operator.getitem:  # a piece of an operation that returns views
         return node.args[0] in views
     return node.target is torch.ops.aten._unsafe_view.default or getattr(node.target, "is_view", False)

@@ -1,4 +1,4 @@
-"""Values that forward keeps for backward lie in the host's memory in between."""
+"""Activation offloading: values saved for backward are in host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from shardgraph.plans.annotations.kinds import offload
 from shardgraph.plans.annotations.match import matches, written
 from shardgraph.plans.plan import Plan
 
-_SMALL = 1 / 100  # of the window: what takes longer to start than its bytes are worth
+_SMALL = 1 / 100  # of the window: below this, starting a copy costs more than its bytes are worth
 
 
 @dataclass(frozen=True)
 class OffloadActivations:
-    """Takes forward and backward graphs; gives those in which what the plan offloads of what is kept for backward lies
-    in host memory in between.
+    """Takes forward and backward graphs; keeps the saved activations that the plan offloads in host memory in between.
 
     Must not change: what each node computes, and the order of the others.
+
+    Raises:
+        PlanError: the plan or an annotation offloads activations, and there are none.
     """
 
     name: ClassVar[str] = "offload-activations"
@@ -49,10 +51,11 @@ class OffloadActivations:
 
 
 def _offload(forward: fx.GraphModule, backward: fx.GraphModule, context: Context, *, at_once: bool) -> list[Kept]:
-    """Copies to the host what forward keeps and the plan offloads, and back ahead of its first use in backward.
+    """Copies offloaded activations to the host, and back ahead of their first use in backward.
 
-    A copy starts as soon as its value is made, and is awaited as :mod:`shardgraph.passes.offload.window` says. What is
-    small stays, and so does what backward begins with, if it follows ``at_once``. Returns all that could be moved.
+    A copy starts as soon as its value is computed, and is awaited as :mod:`shardgraph.passes.offload.window` decides.
+    Small values stay on the device, and so do those that backward uses first if it follows ``at_once``. Returns all
+    values that could be moved.
     """
     if not offloads(context.plan):
         return []
@@ -71,14 +74,14 @@ def _offload(forward: fx.GraphModule, backward: fx.GraphModule, context: Context
 
 
 def _check_offloaded(plan: Plan, shapes: Iterable[str], kept: Collection[Kept] | None) -> None:
-    """Check that there is something of all that the plan offloads.
+    """Check that every offload in the plan applies to something.
 
-    ``kept`` is all that is kept for backward, None if there is no backward; ``shapes`` has the names of parameters,
+    ``kept`` is every value saved for backward, None if there is no backward; ``shapes`` has the names of parameters,
     which annotations may name as well as modules.
 
     Raises:
-        PlanError: activations are offloaded and nothing is trained, though gradients are enabled, or an annotation
-            names modules of which nothing is kept.
+        PlanError: activations are offloaded and nothing is trained although gradients are enabled, or an annotation
+            names modules of which nothing is saved.
     """
     if kept is None:
         if plan.offload.activations and torch.is_grad_enabled():
@@ -101,9 +104,9 @@ def _check_offloaded(plan: Plan, shapes: Iterable[str], kept: Collection[Kept] |
 def _copy_away(
     gm: fx.GraphModule, context: Context, kept: Sequence[Kept], stays: Collection[Kept], window: int
 ) -> None:
-    """Start each copy where its value is made, await it behind a window of others, and keep what is copied.
+    """Start each copy where its value is computed, await it a window of values later, and save the copy instead.
 
-    ``kept`` are in the order in which forward is done with them.
+    ``kept`` is in the order of last use in forward.
     """
     given = [node for node in gm.graph.nodes if node.op == "placeholder"]
     latest: dict[fx.Node, fx.Node] = {}  # the wait that was last put after a node
@@ -127,7 +130,7 @@ def _copy_back(
 ) -> None:
     """Start the copy of each value a window ahead of its first use, and await it there.
 
-    ``wanted`` are in the order in which backward gets to them.
+    ``wanted`` is in the order of first use in backward.
     """
     arrivals = {-1: next(node for node in gm.graph.nodes if node.op != "placeholder")}
     times = started([each.nbytes for each in wanted], window)
@@ -156,7 +159,7 @@ def _builder(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Nod
 
 
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
-    """Say what the copied value must be equal to, for whoever looks for what is wrong."""
+    """Record which value the copy must equal, for debugging."""
     equals = EQUALS.get(value) if value in MADE_BY else value.name
     if equals and not PLACEMENTS.get(value):
         EQUALS.set(wait, equals)

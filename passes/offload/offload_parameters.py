@@ -1,8 +1,8 @@
-"""Offloading of parameters: they are in host memory, and copied to the device where it computes with them.
+"""Parameter offloading: parameters are in host memory, and are copied to the device where they are used.
 
-As in ZeRO-Offload (Ren et al., 2021, https://arxiv.org/abs/2101.06840) gradients go to the host too, where the
-optimizer updates what it finds there. Parameters that are copied again in backward are on the device a few at a time,
-so that a model can be larger than it (Rajbhandari et al., "ZeRO-Infinity", 2021, https://arxiv.org/abs/2104.07857).
+As in ZeRO-Offload (Ren et al., 2021, https://arxiv.org/abs/2101.06840) gradients go to the host too, and the optimizer
+updates the parameters there. Parameters that are copied again in backward are on the device a few at a time, so a model
+can be larger than device memory (Rajbhandari et al., "ZeRO-Infinity", 2021, https://arxiv.org/abs/2104.07857).
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class OffloadParameters:
-    """Takes a joint graph over stored parameters, or shards of them; gives one in which those that the plan offloads
-    are in host memory.
+    """Takes a joint graph over stored parameters, or shards of them; moves those that the plan offloads to host memory.
 
-    Before the first use of such a placeholder stand the start of a copy to the device and its wait; what was done with
-    the parameter (a cast, a gather) is done with the copy. Both have the ``MEMORY_KIND`` ``"gathered"``, and are done
-    again in backward where the parameter is resharded after forward (``RECOMPUTE``).
+    A copy to the device and its wait are inserted before the first use of such a placeholder; the parameter's users (a
+    cast, an all-gather) use the copy instead. Both nodes have the ``MEMORY_KIND`` ``"gathered"``, and are repeated in
+    backward if the parameter is resharded after forward (``RECOMPUTE``).
 
-    Must not change: what the computation sees.
+    Must not change: the values that the computation sees.
     """
 
     name: ClassVar[str] = "offload-parameters"
@@ -59,11 +58,11 @@ class OffloadParameters:
 
 @dataclass(frozen=True)
 class OffloadGradients:
-    """Takes a joint graph that returns gradients as they are stored; gives one that returns those of offloaded
-    parameters in host memory.
+    """Takes a joint graph that returns gradients in their stored form; returns those of offloaded parameters in host
+    memory.
 
-    The copies are part of what ``REDUCES`` marks, for the parameter's name: ``no_sync`` leaves them out and
-    adds up on the device.
+    The copies are marked with ``REDUCES``, the parameter's name, too: ``no_sync`` leaves them out and accumulates on
+    the device.
 
     Must not change: other results.
     """
@@ -87,7 +86,7 @@ class OffloadGradients:
 
 
 def _load(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Make the placeholder the host's, and copy it before its first use."""
+    """Move the placeholder to the host, and copy it to the device before its first use."""
     value, users = node.meta["val"], list(node.users)
     ON_HOST.set(node, True)
     ON_DISK.set(node, context.plan.offload.disk is not None)

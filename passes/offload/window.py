@@ -1,8 +1,8 @@
-"""When copies are awaited and started, so that no more than a window of bytes lies on the device for their sake.
+"""When copies start and are awaited, so that at most a window of bytes is on the device because of them.
 
-In forward a value that backward needs stays on the device until it is copied away, in backward it lies there from when
-its copy begins. The more bytes may lie so, the more time there is for a copy while the computation goes on. Both ways
-one copy is under way ahead of what is waited for, however large it is.
+In forward an offloaded value stays on the device until its copy to the host is done; in backward it is there from the
+start of its copy back. A larger window gives a copy more time to overlap with computation. In both directions one copy
+is in flight ahead of the awaited one, however large it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def staying(sizes: Sequence[int], window: int) -> int:
-    """How many of the values, in the order in which backward gets to them, need not leave the device: a window's."""
+    """How many values, in the order of first use in backward, need not leave the device: a window's worth."""
     total, count = 0, 0
     for size in sizes:
         total += size
@@ -22,9 +22,9 @@ def staying(sizes: Sequence[int], window: int) -> int:
 
 
 def awaited(sizes: Sequence[int], moves: Sequence[bool], window: int) -> list[int]:
-    """For each value, in the order in which forward is done with them, once it is done with which its copy is awaited.
+    """For each value, in the order of last use in forward, the index of the value after whose last use it is awaited.
 
-    That of one that ``moves``: others stay, and take their part of the window.
+    This matters for values that ``moves``; the others stay on the device and take their part of the window, in bytes.
     """
     found = list(range(len(sizes)))
     under_way: list[int] = []
@@ -42,7 +42,7 @@ def awaited(sizes: Sequence[int], moves: Sequence[bool], window: int) -> list[in
 
 
 def started(sizes: Sequence[int], window: int) -> list[int]:
-    """For each value, in the order in which backward gets to them, when it gets to which its copy is started.
+    """For each value, in the order of first use in backward, the index of the value at whose first use its copy starts.
 
     -1 is the beginning of backward.
     """

@@ -1,4 +1,4 @@
-"""Gradient accumulation without a reduction per microbatch: two variants of a backward graph."""
+"""Gradient accumulation without a reduction per microbatch: two variants of the backward graph."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardgraph.passes.builder import Builder
 
 @dataclass(frozen=True)
 class KeepGradientsLocal:
-    """Takes a backward graph; gives the one of ``no_sync``: gradients come out whole and unreduced.
+    """Takes a backward graph; makes it the ``no_sync`` variant, which returns whole, unreduced gradients.
 
-    Must not change: gradients of inputs, and of parameters that nothing reduces.
+    Must not change: gradients of inputs, and of parameters whose gradients are not reduced.
     """
 
     name: ClassVar[str] = "keep-gradients-local"
@@ -37,10 +37,10 @@ class KeepGradientsLocal:
 
 @dataclass(frozen=True)
 class AddAccumulated:
-    """Takes a backward graph; gives the one that ends a ``no_sync`` run: it also takes the local gradients of earlier
-    microbatches (role ``Accumulated``) and adds each to its own before reducing.
+    """Takes a backward graph; makes it the variant that ends a ``no_sync`` run: it also takes the local gradients of
+    earlier microbatches (role ``Accumulated``) and adds them to its own before reducing.
 
-    Must not change: gradients that nothing reduces.
+    Must not change: gradients that are not reduced.
     """
 
     name: ClassVar[str] = "add-accumulated"
@@ -66,7 +66,7 @@ class AddAccumulated:
 
 
 def local_gradient(reduced: fx.Node) -> fx.Node:
-    """This rank's own gradient, from the end of the chain that reduces it."""
+    """This rank's own gradient, given the last node of the chain that reduces it."""
     node: Any = reduced
     while node in REDUCES:
         node = node.args[0]

@@ -1,4 +1,4 @@
-"""Buffers that forward writes (batch norm's running statistics) stay equal on all data-parallel ranks."""
+"""Keeps buffers that forward writes (running statistics of batch norm) equal on all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardgraph.passes.builder import Builder
 
 @dataclass(frozen=True)
 class AverageBuffers:
-    """Takes a graph that writes buffers from this rank's batch; gives one that writes the ranks' mean.
+    """Takes a graph that writes buffers from this rank's batch; writes their mean over ranks instead.
 
-    Each rank computes the new value as the original would on its part of the batch; floating-point
-    values are then averaged over all ranks, so that evaluation and checkpoints do not depend on the rank. With
-    equal batches the mean of running means is the running mean of the whole batch. Integers (a count of
-    batches) are the same on every rank already. Must not change: what forward returns.
+    Each rank computes the new value from its part of the batch; floating-point values are then averaged over all
+    data-parallel ranks, so that evaluation and checkpoints do not depend on the rank. With equal batches the mean of
+    running means is the running mean of the whole batch. Integers (a count of batches) are the same on every rank
+    already. Must not change: what forward returns.
     """
 
     name: ClassVar[str] = "average-buffers"

@@ -1,7 +1,7 @@
-"""Mixed precision: what is stored in one dtype is computed, gathered and reduced in others.
+"""Mixed precision: parameters stored in one dtype are computed with, gathered and reduced in others.
 
-As in ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054, section 3.1) a rank keeps its shard of the
-parameters in full precision for the optimizer, and what goes over the wire is in the precision of the computation.
+As in ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054, section 3.1) a rank keeps its parameter shard in
+full precision for the optimizer, and communicates in the compute precision.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from shardgraph.plans.precision import dtype_of
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Takes a joint graph over parameters, or shards, of the dtype that they are computed with; gives one over stored
-    ones.
+    """Takes a joint graph over parameters, or shards, in their compute dtype; makes them those in their stored dtype.
 
-    A placeholder gets the dtype of ``context.stored``, and before its first use stands a cast to the one that it had:
-    before the padding and the gather, so that those are of the lower precision. The cast is done again in backward
-    where the gather is (``reshard_after_forward``). Gradients are cast to ``plan.precision.reduce``; what follows
-    reduces them in it, and ``no_sync`` adds them up in it.
+    A placeholder gets the dtype of ``context.stored``, and a cast back to the compute dtype is inserted before its
+    first use: ahead of the padding and the all-gather, so that those run in the compute dtype. Backward repeats the
+    cast where it repeats the gather (``reshard_after_forward``). Gradients are cast to ``plan.precision.reduce``, in
+    which later passes reduce them and ``no_sync`` accumulates them.
 
-    Must not change: what the computation sees.
+    Must not change: the values that the computation sees.
     """
 
     name: ClassVar[str] = "mixed-precision"
@@ -47,7 +46,7 @@ class MixedPrecision:
 
 
 def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Make the placeholder the stored parameter, and cast it before its first use."""
+    """Give the placeholder the stored dtype, and cast it before its first use."""
     computed, users = node.meta["val"], list(node.users)
     with context.fake_mode:
         node.meta["val"] = torch.empty_like(computed, dtype=context.stored[fqn])

@@ -19,17 +19,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """Takes a joint graph that returns each rank's own gradients; gives one that returns their mean.
+    """Takes a joint graph that returns each rank's own gradients; returns their mean over ranks instead.
 
-    By the parameter's plan the reduction is an all-reduce (every rank holds the whole gradient; a sharded
-    parameter then takes its rows of it, as in ZeRO-1) or a reduce-scatter over the axis that shards
-    it, followed by an all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the
-    number of ranks afterwards, on the smaller tensor; half precision divides before, lest the sum overflow. Summands
-    along axes of operators are added up in the same way, without being divided; along an axis that divides experts
-    their gradients are sums already. The reduction is done in the dtype that the gradient comes in, and its result cast
-    to that in which the parameter is stored.
+    Depending on the parameter's plan the reduction is an all-reduce (every rank holds the whole gradient; a sharded
+    parameter then takes its rows of it, as in ZeRO-1) or a reduce-scatter over the axis that shards it, followed by an
+    all-reduce over the axes that replicate it (hybrid sharding). The sum is divided by the number of data-parallel
+    ranks afterwards, on the smaller tensor; float16 gradients are divided before, lest the sum overflow. Partial
+    gradients along operator axes are summed in the same way, without division; along an axis that shards experts their
+    gradients are sums already. The reduction runs in the gradient's dtype, and its result is cast to the dtype in which
+    the parameter is stored.
 
-    Every node made here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
+    Every node added here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
     """
 
     name: ClassVar[str] = "reduce-gradients"
@@ -47,7 +47,7 @@ class ReduceGradients:
 
 
 def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
-    """Append the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
+    """Insert the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
     entry, world = context.parameters[fqn], context.plan.data_size
     sums = context.sums.get(fqn, ())
     labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, ""), REDUCES: fqn}
@@ -70,11 +70,11 @@ def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx
         if full != rows:
             node = build.pad_rows(node, full)
         node = build.reduce_scatter(node, axis)
-    done = {mesh[position][0] for position in entry.splits}  # as of experts, whose gradients are of all ranks' tokens
+    done = {mesh[position][0] for position in entry.splits}  # such as experts, whose gradients cover all ranks' tokens
     if scattered:
         done.add(mesh[shard_axis][0])
     summed = {*(axis for axis, _ in context.plan.data_mesh), *sums} - done
-    if summed:  # in one collective over all of them
+    if summed:  # one collective over all axes
         node = build.all_reduce(node, together(axis for axis in context.plan.axes if axis in summed))
     if not early and world > 1:
         node = build.call(aten.div.Tensor, node, world)

@@ -1,6 +1,6 @@
-"""Parameter sharding: placeholders become shards, gathered where the computation needs them whole.
+"""Parameter sharding: placeholders become shards, all-gathered where the computation needs them whole.
 
-What FairScale calls fully sharded data parallel and ZeRO calls stage 3, as a rewrite.
+Fully sharded data parallel (FairScale), or ZeRO stage 3, as a graph rewrite.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardgraph.passes.builder import Builder, padded_rows
 
 @dataclass(frozen=True)
 class ShardParameters:
-    """Takes a joint graph over whole parameters; gives one over local shards.
+    """Takes a joint graph over whole parameters; replaces them by local shards along dim 0.
 
-    Each sharded parameter's placeholder becomes this rank's shard (its value has rank 0's shape, the
-    longest). Before its first use stand: a zero-padding of the shard where rows do not divide, an
-    all-gather, its wait, and the cut back to the parameter's rows. These nodes have the ``MEMORY_KIND`` ``"gathered"``;
-    ``RECOMPUTE`` is as the plan's ``reshard_after_forward``, and tells the split to gather again in backward rather
-    than to save. A parameter nobody uses is not gathered.
+    The placeholder of each sharded parameter becomes this rank's shard (its value has rank 0's shape, the longest).
+    Inserted before its first use: zero-padding of the shard if the rows do not divide evenly, an all-gather, its wait,
+    and a slice back to the parameter's rows. These nodes have the ``MEMORY_KIND`` ``"gathered"``; their ``RECOMPUTE``
+    is the plan's ``reshard_after_forward``, and makes the split gather again in backward instead of saving. An unused
+    parameter is not gathered.
 
     Must not change: anything downstream, which sees a tensor equal to the whole parameter.
     """

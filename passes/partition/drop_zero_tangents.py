@@ -1,4 +1,4 @@
-"""Outputs that the loss does not use bring no gradient: backward without the zeros that would stand in for them."""
+"""Backward without zero tangents, for calls in which the loss does not depend on some outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardgraph.passes.builder import Builder
 
 aten = torch.ops.aten
 
-# Zero in the first argument gives zero; in any argument for the products.
+# The result is zero if the first argument is zero; for the products, if any argument is.
 _LINEAR = frozenset(
     {
         aten._to_copy.default,
@@ -37,11 +37,11 @@ _PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
 
 @dataclass(frozen=True)
 class DropZeroTangents:
-    """Takes a backward graph; gives the one for calls in which the tangents ``absent`` are undefined.
+    """Takes a backward graph; specialises it to calls in which the tangents ``absent`` are undefined.
 
-    What is zero because of them is not computed, as in eager autograd, where an undefined gradient skips the
-    operations behind it: a language model that returns its logits beside its loss would otherwise make and add
-    a zero for every logit. Where an operation must have the zero, it gets a constant.
+    Values that are zero as a result are not computed, as in eager autograd, where an undefined gradient skips the
+    operations behind it: a language model that returns its logits beside its loss would otherwise allocate and add a
+    zero for every logit. Operations that need the zero as an operand get a constant.
 
     Must not change: the collectives, which ranks whose losses use other outputs issue too.
     """
@@ -70,7 +70,7 @@ class DropZeroTangents:
 
 
 def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
-    """The term that a sum with a zero comes to, if it has the sum's shape and dtype."""
+    """The other operand of an addition with a zero, if it has the sum's shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs or not zero.intersection(node.all_input_nodes):
         return None
     left, right = node.args
@@ -82,7 +82,7 @@ def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
 
 
 def _laid_out(gm: fx.GraphModule, term: fx.Node, total: fx.Node, context: Context) -> fx.Node:
-    """The term with the strides of the sum, which views of it rely on."""
+    """The term with the strides of the sum, which views of the sum rely on."""
     value = total.meta["val"]
     if layout_of(term.meta["val"]) == layout_of(value):
         return term
@@ -98,7 +98,7 @@ def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
 
 
 def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], context: Context) -> None:
-    """Give ``users`` a constant in the place of ``node``, in its memory layout."""
+    """Replace ``node`` by a constant zero of the same memory layout in its ``users``."""
     if not users:
         return
     value = node.meta["val"]

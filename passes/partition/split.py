@@ -1,9 +1,8 @@
 """The partition of a joint graph into a forward and a backward graph.
 
-Forward computes what the model returns and writes; backward computes the gradients. What backward needs of
-forward's values is either saved, or, for nodes with ``RECOMPUTE`` and the views and casts of them,
-computed again: a parameter that is resharded after forward is gathered a second time this way. The graph is
-split once; nothing partitions it again.
+Forward computes what the model returns and writes; backward computes the gradients. The forward values that backward
+needs are saved or, for nodes with ``RECOMPUTE`` and their views and casts, recomputed: this is also how a parameter
+that is resharded after forward is gathered a second time. The graph is split once, and not partitioned again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 
 @dataclass(frozen=True)
 class Partition:
-    """Takes joint graphs; gives for each a forward graph and, where it is differentiable, a backward graph.
+    """Takes joint graphs; splits each into a forward graph and, if it is differentiable, a backward graph.
 
     Must not change: what either computes.
     """
@@ -42,11 +41,11 @@ class Partition:
 
 
 def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """``(forward, backward)`` of a joint graph; ``backward`` is None when nothing is differentiable.
+    """``(forward, backward)`` of a joint graph; ``backward`` is None if nothing is differentiable.
 
-    The forward graph takes what the joint graph takes but tangents and returns its non-gradient
-    results, then the values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and
-    ``Tangent(i)`` and returns the ``Gradient`` results. Of a pipeline stage ``Returned`` values are as these.
+    The forward graph takes the joint graph's inputs except tangents, and returns its non-gradient results, then the
+    values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and ``Tangent(i)`` and returns
+    the ``Gradient`` results. In a pipeline stage ``Returned`` inputs and results belong to backward too.
     """
     inside = forward_nodes(gm)
     gradients = [(role, value) for role, value in outputs(gm) if of_backward(role)]
@@ -59,7 +58,7 @@ def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
 
 
 def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that forward's results depend on, and the pieces of multi-output nodes among them."""
+    """The nodes that forward results depend on, and the pieces of multi-output nodes among them."""
     stack = [v for role, v in outputs(gm) if not of_backward(role) and isinstance(v, fx.Node)]
     inside: set[fx.Node] = set()
     while stack:
@@ -72,7 +71,7 @@ def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def after_tangents(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that depend on what backward is given: no other has to wait for it."""
+    """The nodes that depend on backward's inputs (tangents); all others can run before backward."""
     found = {node for role, node in placeholders(gm).items() if of_backward(role)}
     for node in gm.graph.nodes:
         if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
@@ -99,7 +98,7 @@ def _finish(gm: fx.GraphModule, graph: fx.Graph, env: dict[Any, fx.Node], result
 
 
 class _Backward:
-    """Builds the backward graph, deciding for each value of forward whether to save or to compute it again."""
+    """Builds the backward graph, deciding for each forward value whether to save or to recompute it."""
 
     def __init__(self, gm: fx.GraphModule, inside: set[fx.Node]) -> None:
         self.gm, self.inside, self.host = gm, inside, on_host(gm)
@@ -112,7 +111,7 @@ class _Backward:
     def build(self, gradients: list[tuple[Role | None, Any]]) -> fx.GraphModule:
         needed = self._needed(gradients)
         order = [node for node in self.gm.graph.nodes if node in needed]
-        # Placeholders come first in a graph, so what must be saved is found before any node is written.
+        # Placeholders come first in a graph, so the saved values are found before any node is emitted.
         for node in order:
             for value in node.all_input_nodes:
                 self._find_saved(value, needed)
@@ -124,8 +123,8 @@ class _Backward:
         for role, node in placeholders(self.gm).items():
             if of_backward(role):
                 self.env[node] = self._placeholder(node.name, role, node)
-        # What backward alone computes from forward's values may stand among forward's nodes: a view that a derivative
-        # wants. It is written where first needed, else all that it is made of would be computed again at the start.
+        # Nodes that only backward uses but that depend on forward values alone (a view for a derivative) may be among
+        # the forward nodes. They are emitted at first use, else all their operands would be recomputed at the start.
         late = after_tangents(self.gm)
         for node in order:
             if node in late:
@@ -157,7 +156,7 @@ class _Backward:
                 self.saved[node] = None
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The node in the backward graph; what depends on no tangent is written where first needed."""
+        """The node in the backward graph; nodes that depend on no tangent are emitted at first use."""
         if node not in self.env:
             missing, stack = {node}, [node]
             while stack:
@@ -177,7 +176,7 @@ class _Backward:
 
 
 def _again(node: fx.Node) -> bool:
-    """Whether backward computes the node a second time: it is marked, or a view or cast of one that is."""
+    """Whether backward recomputes the node: it is marked, or it is a view or cast of a marked one."""
     if node.op != "call_function":
         return False
     if node in RECOMPUTE:

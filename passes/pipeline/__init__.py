@@ -1,1 +1,1 @@
-"""Pipelines: where a model may be cut, which operation is in which stage, and each stage's own joint graph."""
+"""Pipeline parallelism: where a model may be cut, the stage of each operation, and the joint graph of each stage."""

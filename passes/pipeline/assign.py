@@ -1,4 +1,4 @@
-"""Which stage computes each operation of a joint graph."""
+"""Assigns the operations of a joint graph to pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Assignment:
-    """``home`` is the stage of every operation; those in ``anywhere`` are computed by each stage that needs them.
+    """``home`` is the stage of each operation; those in ``anywhere`` are computed by every stage that needs them.
 
-    What is anywhere depends on inputs and buffers alone, which all ranks have, or is a view or cast of a parameter:
-    positions, masks, rotary tables. ``inside`` is what belongs to forward. ``count`` is the number of stages.
+    Operations in ``anywhere`` depend only on inputs and buffers, which all ranks have (positions, masks, rotary
+    tables), or are views or casts of a parameter. ``inside`` is the forward nodes. ``count`` is the number of stages.
     """
 
     home: dict[fx.Node, int]
@@ -31,11 +31,11 @@ class Assignment:
 
 
 def assign_stages(gm: fx.GraphModule, begins: Sequence[fx.Node]) -> Assignment:
-    """The stage of every operation when stage ``i + 1`` begins with the forward operation ``begins[i]``.
+    """Assign every operation to a stage; stage ``i + 1`` begins with the forward operation ``begins[i]``.
 
-    Forward is cut in its order. An operation of backward is in the stage of the operation that it differentiates, and
-    a sum of gradients where the last of them is made, so that one value and not each summand goes on; gradients only
-    ever go to earlier stages.
+    Forward is cut in graph order. A backward operation is in the stage of the operation that it differentiates, and a
+    sum of gradients in the stage that computes the last of them, so that one value and not each partial is sent on;
+    gradients are only sent to earlier stages.
     """
     inside = forward_nodes(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -51,7 +51,7 @@ def assign_stages(gm: fx.GraphModule, begins: Sequence[fx.Node]) -> Assignment:
 
 
 def computed_anywhere(gm: fx.GraphModule) -> set[fx.Node]:
-    """What each stage computes for itself; see :class:`Assignment`."""
+    """The nodes that each stage computes for itself; see :class:`Assignment`."""
     free = {node for role, node in placeholders(gm).items() if isinstance(role, (Input, Buffer, Parameter))}
     of_parameters = {node for role, node in placeholders(gm).items() if isinstance(role, Parameter)}
     written = {v for role, v in outputs(gm) if isinstance(role, Mutation)}
@@ -80,7 +80,7 @@ def _moves_data(node: fx.Node) -> bool:
 
 
 def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node]) -> None:
-    """Move what only later stages use there, if its one operand is no larger: then the operand is sent instead."""
+    """Move operations that only later stages use there, if their one operand is no larger and can be sent instead."""
     for node in reversed(gm.graph.nodes):
         if node not in inside or node in anywhere or node.op != "call_function":
             continue
@@ -104,7 +104,7 @@ def _assign_backward(
     forward: dict[int, int] = {}
     for node in gm.graph.nodes:
         if node in inside and node in SEQUENCE:
-            # What needs no gradient has the number of the operation before it that does.
+            # An operation that needs no gradient has the number of the last one before it that does.
             forward.setdefault(SEQUENCE.of(node), home[node])
     waiting: list[fx.Node] = []
     for node in gm.graph.nodes:
@@ -118,6 +118,6 @@ def _assign_backward(
             home[node] = min([*gradients, *([] if own is None else [own])])
         else:
             waiting.append(node)
-    for node in reversed(waiting):  # made of forward's values alone: where they are used
+    for node in reversed(waiting):  # computed from forward values alone: in the stage that uses it
         users = [home[user] for user in node.users if user in home]
         home[node] = max(users, default=0)

@@ -1,8 +1,8 @@
-"""Running statistics of batch norms as if a stage had seen all microbatches at once: deferred batch norm.
+"""Deferred batch norm: running statistics as if a stage had seen all microbatches at once.
 
-A microbatch moves the statistics by its own mean and variance. FairScale's ``DeferredBatchNorm`` (after Kim et al.,
-2020, "torchgpipe", https://arxiv.org/abs/2004.09910) waits for the last microbatch and moves them once, by those of the
-whole batch. The same comes out of what every microbatch would have written.
+A microbatch updates the statistics with its own mean and variance. FairScale's ``DeferredBatchNorm`` (after Kim et al.,
+2020, "torchgpipe", https://arxiv.org/abs/2004.09910) waits for the last microbatch and updates once, with those of the
+whole batch. The same result is computed here from what each microbatch would have written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITH_UPDATE = aten._batch_norm_with_update_functional.default
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """A batch norm that moves the buffers ``mean`` and ``variance`` by ``momentum``; a channel has ``count`` values."""
+    """A batch norm updating the buffers ``mean`` and ``variance`` with ``momentum``; a channel has ``count`` values."""
 
     mean: str
     variance: str
@@ -32,7 +32,7 @@ class BatchNorm:
 
 
 def batch_norms(gm: fx.GraphModule) -> Iterator[BatchNorm]:
-    """The batch norms of a graph whose running statistics it writes."""
+    """The batch norms whose running statistics the graph writes."""
     written: dict[tuple[fx.Node, int], str] = {}
     for role, value in outputs(gm):
         buffer = isinstance(role, Mutation) and isinstance(role.of, Buffer) and isinstance(value, fx.Node)
@@ -57,15 +57,15 @@ def whole_batch(
     """The running mean and variance after all microbatches.
 
     Args:
-        norm: whose they are.
-        start: mean and variance before the step.
-        written: what each microbatch would have written, from ``start``.
-        counts: how many values a channel has in each microbatch.
+        norm: the batch norm.
+        start: running mean and variance before the step.
+        written: the mean and variance that each microbatch would have written, starting from ``start``.
+        counts: values per channel in each microbatch.
     """
     kept, moved = 1 - norm.momentum, norm.momentum
     total = sum(counts)
     means = [(mean.double() - kept * start[0].double()) / moved for mean, _ in written]
-    # Running variances are of the unbiased estimate; moments add up in the biased one.
+    # Running variances use the unbiased estimate; moments add up in the biased one.
     squares = [
         (variance.double() - kept * start[1].double()) / moved * (count - 1) / count + mean**2
         for (_, variance), mean, count in zip(written, means, counts, strict=True)

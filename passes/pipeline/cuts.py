@@ -17,16 +17,16 @@ from shardgraph.plans.annotations.match import Annotated, matches, written
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A place where a stage may begin: before ``node``, the first operation of the module called ``name``."""
+    """A point where a stage may begin: before ``node``, the first operation of the module ``name``."""
 
     name: str
     node: fx.Node
 
 
 def cut_points(gm: fx.GraphModule) -> list[CutPoint]:
-    """Every place where a stage may begin, in the order of forward; modules that begin together count as the outermost.
+    """All cut points in forward order; of modules that begin at the same operation the outermost gives the name.
 
-    The first operation of forward is none: no stage would be before it.
+    The first operation of forward is not a cut point: the stage before it would be empty.
     """
     first: dict[str, fx.Node] = {}
     for path, node in _beginnings(gm):
@@ -40,7 +40,7 @@ def cut_points(gm: fx.GraphModule) -> list[CutPoint]:
 
 
 def _beginnings(gm: fx.GraphModule) -> Iterable[tuple[str, fx.Node]]:
-    """The modules that an operation of forward is in, operation after operation; none that every stage does itself."""
+    """The modules around each forward operation, in order, without operations that every stage computes itself."""
     inside, anywhere = forward_nodes(gm), computed_anywhere(gm)
     for node in gm.graph.nodes:
         if node in inside and node not in anywhere and node.op == "call_function":
@@ -50,10 +50,10 @@ def _beginnings(gm: fx.GraphModule) -> Iterable[tuple[str, fx.Node]]:
 
 
 def beginnings_of(gm: fx.GraphModule, names: Sequence[str]) -> list[fx.Node]:
-    """The operations at which the stages that begin with the modules ``names`` begin.
+    """The first operations of the stages that begin with the modules ``names``.
 
     Raises:
-        PlanError: there is no such module in forward, or they do not run in this order.
+        PlanError: forward computes nothing in such a module, or the modules do not run in this order.
     """
     known: dict[str, fx.Node] = {}
     for path, node in _beginnings(gm):
@@ -83,12 +83,12 @@ def _possible(gm: fx.GraphModule) -> str:
 
 
 def annotated_stages(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> tuple[str, ...]:
-    """The modules at which stages begin by annotations ``stage(i)``; empty where there are none.
+    """The modules at which stages begin according to ``stage(i)`` annotations; empty if there are none.
 
-    A stage begins with the first module in the order of forward that is annotated with it.
+    A stage begins with the first module in forward order that is annotated with it.
 
     Raises:
-        PlanError: a stage is left out, or an earlier one follows a later one.
+        PlanError: a stage number is missing, or an earlier stage follows a later one.
     """
     said = [((pattern, each), each.index) for pattern, each in annotations if isinstance(each, stage)]
     begins: dict[int, str] = {}
@@ -113,12 +113,12 @@ def annotated_stages(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> tu
 
 
 def balanced(gm: fx.GraphModule, balance: Sequence[int]) -> tuple[str, ...]:
-    """The modules at which stages begin when each has so many layers of the model's longest stack.
+    """The modules at which stages begin if stage ``i`` has ``balance[i]`` layers of the model's longest stack.
 
-    What runs before the first layer is in the first stage, what runs after the last layer in the last.
+    Operations before the first layer are in the first stage, those after the last layer in the last.
 
     Raises:
-        PlanError: the model has no stack of layers, or the numbers do not add up to them.
+        PlanError: the model has no stack of layers, a stage has none, or the numbers do not add up to the layers.
     """
     layers = stack_of_layers(gm)
     if sum(balance) != len(layers) or any(count < 1 for count in balance):
@@ -132,7 +132,7 @@ def balanced(gm: fx.GraphModule, balance: Sequence[int]) -> tuple[str, ...]:
 
 
 def stack_of_layers(gm: fx.GraphModule) -> list[str]:
-    """The names of the layers of the longest numbered stack that forward runs, in its order."""
+    """The layer names of the longest numbered stack that forward runs, in forward order."""
     stacks: dict[str, list[str]] = {}
     for path in dict.fromkeys(path for path, _ in _beginnings(gm)):
         parent, _, number = path.rpartition(".")

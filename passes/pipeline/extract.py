@@ -1,4 +1,4 @@
-"""Each stage's own joint graph, with what it takes from its neighbours and what it gives them."""
+"""Extracts the joint graph of each stage, with the values that it receives from and sends to its neighbours."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ Results = list[tuple[Role | None, Any]]
 
 @dataclass(frozen=True)
 class DivideIntoStages:
-    """Takes the joint graph of a microbatch; gives a joint graph for every stage of a pipeline, with what it takes from
-    its neighbours and gives them. The stages after the first begin with the modules named.
+    """Takes the joint graph of a microbatch; returns one joint graph per pipeline stage, with the values exchanged with
+    its neighbours. The stages after the first begin with the modules ``begin``.
 
     Must not change: what is computed.
+
+    Raises:
+        PlanError: a module is unknown or out of order, or one stage writes a buffer that another reads.
     """
 
     begin: tuple[str, ...]
@@ -61,7 +64,7 @@ class DivideIntoStages:
 
 
 def _check_buffers(stages: list[fx.GraphModule]) -> None:
-    """Raise PlanError where one stage would not see what another writes into a buffer."""
+    """Raise PlanError if a stage reads a buffer that another stage writes."""
     read: dict[str, set[int]] = {}
     for number, gm in enumerate(stages):
         for role in placeholders(gm):
@@ -78,19 +81,20 @@ def _check_buffers(stages: list[fx.GraphModule]) -> None:
 
 
 def stage_graphs(gm: fx.GraphModule, assignment: Assignment) -> list[fx.GraphModule]:
-    """The joint graph of every stage, from the joint graph of all.
+    """The joint graph of each stage, from the joint graph of the whole model.
 
-    A stage takes parameters, buffers and inputs as the whole does, ``Forwarded`` values from the stage before it and
-    ``Returned`` ones from the stage after it, and gives values of the same roles to its neighbours: what goes further
-    is handed on. Outputs are given by the last stage, tangents taken by it; a buffer is written by the stage that
-    computes it. A parameter that several stages use is taken by each, and each gives its own part of the gradient.
+    A stage takes parameters, buffers and inputs as the whole graph does, ``Forwarded`` values from the previous stage
+    and ``Returned`` ones from the next stage, and sends values of the same roles to its neighbours; values for stages
+    further away are passed on. The last stage returns the outputs and takes the tangents; a buffer is written by the
+    stage that computes it. A parameter that several stages use is taken by each, and each returns its own partial
+    gradient.
     """
     parts = _parts(gm, assignment)
     return [_graph(gm, assignment, parts, number) for number in range(assignment.count)]
 
 
 def crossings(gm: fx.GraphModule, assignment: Assignment) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """For every stage the values that it takes from the stage before it, and from the one after it."""
+    """For each stage the values that it receives from the previous stage, and from the next one."""
     return [(list(part.received), list(part.tangents)) for part in _parts(gm, assignment)]
 
 
@@ -103,17 +107,17 @@ def _parts(gm: fx.GraphModule, assignment: Assignment) -> list[_Part]:
 
 
 class _Part:
-    """What one stage takes from and gives to its neighbours, besides its ``results``."""
+    """What one stage receives from its neighbours, and its own ``results``."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.results: Results = []
-        self.received: dict[fx.Node, None] = {}  # forward's values, from the stage before
-        self.tangents: dict[fx.Node, None] = {}  # backward's values, from the stage after
+        self.received: dict[fx.Node, None] = {}  # forward values, from the previous stage
+        self.tangents: dict[fx.Node, None] = {}  # backward values, from the next stage
 
 
 def _results(gm: fx.GraphModule, assignment: Assignment) -> list[Results]:
-    """What the whole graph gives, by the stage that gives it; sums of gradients of several stages come apart."""
+    """The results of the whole graph by stage; gradient sums over several stages are split into partials."""
     found: list[Results] = [[] for _ in range(assignment.count)]
     for role, value in outputs(gm):
         if isinstance(role, (Output, IntermediateBase)) or not isinstance(value, fx.Node):
@@ -128,7 +132,7 @@ def _results(gm: fx.GraphModule, assignment: Assignment) -> list[Results]:
 
 
 def _gradient_parts(gm: fx.GraphModule, assignment: Assignment, gradient: fx.Node) -> dict[int, fx.Node]:
-    """The sum of the terms of ``gradient`` that each stage makes."""
+    """By stage the sum of the terms of ``gradient`` that it computes."""
     terms: dict[int, list[fx.Node]] = {}
     for term in _terms(gradient, assignment):
         terms.setdefault(assignment.home.get(term, 0), []).append(term)
@@ -157,7 +161,7 @@ def _sum(gm: fx.GraphModule, assignment: Assignment, number: int, terms: list[fx
 
 
 class _Crossings:
-    """Finds which values cross the boundaries between stages, by what each stage needs."""
+    """Finds the values that cross stage boundaries, from what each stage uses."""
 
     def __init__(self, gm: fx.GraphModule, assignment: Assignment, parts: list[_Part]) -> None:
         self.gm, self.assignment, self.parts = gm, assignment, parts
@@ -186,7 +190,7 @@ class _Crossings:
                     yield value, {part.number}
 
     def _needed(self) -> dict[fx.Node, set[int]]:
-        """The stages that compute each operation; what nothing depends on is computed nowhere."""
+        """The stages that compute each operation; dead operations have none."""
         wanted: dict[fx.Node, set[int]] = {}
         for part in self.parts:
             for _, value in part.results:
@@ -234,7 +238,7 @@ def _graph(gm: fx.GraphModule, assignment: Assignment, parts: list[_Part], numbe
 def _own(
     gm: fx.GraphModule, assignment: Assignment, number: int, given: dict[fx.Node, fx.Node], results: Results
 ) -> set[fx.Node]:
-    """The operations that the stage computes for its results, from what it is given."""
+    """The operations that the stage computes to get its results from its inputs."""
     stack = [value for _, value in results if isinstance(value, fx.Node)]
     own: set[fx.Node] = set()
     while stack:

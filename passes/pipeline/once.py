@@ -1,4 +1,4 @@
-"""What a step does once and not for every microbatch: gathers of parameters that are kept, reductions of gradients."""
+"""What runs once per step and not per microbatch: all-gathers of parameters that are kept, reductions of gradients."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shardgraph.passes.parameters.accumulate_gradients import local_gradient
 
 @dataclass(frozen=True)
 class GatherOnce:
-    """Takes the forward graphs of stages; moves what gathers parameters that are kept for backward into a graph
-    ``gather`` of each stage, which a step runs once.
+    """Takes the forward graphs of stages; moves the gathers of parameters that are kept for backward into a ``gather``
+    graph per stage, which runs once per step.
 
-    Must not change: gathers that backward repeats, which are made for every microbatch.
+    Must not change: gathers that backward repeats, which run for every microbatch.
     """
 
     name: ClassVar[str] = "gather-once"
@@ -45,8 +45,8 @@ class GatherOnce:
 
 @dataclass(frozen=True)
 class ReduceOnce:
-    """Takes the backward graphs of stages; copies what reduces gradients into a graph ``reduce`` of each stage, which
-    a step runs once. Must not change: backward, from which ``keep-gradients-local`` removes the reductions next.
+    """Takes the backward graphs of stages; copies the gradient reductions into a ``reduce`` graph per stage, which runs
+    once per step. Must not change: backward, from which ``keep-gradients-local`` removes the reductions next.
     """
 
     name: ClassVar[str] = "reduce-once"
@@ -63,7 +63,7 @@ class ReduceOnce:
 
 @dataclass(frozen=True)
 class DropUntrained:
-    """Takes backward graphs; removes those that give nothing, because neither their stage nor one before is trained.
+    """Takes backward graphs; removes those without results, because neither their stage nor an earlier one is trained.
 
     Must not change: the others.
     """
@@ -80,10 +80,10 @@ class DropUntrained:
 
 
 def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
-    """Move the gathers of parameters that are kept for backward out of ``forward``; gives the graph that does them.
+    """Move the gathers of parameters that are kept for backward out of ``forward``; returns the graph that runs them.
 
-    That graph takes ``Parameter`` shards and gives ``Gathered`` parameters, which ``forward`` takes instead. None where
-    no parameter is kept gathered. What backward gathers again stays, for every microbatch.
+    It takes ``Parameter`` shards and returns ``Gathered`` parameters, which ``forward`` takes instead. None if no
+    parameter is kept gathered. Gathers that backward repeats stay, for every microbatch.
     """
     named = {node.name: role for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
     kept = [node for node in forward.graph.nodes if _is_whole(node) and not RECOMPUTE.of(node)]
@@ -115,7 +115,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
-    """From a parameter's placeholder to its whole value."""
+    """The nodes from a parameter's placeholder to its whole value."""
     chain = [node]
     while chain[-1].op != "placeholder":
         chain.append(chain[-1].all_input_nodes[0])
@@ -123,9 +123,9 @@ def _chain(node: fx.Node) -> list[fx.Node]:
 
 
 def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph that reduces gradients which were added up over microbatches: ``Accumulated`` to ``Gradient``.
+    """The graph that reduces gradients accumulated over microbatches: ``Accumulated`` to ``Gradient``.
 
-    Of parameters whose gradient ``backward`` reduces; None where it reduces none.
+    It covers the parameters whose gradient ``backward`` reduces; None if there are none.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

@@ -16,9 +16,9 @@ from shardgraph.passes.recompute.values import computed_once
 
 @dataclass(frozen=True)
 class CopyToRecompute:
-    """Takes the joint graphs of stages; adds for each that is trained a copy ``recompute/joint``.
+    """Takes the joint graphs of stages; adds a copy ``recompute/joint`` for each one that is trained.
 
-    It becomes the graphs of those microbatches that compute forward again in backward. Must not change: the others.
+    It is lowered to the graphs of microbatches that recompute forward in backward. Must not change: the others.
     """
 
     name: ClassVar[str] = "copy-to-recompute"
@@ -34,11 +34,11 @@ class CopyToRecompute:
 
 @dataclass(frozen=True)
 class RecomputeStage:
-    """Takes the joint graph of a stage; marks with ``RECOMPUTE`` all that forward computes from what it is given.
+    """Takes the joint graph of a stage; marks all that forward computes from the stage's inputs with ``RECOMPUTE``.
 
-    What is kept for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
-    numbers, and what is computed from buffers that forward writes; of a loss in chunks what it keeps anyhow, a number
-    for each row, without which one chunk would need the others. Must not change: the computation.
+    Saved for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
+    numbers, and results computed from buffers that forward writes; a chunked loss still saves one number per row,
+    without which one chunk would need the others. Must not change: the computation.
     """
 
     name: ClassVar[str] = "recompute-stage"

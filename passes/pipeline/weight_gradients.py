@@ -1,4 +1,4 @@
-"""Backward in two halves, as zero-bubble schedules run it: gradients of what a stage was given, then of its weights.
+"""Backward in two halves for zero-bubble schedules: gradients of a stage's inputs, then gradients of its weights.
 
 Qi et al., 2023, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241.
 """
@@ -18,9 +18,9 @@ from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Takes backward graphs of stages; gives for each its two halves, ``inputs`` and ``weights``.
+    """Takes the backward graphs of stages; splits each into two halves, ``inputs`` and ``weights``.
 
-    Must not change: what they compute together.
+    Must not change: what the halves compute together.
     """
 
     name: ClassVar[str] = "split-backward"
@@ -34,11 +34,12 @@ class SplitBackward:
 
 
 def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """``(inputs, weights)`` of a stage's backward graph.
+    """``(inputs, weights)``: the two halves of a stage's backward graph.
 
-    The first gives what the stage before waits for (``Returned``) and, as further ``Saved`` values, what of its work
-    the second needs; that gives all other results. Each takes of the whole's inputs what it uses. What is computed in
-    chunks is in the first, weights' gradients included: to keep the chunks would be to keep the whole.
+    ``inputs`` returns what the previous stage waits for (``Returned``) and, as further ``Saved`` values, the
+    intermediates that ``weights`` needs; ``weights`` returns all other results. Each takes the inputs that it uses. If
+    a previous stage waits, chunked computation is in ``inputs``, weight gradients included: saving the chunks would
+    mean saving the whole.
     """
     results = [(role, value) for role, value in outputs(gm) if isinstance(value, fx.Node)]
     returned = [(role, value) for role, value in results if isinstance(role, Returned)]

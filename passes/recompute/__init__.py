@@ -1,1 +1,1 @@
-"""Which values of forward backward computes again: found by an integer program, or told by a name or by hand."""
+"""Activation recomputation: which operations backward recomputes, by integer program, by mode or by hand."""

@@ -1,24 +1,24 @@
-"""The exact program: which values to keep and which to compute again, step by step, under a bound on the bytes alive.
+"""The exact integer program: what to save and what to recompute before each backward step, bounding the live bytes.
 
-Checkmate's integer program (Jain et al., 2020, https://arxiv.org/abs/1910.02653) with forward as it is.
+Checkmate's integer program (Jain et al., 2020, https://arxiv.org/abs/1910.02653), with forward left unchanged.
 
 Variables
-    ``k[t, s]`` in {0, 1}: forward's result ``s`` is in memory before step ``t`` of backward, and after the last.
-    ``a[t, o]`` in {0, 1}: forward's operation ``o`` runs again before step ``t``.
+    ``k[t, s]`` in {0, 1}: forward result ``s`` is in memory before step ``t`` of backward, and after the last step.
+    ``a[t, o]`` in {0, 1}: forward operation ``o`` is recomputed before step ``t``.
 
 Objective
-    The least seconds: ``sum(seconds[o] * a[t, o])``.
+    Minimise the recompute seconds: ``sum(seconds[o] * a[t, o])``.
 
 Constraints
-    1. *s at t*: what is there after a step was there before it, or is computed:
+    1. *s at t*: a result in memory after a step was there before it or is recomputed:
        ``k[t + 1, s] <= k[t, s] + a[t, maker]``.
-    2. *o reads s at t*: what runs again finds what it reads: ``a[t, o] <= k[t, s] + a[t, maker]``.
+    2. *o reads s at t*: the operands of a recomputed operation are available: ``a[t, o] <= k[t, s] + a[t, maker]``.
     3. *step t reads s*: ``k[t + 1, s] = 1``, as a bound of the variable.
-    4. *bytes at t*: ``sum(nbytes[s] * k[t + 1, s]) + own[t] <= bound``, ``own`` being what backward itself has alive;
-       and before the first step, without ``own``.
+    4. *bytes at t*: ``sum(nbytes[s] * k[t + 1, s]) + own[t] <= bound``, where ``own`` is the live bytes of backward's
+       own values; also before the first step, without ``own``.
 
-What lives only while operations run again is not counted, so no schedule, however often it computes what, takes less
-than the seconds found. Its size is steps times operations: it is for small graphs.
+Values that live only during recomputation are not counted, so the seconds found are a lower bound for any schedule,
+however often it recomputes an operation. Its size is steps times operations: it is for small graphs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from shardgraph.passes.recompute.values import Values
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of backward: the results of forward that it reads, and the bytes of backward's own alive at it."""
+    """A backward operation: the forward results it reads, and the live bytes of backward's own values during it."""
 
     reads: frozenset[Storage]
     own: int
 
 
 def _given(node: fx.Node, late: set[fx.Node], inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of forward that a node of backward is computed from."""
+    """The forward nodes that a backward node is computed from."""
     stack = [operand for operand in node.all_input_nodes if operand not in late]
     while stack:
         operand = stack.pop()
@@ -55,9 +55,9 @@ def _given(node: fx.Node, late: set[fx.Node], inside: set[fx.Node]) -> Iterator[
 
 @dataclass(frozen=True)
 class Schedule:
-    """``seconds`` that no schedule within the bound goes below, and the operations that run again in this one.
+    """``seconds`` is a lower bound over all schedules within the memory bound; ``again`` is what this one recomputes.
 
-    ``gap`` is the part of its own seconds by which it may be above them.
+    ``gap`` is the relative gap: the fraction of this schedule's own seconds by which it may exceed the bound.
     """
 
     seconds: float
@@ -66,7 +66,10 @@ class Schedule:
 
 
 def backward_steps(gm: fx.GraphModule, values: Values, granule: int = 1) -> list[Step]:
-    """The operations of backward that matter to what can be kept of forward, in order."""
+    """The backward operations, in order, that constrain which forward results can be kept.
+
+    Storage sizes are rounded up to ``granule`` bytes.
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     stored = storages_of(gm, granule)
     late, inside = after_tangents(gm), forward_nodes(gm)
@@ -81,7 +84,7 @@ def backward_steps(gm: fx.GraphModule, values: Values, granule: int = 1) -> list
     for node in mine:
         own = sum(s.nbytes for s, birth in made.items() if birth <= order[node] <= end[s])
         reads = frozenset(s for operand in _given(node, late, inside) for s in values.held.get(operand, ()))
-        if reads or not steps or own > steps[-1].own:  # else the step before says as much
+        if reads or not steps or own > steps[-1].own:  # else the previous step implies it
             steps.append(Step(reads, own))
     return steps
 
@@ -89,10 +92,10 @@ def backward_steps(gm: fx.GraphModule, values: Values, granule: int = 1) -> list
 def least_seconds(
     values: Values, steps: list[Step], seconds: Mapping[fx.Node, float], bound: int, limit: float = 10.0
 ) -> Schedule | None:
-    """The least time to compute again so that at most ``bound`` bytes of forward's results and backward's are alive.
+    """The schedule with the least recompute time whose live forward results and backward values fit ``bound`` bytes.
 
-    ``seconds`` has the operations that may run again. None where no schedule is within the bound, or none was found
-    within ``limit`` seconds.
+    ``seconds`` has the recompute time of each operation that may be recomputed. Returns None if no schedule fits the
+    bound, or none was found within ``limit`` seconds.
     """
     if bound < 0 or any(step.own > bound for step in steps):
         return None
@@ -105,7 +108,7 @@ def least_seconds(
     runs = {(t, o): program.variable(cost, integer=True) for t in range(len(steps)) for o, cost in seconds.items()}
 
     def found_before(t: int, s: Storage) -> dict[int, float]:
-        """That a result is in memory at step ``t``, kept from the one before or computed again."""
+        """Row terms for: the result is in memory at step ``t``, kept from the previous step or recomputed."""
         run = runs.get((t, values.maker[s]))
         return {kept[t, s]: -1.0} | ({run: -1.0} if run is not None else {})
 

@@ -1,4 +1,4 @@
-"""Recomputation by a name: what of every layer backward computes again."""
+"""Recomputation modes by name: which operations of every layer backward recomputes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _aten = torch.ops.aten
 
 
 def operations_of(mode: str, gm: fx.GraphModule, values: Values) -> set[fx.Node]:
-    """The operations that ``mode`` computes again: ``"full"`` or ``"selective"``.
+    """The operations that ``mode``, ``"full"`` or ``"selective"``, recomputes.
 
-    ``"full"`` is all of each layer, from what enters it (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
-    ``"selective"`` keeps products with weights, fused attention and what was sent, which take long for their bytes,
-    and computes the rest again, the inside of attention written out included (Korthikanti et al., 2022,
-    https://arxiv.org/abs/2205.05198). What leaves a layer and what must not be computed twice is kept in both.
+    ``"full"`` recomputes each whole layer from its inputs (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
+    ``"selective"`` saves matmuls with weights, convolutions, fused attention and collective results, which take long
+    to recompute for their bytes, and recomputes the rest, including the inside of unfused attention (Korthikanti et
+    al., 2022, https://arxiv.org/abs/2205.05198). Both save layer outputs and what must not be computed twice.
     """
     kept = values.once | values.leaving()
     found = {node for node in values.makes if values.layer[node] and node not in kept}

@@ -1,7 +1,7 @@
-"""Operations of forward by name, so that a plan can say which are computed again and a person can edit it.
+"""Forward operations by name, so that a plan can list which are recomputed and a person can edit the list.
 
-A rule is a pattern of module names and the names of operations in them: ``("model.layers.*.mlp", ("silu", "mul"))``.
-``mul`` is every multiplication of the module, ``mul.2`` its second one.
+A rule is a module name pattern and the names of operations in those modules:
+``("model.layers.*.mlp", ("silu", "mul"))``. ``mul`` is every multiplication of the module, ``mul.2`` its second one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.No
     """The operations that ``rules`` name.
 
     Raises:
-        PlanError: a pattern matches no module that computes something, or such modules have no operation of a name.
+        PlanError: a pattern matches no module with operations, or the matched modules have no operation of a name.
     """
     modules: dict[str, list[fx.Node]] = defaultdict(list)
     for node, (module, _, _) in names.items():
@@ -54,7 +54,7 @@ def _is_called(name: Name, wanted: str) -> bool:
 
 
 def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tuple[Rule, ...]:
-    """Rules that name the ``chosen`` operations and no others, equal layers together."""
+    """Rules that name exactly the ``chosen`` operations, with equal layers merged into one pattern."""
     every: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     wanted: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     kinds = Counter(name[:2] for name in names.values())
@@ -74,13 +74,13 @@ def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tup
 
 
 def _in_layer(module: str) -> tuple[str, str, str]:
-    """A module's name before, at and after its first number."""
+    """A module name split into the parts before, at and after its first number."""
     found = re.search(r"(?<![^.])\d+(?![^.])", module)
     return (module[: found.start()], found[0], module[found.end() :]) if found else (module, "", "")
 
 
 def _ranges(numbers: Collection[str]) -> list[str]:
-    """Wildcards for a set of numbers: ``["[0-9]", "1[0-4]"]`` for those from 0 to 14."""
+    """Wildcards for a set of numbers: ``["[0-9]", "1[0-4]"]`` for 0 to 14."""
     last: dict[str, list[int]] = defaultdict(list)
     for number in sorted(numbers, key=lambda text: int(text or 0)):
         last[number[:-1]].append(int(number[-1])) if number else last[""]

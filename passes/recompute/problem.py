@@ -1,8 +1,8 @@
-"""What is to be chosen: operations of forward by class, what each takes to compute again, and what it keeps alive.
+"""The recomputation problem: forward operations by class, what each costs to recompute, and what it keeps alive.
 
-Equal layers are one class of each operation, decided once: how many of them compute it again. The first so many do, as
-their values would be kept for longest, and the backward of the last, where most is live, then has nothing to compute
-first.
+The same operation of equal layers is one class, and the decision is how many members to recompute. The first layers
+are taken: their values would be saved for longest, and the backward of the last layer, where most is live, then starts
+without recomputation.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Class = Hashable
 
 @dataclass(frozen=True)
 class RecomputeProblem:
-    """The operations of forward by class.
+    """Forward operations by class.
 
     ``members``
-        The operations of each class, in order; the layers of a class come first to last.
+        The operations of each class, from the first layer to the last.
     ``seconds``
-        What one of them takes to compute again.
+        Seconds to recompute one member.
     ``most``
-        How many of them may be computed again, at most.
+        The largest number of members that may be recomputed.
     ``nbytes``
-        The size of each result, ``(class, position)``.
+        The bytes of each result, by ``(class, position)``.
     ``demanded``
         The results that backward reads.
     ``reads``
-        The results that a class reads, ``(class, (class, position))``.
+        The results that a class reads, as ``(class, (class, position))``.
     """
 
     members: dict[Class, list[fx.Node]]
@@ -50,15 +50,15 @@ class RecomputeProblem:
     reads: set[tuple[Class, tuple[Class, int]]]
 
     def operations(self, counts: Mapping[Class, int]) -> set[fx.Node]:
-        """The operations that are computed again when so many of each class are."""
+        """The operations to recompute, given how many of each class."""
         return {node for key, count in counts.items() for node in self.members[key][:count]}
 
 
 def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> RecomputeProblem:
-    """The problem of a joint graph.
+    """The recomputation problem of a joint graph.
 
-    What leaves a layer is not computed again: else the backward of one would begin with all those before it.
-    What is marked already, with ``RECOMPUTE``, stays as it is: kept, or for nothing.
+    Layer outputs are not recomputed: else the backward of a layer would begin with recomputing all layers before it.
+    Operations already marked with ``RECOMPUTE`` stay as they are: saved, or recomputed at no cost.
 
     Raises:
         ClusterError: the device has no rate for an operation's arithmetic in its dtype.

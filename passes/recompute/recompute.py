@@ -1,4 +1,4 @@
-"""Recomputation: what is not kept from forward but computed again in backward."""
+"""Recomputation: which values are not saved for backward but recomputed there."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from shardgraph.plans.annotations.match import Annotated, matches
 
 @dataclass(frozen=True)
 class Recompute:
-    """Takes a joint graph; marks with ``RECOMPUTE`` what backward computes again.
+    """Takes a joint graph; marks with ``RECOMPUTE`` the nodes that backward recomputes.
 
-    That is what the plan's ``recompute`` names, and what modules annotated ``recompute()`` compute.
-    As in activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
-    computed again from its inputs, and what it gives to others is kept if they need it. Of annotations around an
-    operation the innermost counts, whatever the plan names; what is under ``save()`` is kept. Random numbers are kept,
-    never drawn twice, and so is what is computed from buffers that forward writes: by backward they have other values.
-    What is computed in chunks is marked already.
+    These are the operations that the plan's ``recompute`` names, and those of modules annotated ``recompute()``. As in
+    activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174) each call of such a module is
+    recomputed from its inputs, and its outputs are saved if others need them. The innermost annotation around an
+    operation wins, also over the plan; everything under ``save()`` is saved. Random numbers are saved, never drawn
+    twice, and so are results computed from buffers that forward writes, whose values differ by the time of backward.
+    Operations computed in chunks are marked already.
 
     Must not change: the computation.
+
+    Raises:
+        PlanError: the plan's ``recompute`` is ``"budget"``, or names operations that the model does not have.
     """
 
     name: ClassVar[str] = "recompute"
@@ -63,7 +66,7 @@ def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
     for node in values.together_with(chosen - values.once):
         RECOMPUTE.set(node, True)
     for node in values.makes:
-        # A cast follows what it casts where nothing is said of it.
+        # A cast that the plan does not name is treated like its operand.
         if node not in chosen and any(RECOMPUTE.get(operand) for operand in node.all_input_nodes):
             RECOMPUTE.set(node, RECOMPUTE.get(node, False))
 
@@ -82,9 +85,9 @@ _SAVED = "save()"
 
 
 def _region(node: fx.Node, said: list[Annotated]) -> str:
-    """Which call of a module is computed again with ``node`` in it: the outermost inside of the last ``save()``.
+    """The module call that is recomputed as one region around ``node``: the outermost one inside the last ``save()``.
 
-    ``_SAVED`` where that is the innermost; empty where nothing is said.
+    ``_SAVED`` if ``save()`` is the innermost annotation; empty if there is no annotation.
     """
     region = ""
     stack = MODULES.get(node, {})

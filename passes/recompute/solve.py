@@ -1,24 +1,24 @@
-"""What to compute again so that no more than so many bytes are kept for backward, in the least time.
+"""What to recompute, in the least time, so that at most a given number of bytes is saved for backward.
 
 Variables
-    ``a[c]``, whole, from 0 to ``most[c]``: how many members of class ``c`` backward computes again. ``k[r]``, from 0 to
-    the number of ``r``: how many of result ``r`` are kept.
+    ``a[c]``, integer, from 0 to ``most[c]``: how many members of class ``c`` are recomputed. ``k[r]``, from 0 to the
+    number of ``r``: how many of result ``r`` are saved.
 
 Objective
-    The least seconds, ``sum(seconds[c] * a[c])``; or the fewest bytes, ``sum(nbytes[r] * k[r])``. Either decides
-    between what is equal by the other.
+    Minimise the seconds, ``sum(seconds[c] * a[c])``, or the bytes, ``sum(nbytes[r] * k[r])``. The other one breaks
+    ties.
 
 Constraints
-    1. *backward reads r*: members that are not computed again are kept, ``k[r] + a[maker of r] >= members``.
-    2. *c reads r*: what is computed again finds what it reads kept, or computed again too:
-       ``k[r] + a[maker of r] >= a[c]``, times how many of ``r`` there are for one of ``c``.
+    1. *backward reads r*: members that are not recomputed are saved, ``k[r] + a[maker of r] >= members``.
+    2. *c reads r*: the operands of a recomputed operation are saved or recomputed:
+       ``k[r] + a[maker of r] >= a[c]``, scaled by the number of ``r`` for each member of ``c``.
     3. *bytes kept*: ``sum(nbytes[r] * k[r]) <= bound``.
 
-Without the third the constraints are those of a closure, whose relaxation is integral (Picard, 1976,
-https://doi.org/10.1287/mnsc.22.11.1268); the one bound more leaves HiGHS little to branch on.
+Without the third the constraints are those of a closure problem, whose relaxation is integral (Picard, 1976,
+https://doi.org/10.1287/mnsc.22.11.1268); the single extra bound leaves HiGHS little to branch on.
 
-That bytes are kept, and not the peak, is what makes this fast: whoever asks simulates the program that follows. The
-exact program that has the peak in it is :mod:`shardgraph.passes.recompute.checkmate`.
+Constraining the saved bytes instead of the peak is what makes this fast: the caller simulates the resulting program.
+The exact program, which constrains the peak, is :mod:`shardgraph.passes.recompute.checkmate`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dataclasses import dataclass
 from shardgraph.passes.milp import NoSolution, Program
 from shardgraph.passes.recompute.problem import Class, RecomputeProblem
 
-_GAP, _LIMIT = 1e-3, 3.0  # part of the seconds, and seconds of search, at which the best so far is good enough
+_GAP, _LIMIT = 1e-3, 3.0  # relative gap, and seconds of search, at which the incumbent is accepted
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many of each class to compute again, and the part of the seconds by which the best may be less."""
+    """How many of each class to recompute, and the relative gap of the objective to the optimum."""
 
     of: Mapping[Class, int]
     gap: float
 
 
 def least_seconds(problem: RecomputeProblem, bound: float) -> Counts | None:
-    """How many of each class to compute again so that at most ``bound`` bytes are kept; None where that cannot be."""
+    """The fastest counts to recompute so that at most ``bound`` bytes are saved; None if no solution was found."""
     try:
         return _solve(problem, bound)
     except NoSolution:
@@ -49,15 +49,15 @@ def least_seconds(problem: RecomputeProblem, bound: float) -> Counts | None:
 
 
 def fewest_bytes(problem: RecomputeProblem) -> Counts:
-    """How many of each class to compute again so that the fewest bytes are kept."""
-    return _solve(problem, None)  # nothing at all may be computed again, so there is a solution
+    """How many of each class to recompute so that the fewest bytes are saved."""
+    return _solve(problem, None)  # recomputing nothing is a solution
 
 
 def _solve(problem: RecomputeProblem, bound: float | None) -> Counts:
     program, size = Program(), {key: len(nodes) for key, nodes in problem.members.items()}
     most_bytes = max([1.0, *problem.nbytes.values()])
     slowest = max([1e-12, *problem.seconds.values()])
-    # What decides between equals counts for less than anything of the other.
+    # The tie-breaker has a small weight.
     per_second, per_byte = (1e-6, 1.0) if bound is None else (1.0, 1e-6)
     again = {
         key: program.variable(per_second * problem.seconds[key] / slowest, high=problem.most[key], integer=True)

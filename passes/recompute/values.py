@@ -1,4 +1,4 @@
-"""Forward as recomputation sees it: operations, the storages that they make, and who needs those."""
+"""Forward as recomputation sees it: operations, the storages they produce, and the readers of those."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from shardgraph.passes.partition.split import forward_nodes
 
 @dataclass(frozen=True)
 class Values:
-    """What the forward half of a joint graph makes.
+    """The values that the forward half of a joint graph produces.
 
     ``makes``
-        The storages that each operation makes, operations in order. What makes none (a view, a wait) is no operation.
+        The storages that each operation produces, in order. Nodes that produce none (views, waits) are not operations.
     ``takes``
-        The storages that each operation reads and that operations make.
+        The storages that each operation reads, if an operation produced them.
     ``maker``
-        The operation that makes a storage.
+        The operation that produces a storage.
     ``held``
-        The storages in which the value of each node lies, for nodes whose storages are all made by operations.
+        The storages that hold the value of each node, for nodes whose storages are all produced by operations.
     ``demanded``
         The storages that backward reads.
     ``once``
-        What must not run twice: see :func:`computed_once`.
+        Nodes that must not run twice: see :func:`computed_once`.
     ``layer``
         The layer that each operation is in: see :func:`layers_of`.
     """
@@ -46,26 +46,26 @@ class Values:
     layer: dict[fx.Node, str]
 
     def leaving(self) -> set[fx.Node]:
-        """The operations whose results are used outside of their layer."""
+        """The operations whose results are read outside their layer."""
         readers = ((node, storage) for node, taken in self.takes.items() for storage in taken)
         return {self.maker[s] for node, s in readers if self.layer[self.maker[s]] != self.layer[node]}
 
     def kept(self, again: Collection[fx.Node]) -> int:
-        """The bytes that are kept for backward when the operations ``again`` are computed there."""
+        """The bytes saved for backward if it recomputes the operations ``again``."""
         needed = self.demanded.union(*(self.takes[node] for node in again))
         return sum(storage.nbytes for storage in needed if self.maker[storage] not in again)
 
     def dropped(self, again: Collection[fx.Node]) -> int:
-        """The bytes that backward reads and that are not kept for it when it computes the operations ``again``."""
+        """The bytes that backward reads and that are not saved if it recomputes the operations ``again``."""
         return sum(storage.nbytes for storage in self.demanded if self.maker[storage] in again)
 
     def together_with(self, operations: Collection[fx.Node]) -> list[fx.Node]:
-        """``operations`` with the pieces and views of what they make: the nodes that are computed again with them."""
+        """``operations`` with the views and pieces of their results: all nodes that are recomputed with them."""
         return [node for node, held in self.held.items() if all(self.maker[each] in operations for each in held)]
 
 
 def values_of(gm: fx.GraphModule, granule: int = 1) -> Values:
-    """What forward makes in ``gm``, with each storage rounded up to ``granule`` bytes."""
+    """The forward values of ``gm``, with each storage rounded up to ``granule`` bytes."""
     inside = forward_nodes(gm)
     stored = storages_of(gm, granule)
     found = Values({}, {}, {}, {}, set(), computed_once(gm), layers_of(gm))
@@ -89,9 +89,9 @@ def values_of(gm: fx.GraphModule, granule: int = 1) -> Values:
 
 
 def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes of forward that backward must not compute again, because their values would be others.
+    """The forward nodes that backward must not recompute, because their values would differ.
 
-    They draw random numbers, or read a buffer that forward writes; a piece of such a value is one too.
+    They draw random numbers or read a buffer that forward writes; pieces of such values are included.
     """
     inside = forward_nodes(gm)
     written = {placeholders(gm)[role.of] for role, _ in outputs(gm) if isinstance(role, Mutation)}
@@ -111,9 +111,9 @@ _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
 def layers_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The layer that each operation is in, such as ``"model.layers.7"``; ``""`` outside of layers.
+    """The layer of each operation, such as ``"model.layers.7"``; ``""`` outside of layers.
 
-    A layer is a module in a list of at least two that hold two matrices or more each: the outermost such.
+    A layer is the outermost module in a list of at least two that hold two or more matrices each.
     """
     matrices: Counter[str] = Counter()
     for role, node in placeholders(gm).items():
@@ -126,5 +126,5 @@ def layers_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _numbered(path: str) -> list[str]:
-    """The modules around and at ``path`` whose own name is a number, outermost first."""
+    """The modules enclosing ``path``, itself included, whose own name is a number, outermost first."""
     return [path[: found.end()] for found in _NUMBER.finditer(path)]

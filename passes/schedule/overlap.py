@@ -1,4 +1,4 @@
-"""Overlap of communication with computation, by the order of the graph alone."""
+"""Overlaps communication with computation by reordering the graph."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardgraph.passes.base import Context
 
 @dataclass(frozen=True)
 class OverlapCollectives:
-    """Takes a forward or backward graph; gives the same one with collectives started early and awaited late.
+    """Takes a forward or backward graph; reorders it so that collectives start early and are awaited late.
 
-    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many are under way
-    while the computation goes on. A gradient's reduction is awaited once ``plan.prefetch`` later ones have started.
-    All ranks hold the same text, so all still issue the same collectives in the same order.
+    A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many gathers are in
+    flight during computation. A gradient's reduction is awaited once ``plan.prefetch`` later ones have started. All
+    ranks have the same graph, so they still issue the same collectives in the same order.
 
     Must not change: which nodes there are, and what each computes.
     """
@@ -47,7 +47,7 @@ def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
 
 
 def _made_ready(start: fx.Node) -> Iterator[fx.Node]:
-    """What makes a shard ready to be gathered, last first: padding, and before it a cast."""
+    """The nodes that prepare a shard for its gather, last first: padding, and before it a cast."""
     node = start.args[0]
     while isinstance(node, fx.Node) and node.op == "call_function":
         yield node

@@ -1,4 +1,4 @@
-"""Overlap of copies between host and device with computation, by the order of the graph alone."""
+"""Overlaps copies between host and device with computation by reordering the graph."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardgraph.passes.base import Context
 
 @dataclass(frozen=True)
 class OverlapCopies:
-    """Takes a forward or backward graph; gives the same one with copies to the device started early and copies to the
-    host awaited late.
+    """Takes a forward or backward graph; reorders it so that copies to the device start early and copies to the host
+    are awaited late.
 
-    Those under way in one direction are together at most as large as the largest single one, which has to fit anyway:
-    the link has something to do while the device computes, and the device holds little more than what it computes with.
-    Where the plan has no ``prefetch`` nothing is moved.
+    The copies in flight in one direction have together at most the bytes of the largest one, which has to fit anyway:
+    the link is used during computation, and the device holds little more than what it computes with. If the plan has
+    no ``prefetch``, nothing is reordered.
 
     Must not change: which nodes there are, and what each computes.
     """
@@ -37,7 +37,7 @@ class OverlapCopies:
 
 
 def _start_early(gm: fx.GraphModule) -> None:
-    """Start each copy to the device, in the order of their waits, once enough of those before it have been awaited."""
+    """Start each copy to the device, in the order of the waits, once enough earlier copies have been awaited."""
     nodes = list(gm.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     copies = sorted(_copies(gm, TO_DEVICE), key=lambda copy: order[copy[1]])
@@ -54,7 +54,7 @@ def _start_early(gm: fx.GraphModule) -> None:
 
 
 def _await_late(gm: fx.GraphModule) -> None:
-    """Await each copy to the host, in the order in which they start, before so much more starts that it has to be."""
+    """Await each copy to the host, in start order, before the first later copy that would exceed the window."""
     copies = list(_copies(gm, TO_HOST))
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     until: list[fx.Node] = []
@@ -66,14 +66,14 @@ def _await_late(gm: fx.GraphModule) -> None:
 
 
 def _copies(gm: fx.GraphModule, target: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Every start of a copy, in order, with its wait."""
+    """Each start of a copy, in order, with its wait."""
     for node in gm.graph.nodes:
         if node.target is target:
             yield node, next(user for user in node.users if is_wait(user))
 
 
 def _windows(starts: Sequence[fx.Node]) -> Iterator[int]:
-    """For each copy the first that may still be under way with it, so that none has to be larger than the largest."""
+    """For each copy the first that may be in flight with it, so that together they do not exceed the largest copy."""
     sizes = [start.meta["val"].nbytes for start in starts]
     limit, under_way, first = max(sizes, default=0), 0, 0
     for i, size in enumerate(sizes):

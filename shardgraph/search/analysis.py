@@ -1,4 +1,4 @@
-"""The analysis of a question's answer, from a few of the model's equal layers if that is sufficient."""
+"""Analyses the plan decided for a question, from a few of the model's equal layers if that is sufficient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def analyze_source(source: Source) -> Analysis:
         try:
             return _folded(source, stack)
         except (NotPeriodicError, CaptureError):
-            pass  # layers that are counted, or indexed by number, do not fold
+            pass  # models that count layers or index them by number do not fold
     return _whole(source)
 
 
@@ -80,8 +80,8 @@ class SizesOf:
         def fits(value: int) -> bool:
             return analyze_source(self.source.resized(**(sizes | {size: value}))).peak_memory <= budget
 
-        # The expression ignores that the allocator rounds every tensor up, and that a capacity may be a rounded
-        # fraction of a sequence. Its estimate is close, so the search goes down from there in growing steps.
+        # The expression ignores the allocator's rounding of every tensor, and that a capacity may be a rounded
+        # fraction of a sequence. Its estimate is close, so search down from there in growing steps.
         step = 1
         while estimate > 1 and not fits(estimate):
             estimate, step = max(1, estimate - step), 2 * step

@@ -1,4 +1,4 @@
-"""What the pieces between all places where a model may be cut take, so that the best cuts can be found."""
+"""The cost of each block between neighbouring cut points of a model, for finding the best pipeline cuts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardgraph.report.messages import message_seconds
 
 @dataclass(frozen=True)
 class Blocks:
-    """The pieces of a model in the order of forward: what each costs, and which modules begin all but the first."""
+    """The blocks of a model in forward order: their costs, and the modules that begin all but the first."""
 
     costs: tuple[StageCost, ...]
     names: tuple[str, ...]
@@ -33,11 +33,11 @@ class Blocks:
 def blocks_of(
     joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster, optimizer: str = "adamw"
 ) -> Blocks:
-    """The pieces between all cut points of a model that was captured for one microbatch.
+    """The blocks between all cut points of a model captured for one microbatch.
 
-    Times and bytes are those of a rank that computes the microbatch alone; what collectives inside of a stage add is
-    left out, since they add alike to all stages. Parameters, their gradients and the optimizer's state are those of the
-    rank's part under ``plan``.
+    Seconds and bytes are those of a rank that computes the microbatch alone; collectives inside a stage are left out,
+    since they add alike to all stages. Parameters and optimizer state are the rank's part under ``plan``; gradients are
+    whole along the axis that shards the parameter.
     """
     assert plan.pipeline is not None
     gm, points = copy_graph(joint.module), cut_points(joint.module)
@@ -72,7 +72,7 @@ def blocks_of(
 
 
 class _Work:
-    """Seconds of each piece: of forward, of backward, and of what in that only the gradients of weights need."""
+    """Seconds of each block: of forward, of backward, and of the part of backward for weight gradients only."""
 
     def __init__(self, gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> None:
         self.forward, self.backward, self.weights = ([0.0] * assignment.count for _ in range(3))
@@ -88,7 +88,7 @@ class _Work:
 
 
 def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
-    """The operations of backward that an earlier piece waits for."""
+    """The backward operations that an earlier block waits for."""
     home = assignment.home
     passed: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
@@ -99,7 +99,7 @@ def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
 
 
 def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
-    """Bytes that each piece keeps for backward."""
+    """Bytes that each block saves for backward."""
     forward, _ = split(copy_graph(gm))
     homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
     found = [0] * assignment.count
@@ -117,7 +117,7 @@ def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
 def _fixed(
     gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mapping[str, torch.Size], optimizer: str
 ) -> list[int]:
-    """Bytes of parameters, whole gradients and optimizer state, in the first piece that uses each parameter."""
+    """Bytes of parameters, whole gradients and optimizer state, in the first block that uses each parameter."""
     entries, states = plan.of_stage.resolve(shapes), optimizer_cost(optimizer).states
     found = [0] * assignment.count
     for role, node in placeholders(gm).items():

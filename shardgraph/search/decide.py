@@ -1,4 +1,4 @@
-"""From a question to the plan that answers it: the one place where plans are decided."""
+"""Decides the plan for a question: the one place where open choices of plans are made."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shardgraph.search.stages import place_stages
 
 
 def decide(question: Question, captures: Captures) -> Plan:
-    """The plan that was asked for with everything decided that it leaves open.
+    """The requested plan with all open choices decided.
 
-    In this order: of ``"auto"`` which preset; where stages of a pipeline begin; placements of parameters along axes of
-    operators and experts; what is recomputed, and whether a loss is computed in chunks. All of it follows from one
-    captured graph, which stays in ``captures``.
+    These are: the preset for ``"auto"``; where pipeline stages begin; placements of parameters along operator and
+    expert axes; what is recomputed, and whether a loss is computed in chunks. All are decided from one captured graph,
+    which stays in ``captures``.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
-        PlanError: no plan can be as it is asked for; or something is open and there are no example inputs.
+        PlanError: no plan meets the request; or a choice is open and there are no example inputs.
     """
     if question.automatic:
         if question.call is not None:
@@ -43,7 +43,7 @@ def decide(question: Question, captures: Captures) -> Plan:
         return plan
     if question.call is None:
         if plan.world_size == 1 and plan.pipeline is None and not question.budgeted:
-            return plan  # placements on one rank
+            return plan  # one rank needs no placements
         raise PlanError(_without_inputs(question))
     joint, shapes = captures.joint(question.captured, plan), question.shapes
     if plan.pipeline is not None:
@@ -54,7 +54,7 @@ def decide(question: Question, captures: Captures) -> Plan:
 
 
 def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with a placement for every parameter and operation.
+    """``plan`` with placements assigned to every parameter and operation.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -63,7 +63,7 @@ def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
 
 
 def _fastest(question: Question, captures: Captures) -> Plan:
-    """The preset of which a batch takes the least time."""
+    """The preset with the least predicted time per batch."""
     wanted, machine = question.plan, question.machine
     ranks = math.prod(size for _, size in wanted.mesh)
     groups = plans_of(ranks, machine) if question.free_mesh else plans_on(wanted.mesh)

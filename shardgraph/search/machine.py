@@ -1,4 +1,4 @@
-"""The cluster and the mesh that a question is about."""
+"""The cluster and the mesh of a question."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardgraph.plans.plan import Plan
 
 
 def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
-    """The cluster that a caller means, with enough nodes for ``ranks`` where only a device is named.
+    """The cluster for a caller's argument, with enough nodes for ``ranks`` if only a device is named.
 
     Raises:
         ClusterError: no such device or file.
@@ -28,7 +28,7 @@ def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster
 
 
 def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
-    """:func:`resolve_cluster`, where ranks may be more than this machine has cores.
+    """:func:`resolve_cluster`; without a ``cluster`` there may be more ranks than this machine has devices.
 
     Raises:
         ClusterError: no such device or file.
@@ -38,7 +38,7 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
 
 
 def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
-    """The mesh to plan for: as given, else the plan's own, else all of the cluster.
+    """The mesh to plan for: the given one, else the plan's own, else the whole cluster.
 
     Raises:
         ClusterError: no such device or file.
@@ -52,7 +52,7 @@ def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Clus
 
 
 def default_mesh(plan: str, ranks: int, per_node: int) -> Mesh:
-    """The mesh of a plan that is asked for by name alone, of which ``per_node`` ranks are neighbours."""
+    """The mesh of a plan given by name alone, with ``per_node`` ranks on a node."""
     if plan == "hsdp":
         return (("dp_replicate", ranks // per_node), ("dp_shard", per_node))
     return (("pp" if plan == "pp" else "dp", ranks),)

@@ -1,4 +1,4 @@
-"""``plan="auto"``: price the presets that the ranks allow, and take the fastest that fits."""
+"""``plan="auto"``: price the candidate presets, and take the fastest that fits."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def choose_plan(
     optimizer: str = "adamw",
     memory: int | str | None = None,
 ) -> Plan:
-    """The fastest plan for a batch whose predicted peak fits; of equally fast ones the smaller.
+    """The plan with the least predicted time per batch whose predicted peak fits; ties go to the smaller peak.
 
     Args:
-        joint: the captured model, left as it is.
+        joint: the captured model, not changed.
         shapes: unsharded shapes of its parameters by name.
-        groups: the plans to try, a group only if nothing of those before it fits; see :func:`plans_of`.
-        cluster: what prices them.
-        annotations: what the plan must have, as ``joint`` was captured with; one that cannot is passed over.
-        precision: what ``joint`` was captured with.
-        optimizer: whose state and update are counted.
-        memory: bytes that a rank may use, or a text; default: what the device has. Plans whose recomputation is
-            ``"budget"`` get what makes them fit.
+        groups: candidate plans; a group is tried only if nothing in the earlier ones fits; see :func:`plans_of`.
+        cluster: the cluster on which plans are priced.
+        annotations: those with which ``joint`` was captured; candidates that cannot meet them are skipped.
+        precision: the one with which ``joint`` was captured.
+        optimizer: the optimizer whose state and update are counted.
+        memory: bytes that a rank may use, or a text such as ``"12GiB"``; default: the device's memory. Plans whose
+            recomputation is ``"budget"`` get a recomputation with which they fit, if there is one.
 
     Raises:
-        PlanError: no plan fits, and the message says what the smallest would take; or none can be as annotated.
+        PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
     """
     budget = cluster.device.memory if memory is None else parse_bytes(memory)
     priced: list[tuple[Plan, Candidate]] = []
@@ -82,15 +82,15 @@ def choose_plan(
 
 
 def _price(candidate: Candidate) -> tuple[float, int]:
-    """The time of one batch: plans differ in how many they have in a step."""
+    """Seconds per batch (plans differ in the number of batches per step), then bytes."""
     return candidate.seconds / candidate.batches, candidate.memory
 
 
 def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
-    """The plans to try for as many ranks, in groups of which a later one is tried when nothing of the earlier fits.
+    """Candidate plans for ``ranks``, in groups; a later group is tried if nothing in the earlier ones fits.
 
-    First those in which every rank has a batch of its own, on one axis and on nodes times the devices of a node. Then
-    those in which the devices of a node divide operators too: a rank then has less of the activations.
+    First data-parallel plans, on one axis and on nodes times devices per node. Then plans that also shard operators
+    over devices of a node, with which a rank has fewer of the activations.
     """
     inside = cluster.devices_per_node
     meshes: list[Mesh] = [(("dp", ranks),)]
@@ -102,12 +102,12 @@ def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
 
 
 def plans_on(mesh: Mesh) -> list[list[Plan]]:
-    """Every preset that can be on ``mesh``, as one group of :func:`plans_of`.
+    """Every preset that suits ``mesh``, as one group of :func:`plans_of`.
 
-    With an axis that is called as presets call those that they divide operators or experts along, those that do.
+    If an axis has the name that presets use for sharding operators or experts, only presets that do so.
 
     Raises:
-        PlanError: an axis is called as that of a pipeline, which is asked for by name.
+        PlanError: an axis has the name of a pipeline axis; a pipeline must be requested by name.
     """
     refuse_pipeline(mesh)
     return [_presets(mesh)]
@@ -120,7 +120,7 @@ def _divided(batches: int, degree: int, name: str) -> Plan:
 
 
 def _presets(mesh: Mesh) -> list[Plan]:
-    """The presets that a mesh suits; one that leaves ranks unused (``single``) is none."""
+    """The presets that suit a mesh, without those that leave ranks unused (``single``)."""
     names = [*PRESETS]
     if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
         dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]

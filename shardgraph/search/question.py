@@ -1,4 +1,4 @@
-"""What a caller of ``compile``, ``analyze`` or ``verify`` asks for, parsed and checked once."""
+"""The request of a caller of ``compile``, ``analyze`` or ``verify``, parsed and checked once."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Question:
     """Which plan a model is to have; :func:`shardgraph.search.decide.decide` answers it.
 
     ``plan``
-        What was asked for: the plan by that name on its mesh, with the model's annotations and all that was asked for
-        beside it. Of ``"auto"`` it is what the plans to choose among have in common.
+        The requested plan on its mesh, with the model's annotations and the options below. For ``"auto"`` it is what
+        the candidates have in common.
     ``automatic``
-        Whether the plan is to be chosen among the presets; on one rank there is nothing to choose.
+        Whether to choose the plan among the presets; on one rank there is nothing to choose.
     ``free_mesh``
-        Whether a plan that is chosen may have another mesh of as many ranks.
+        Whether a chosen plan may have another mesh with as many ranks.
     ``recompute``, ``memory``, ``loss_chunk``, ``offload``
-        What was asked for beside the plan, sizes in bytes; None where the plan's own is meant.
+        Options that override the plan's, sizes in bytes; None for the plan's own.
     ``cluster``
-        What prices plans; None: this machine.
+        The cluster on which plans are priced; None: this machine.
     ``optimizer``
-        Whose state and update are counted.
+        The optimizer whose state and update are counted.
     ``call``
-        One rank's call; None where no example inputs were given.
+        One rank's call; None without example inputs.
     """
 
     model: nn.Module
@@ -82,12 +82,11 @@ class Question:
         """The question of a caller; see :func:`shardgraph.compile`.
 
         Args:
-            mesh_of: the mesh for a plan, which it gets by name or, of a plan file, as read.
+            mesh_of: returns the mesh for a plan, given its name or, for a plan file, the loaded plan.
 
         Raises:
-            PlanError: the plan, or what is asked for beside it, does not exist, is malformed, or does not fit the model
-                or the mesh.
-            ShardGraphError: a size is none.
+            PlanError: the plan or an option does not exist, is malformed, or does not fit the model or the mesh.
+            ShardGraphError: a size cannot be parsed.
             ClusterError: the cluster is unknown or malformed.
         """
         named = named_or_loaded(plan)
@@ -129,11 +128,11 @@ class Question:
         return replace(self, call=Call(self.model, tuple(args), dict(kwargs), loss_fn, training))
 
     def settled(self, plan: Plan) -> Question:
-        """The question that asks for ``plan``, which answers this one, and nothing beside it."""
+        """The question that requests ``plan``, the answer to this one, without further options."""
         return replace(self, plan=plan, automatic=False, recompute=None, memory=None, loss_chunk=None, offload=None)
 
     def with_asked(self, plan: Plan) -> Plan:
-        """``plan`` with what is asked for beside it; ``memory`` alone asks for the recomputation ``"budget"``.
+        """``plan`` with this question's options; ``memory`` alone sets the recomputation ``"budget"``.
 
         Raises:
             PlanError: there is no such recomputation.
@@ -153,29 +152,29 @@ class Question:
 
     @property
     def budgeted(self) -> bool:
-        """Whether a recomputation is to be found that makes the predicted peak fit."""
+        """Whether to find a recomputation with which the predicted peak fits."""
         return self.memory is not None or self.plan.recompute == "budget"
 
     @property
     def undecided(self) -> bool:
-        """Whether placements of parameters are to be found."""
+        """Whether any placements of parameters are still to be assigned."""
         return bool(self.plan.undecided(self.shapes))
 
     @property
     def open(self) -> bool:
-        """Whether anything is to be decided that follows from what the model computes."""
-        # Without inputs each rank places operations at its first call, where the plan has parameters' placements.
+        """Whether any choice is open that depends on the captured graph."""
+        # Without inputs each rank assigns placements of operations at its first call, if the plan has the parameters'.
         placed = self.plan.decided or self.call is None
         return self.automatic or self.plan.pipeline is not None or self.budgeted or self.undecided or not placed
 
     @cached_property
     def machine(self) -> Cluster:
-        """The cluster that prices plans."""
+        """The cluster on which plans are priced."""
         return self.cluster or machine_for(None, self.plan.world_size)
 
     @property
     def captured(self) -> Call:
-        """The call whose graph decides: of a pipeline that of the first microbatch.
+        """The call to capture: with a pipeline, that of the first microbatch.
 
         Raises:
             PlanError: the batch cannot be cut into the plan's microbatches.
@@ -188,5 +187,5 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What ranks must ask alike, as lines."""
+        """What must be equal on all ranks, as lines."""
         return f"{self.plan.to_yaml()}memory: {self.memory}\nexample inputs: {self.call is not None}"

@@ -1,8 +1,8 @@
-"""Recomputation under a budget of bytes: which choice is fastest of those whose simulated peak fits.
+"""Recomputation under a memory budget: the fastest candidate whose simulated peak fits.
 
-Choices are found by an integer program, for fewer and fewer bytes that are kept (:mod:`shardgraph.passes.recompute`),
-whatever the budget is. The programs that follow from them are simulated in the order of their time, and the first whose
-peak is within the budget is taken. So a smaller budget, which fewer of the same choices fit, never has a larger peak.
+An integer program finds candidates for fewer and fewer saved bytes (:mod:`shardgraph.passes.recompute`), independent of
+the budget. The resulting programs are simulated in order of their added time, and the first whose peak is within the
+budget is taken. So a smaller budget, which fewer of the same candidates fit, never has a larger peak.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shardgraph.report.analysis import analyze_program, program_memory
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
-_LEVELS = 24  # choices between all that backward reads kept and as little as can be
-_TRACTABLE, _EXACT_LEVELS = 24, 8  # operations of forward for which the exact program is solved too, and how often
+_LEVELS = 24  # byte bounds between saving all that backward reads and as little as possible
+_TRACTABLE, _EXACT_LEVELS = 24, 8  # most forward operations for which the exact program is solved too, and its bounds
 _STATE = ("parameters", "buffers", "inputs", "optimizer state")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recomputation: its rules, the ``seconds`` that it adds to a step, and bytes that are no longer kept.
+    """A candidate recomputation: its rules, the ``seconds`` it adds to a step, and the saved bytes that it drops.
 
-    ``gap`` is the part of the seconds by which the best that keeps as few bytes may be faster.
+    ``gap`` is the fraction of the seconds by which the optimum for as few saved bytes may be faster.
     """
 
     rules: Recomputation
@@ -56,7 +56,7 @@ class Choice:
 
 
 class Recomputations:
-    """The choices of recomputation for one plan of a captured model, and what becomes of it under each."""
+    """The candidate recomputations for one plan of a captured model, and the program, peak and time of each."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Recomputations:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """From the least to the most time that is added; the first keeps all that backward reads."""
+        """The candidates by increasing added time; the first recomputes nothing, or what the plan sets."""
         if self.plan.recompute != "budget" or not self.joint.differentiable:
             return [Choice("none" if self.plan.recompute == "budget" else self.plan.recompute, 0.0, 0)]
         gm = copy_graph(self._placed)
-        run_passes(gm, WHOLE_PASSES, self._of_its_own("none"))  # what is annotated
+        run_passes(gm, WHOLE_PASSES, self._of_its_own("none"))  # marks what is annotated
         values = values_of(gm, self.cluster.device.allocation)
         problem = problem_of(gm, values, Prices(self.cluster, self.plan.mesh))
         seconds = {node: problem.seconds[key] for key, nodes in problem.members.items() for node in nodes}
@@ -96,7 +96,7 @@ class Recomputations:
     def _exact(
         self, gm: fx.GraphModule, values: Values, seconds: Mapping[fx.Node, float], everything: Choice
     ) -> Iterator[tuple[Collection[fx.Node], float]]:
-        """What the exact program computes again, with its gap, under bounds between the peak of keeping all and 0."""
+        """What the exact program recomputes, with its gap, for byte bounds between the peak of saving all and 0."""
         memory = program_memory(self.program(everything), self.optimizer, granule=self.cluster.device.allocation)
         steps = backward_steps(gm, values, self.cluster.device.allocation)
         stays = sum(memory.compositions[kind][0] for kind in memory.compositions if kind in _STATE)
@@ -108,25 +108,25 @@ class Recomputations:
                 yield schedule.again, schedule.gap
 
     def program(self, choice: Choice) -> Program:
-        """The program under a choice."""
+        """The program for a candidate."""
         if self._latest is None or self._latest[0] != choice:
             context = self._of_its_own(choice.rules)
             self._latest = choice, emit(self.joint, self.shapes, copy_graph(self._placed), context)
         return self._latest[1]
 
     def _of_its_own(self, rules: str | Recomputation) -> Context:
-        """What passes know of the placed graph, for them to change, with these rules in the plan."""
+        """A copy of the placed graph's context that passes may change, with these rules in the plan."""
         return self._context.copy(replace(self._context.plan, recompute=rules))
 
     def peak(self, choice: Choice) -> int:
-        """The most bytes live at once in a step under a choice: those of the program as it would run."""
+        """The peak of live bytes in a step of a candidate's program."""
         if choice not in self._peaks:
             memory = program_memory(self.program(choice), self.optimizer, granule=self.cluster.device.allocation)
             self._peaks[choice] = memory.peak_bytes
         return self._peaks[choice]
 
     def chosen(self, choice: Choice) -> Plan:
-        """The plan with a choice written into it."""
+        """The plan with a candidate's rules written into it."""
         return replace(
             placed_plan(self.joint, self.plan, self.shapes, self._placed, self._context), recompute=choice.rules
         )
@@ -136,10 +136,10 @@ class Recomputations:
         return analyze_program(self.program(choice), self.cluster, optimizer=self.optimizer).time.total
 
     def fastest_within(self, budget: int) -> Choice:
-        """The choice that adds the least time of those whose peak is at most ``budget`` bytes.
+        """The candidate with the least added time whose peak is at most ``budget`` bytes.
 
         Raises:
-            PlanError: none is; the message says what the smallest takes.
+            PlanError: none fits; the message has the smallest peak.
         """
         choice = self.nearest(budget)
         if self.peak(choice) <= budget:
@@ -155,7 +155,7 @@ class Recomputations:
         return "more ranks, a smaller batch, or a plan that shards more"
 
     def nearest(self, budget: int) -> Choice:
-        """The choice that adds the least time of those whose peak is at most ``budget`` bytes, or the smallest."""
+        """The candidate with the least added time whose peak is at most ``budget`` bytes, else the smallest peak."""
         if len(self.choices) == 1:
             return self.choices[0]
         for choice in self.choices:
@@ -164,7 +164,7 @@ class Recomputations:
         return self._smallest()
 
     def _smallest(self) -> Choice:
-        """The choice with the smallest peak; of equal ones the fastest."""
+        """The candidate with the smallest peak; ties go to the fastest."""
         best = self.choices[-1]
         for choice in sorted(self.choices, key=lambda each: -each.dropped):
             if self._least_peak(choice) <= self.peak(best):
@@ -172,17 +172,17 @@ class Recomputations:
         return best
 
     def _least_peak(self, choice: Choice) -> int:
-        """What the peak cannot be below, without simulating: that of keeping everything, less what is not kept."""
+        """A lower bound on the peak without simulation: that of saving everything, less the dropped bytes."""
         return self.peak(self.choices[0]) - self._kept_at_once * choice.dropped
 
     @property
     def _kept_at_once(self) -> int:
-        """For how many calls at most values are kept at the same time."""
+        """The largest number of calls (microbatches) whose activations are saved at the same time."""
         return 1
 
 
 class PipelineRecomputations(Recomputations):
-    """The same of a pipeline, whose graph is that of one microbatch: the peak is that of any rank in the schedule."""
+    """The same for a pipeline, whose graph is that of one microbatch: the peak is the largest of all ranks."""
 
     def __init__(
         self,
@@ -196,10 +196,10 @@ class PipelineRecomputations(Recomputations):
         self._analyses: dict[Choice, PipelineAnalysis] = {}
 
     def _exact(self, *_: object) -> Iterator[tuple[Collection[fx.Node], float]]:
-        yield from ()  # Checkmate's program is that of a single call
+        yield from ()  # Checkmate's program models a single call
 
     def peak(self, choice: Choice) -> int:
-        """The most bytes live at once on any rank in a step under a choice."""
+        """The peak of live bytes on any rank in a step of a candidate's program."""
         return self._analysis(choice).peak_memory
 
     def seconds(self, choice: Choice) -> float:
@@ -224,7 +224,7 @@ class PipelineRecomputations(Recomputations):
 
 
 def _ladder(problem: RecomputeProblem, values: Values) -> Iterator[tuple[set[fx.Node], float]]:
-    """What to compute again, with its gap, for fewer and fewer bytes that are kept, from none to as many as can be."""
+    """Sets of operations to recompute, each with its gap: none, all that saves bytes, and levels in between."""
     fewest = fewest_bytes(problem)
     nothing, everything = problem.operations({}), problem.operations(fewest.of)
     most, least = values.kept(nothing), values.kept(everything)
@@ -243,14 +243,14 @@ def with_recomputation(
     memory: int | str | None = None,
     optimizer: str = "adamw",
 ) -> Plan:
-    """``plan`` with what backward computes again so that the predicted peak of a rank is within ``memory``.
+    """``plan`` with a recomputation for which the predicted peak of a rank is within ``memory``.
 
-    That is bytes or a text such as ``"12GiB"``; with ``"budget"`` the default is what the device has. A plan that says
-    by itself what is computed again, or that nothing is, is only held against the memory that is given. A loss over a
-    large vocabulary is computed in chunks where a plan does not say, and that is faster or all that fits.
+    ``memory`` is bytes or a text such as ``"12GiB"``; with ``"budget"`` the default is the device's memory. A plan with
+    its own ``recompute``, including ``"none"``, is only checked against the given memory. A loss over a large
+    vocabulary is computed in chunks if the plan leaves that open and it is faster or needed to fit.
 
     Raises:
-        PlanError: that cannot be; the message says what the smallest takes.
+        PlanError: no candidate fits; the message has the smallest peak.
     """
     if memory is None and plan.recompute != "budget":
         return plan
@@ -270,9 +270,9 @@ def nearest_to(
     cluster: Cluster,
     optimizer: str = "adamw",
 ) -> tuple[Recomputations, Choice]:
-    """The fastest choice whose peak is at most ``budget`` bytes, or else the one with the smallest peak.
+    """The fastest candidate whose peak is at most ``budget`` bytes, or else the one with the smallest peak.
 
-    Where ``plan`` leaves it to be found, a loss over a large vocabulary is in chunks if that is faster, or smaller.
+    If ``plan`` leaves it open, a loss over a large vocabulary is computed in chunks if that is faster, or smaller.
     """
     kind = Recomputations if plan.pipeline is None else PipelineRecomputations
     found = kind(joint, plan, shapes, cluster, optimizer)

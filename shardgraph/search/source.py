@@ -1,4 +1,4 @@
-"""What an analysis is of: a question, answered again for other sizes and for fewer layers."""
+"""The source of an analysis: a question, which can be decided again for other sizes and for fewer layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardgraph.search.question import Question
 class Source:
     """A question about one rank's call, and how its answer is analysed.
 
-    ``fused``: chains of pointwise operations are priced as fused; ``fold``: of a stack of equal layers a few are looked
-    at where that is enough.
+    ``fused``: price chains of pointwise operations as fused; ``fold``: analyse only a few layers of a stack of equal
+    layers, if that is enough.
     """
 
     question: Question
@@ -35,13 +35,13 @@ class Source:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was asked for."""
+        """The requested plan."""
         return self.question.plan
 
     @property
     def stack(self) -> Stack | None:
-        """The equal layers of which a few need to be looked at: if there are any that the plan does not tell apart, and
-        nothing is to be decided that takes all of them."""
+        """The stack of equal layers of which a few are enough to analyse; None if there is none that the plan treats
+        alike, or a choice is open that needs all layers."""
         question = self.question
         if not self.fold or question.automatic or question.budgeted or question.plan.pipeline is not None:
             return None
@@ -59,14 +59,14 @@ class Source:
         return lower(captures.take(self.call, plan), plan, self.question.shapes)
 
     def of(self, model: nn.Module) -> Source:
-        """The same analysis of another model."""
+        """The same analysis for another model."""
         call = replace(self.call, model=model)
         return replace(self, question=replace(self.question, model=model, call=call))
 
     def settled(self, plan: Plan) -> Source:
-        """The same analysis of a plan that has been decided."""
+        """The same analysis for a decided plan."""
         return replace(self, question=self.question.settled(plan))
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
-        """The same about a call of other sizes; see :meth:`Call.resized`."""
+        """The same analysis for a call of other sizes; see :meth:`Call.resized`."""
         return replace(self, question=replace(self.question, call=self.call.resized(batch, sequence)))

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline begin, where a plan leaves that open."""
+"""Decides where pipeline stages begin, if a plan leaves that open."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardgraph.search.blocks import blocks_of
 def place_stages(
     joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster | None = None
 ) -> Plan:
-    """``plan`` with a beginning for every stage of its pipeline: as annotated, as ``balance`` says, or the best.
+    """``plan`` with the first module of each pipeline stage: from annotations, from ``balance``, or the best cuts.
 
-    The best are those with which the simulated step is shortest and every rank has memory enough, priced on
-    ``cluster``; None: this machine. Of a plan whose recomputation is yet to be found for a budget it is the shortest.
+    The best cuts have the shortest simulated step with which every rank fits its memory, priced on ``cluster``; None:
+    this machine. If the recomputation is still to be found for a budget, memory is ignored.
 
     Raises:
-        PlanError: what is said cannot be, contradicts itself, the model has fewer places to cut than that takes, or a
-            rank has not memory enough however it is cut.
+        PlanError: annotations or ``balance`` cannot be met or contradict the plan, the model has too few cut points, or
+            some rank runs out of memory with every choice of cuts.
     """
     pipeline = plan.pipeline
     assert pipeline is not None

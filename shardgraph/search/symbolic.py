@@ -1,4 +1,4 @@
-"""Predictions as expressions in batch size, sequence length and mesh sizes."""
+"""Predicted costs as expressions in batch size, sequence length and mesh sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Symbolic:
     ``flops``, ``sent``
         FLOPs, and bytes on the wire.
     ``compute``, ``optimizer``, ``communication``
-        Seconds. The overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and
+        Seconds. Overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and
         ``analyze`` simulates it for given sizes.
     """
 
@@ -64,7 +64,7 @@ class Symbolic:
         return sympy.Max(self.compute + self.optimizer, self.communication, evaluate=False)
 
     def at(self, **sizes: int) -> dict[str, float]:
-        """Every quantity by name, for the given sizes, such as ``batch=8, sequence=4096, dp=64``; others as at present.
+        """Every quantity by name for the given sizes, such as ``batch=8, sequence=4096, dp=64``; others as at present.
 
         Raises:
             ShardGraphError: there is no such size, or it is not positive.
@@ -77,7 +77,8 @@ class Symbolic:
         """The largest batch, sequence or axis whose peak is within ``memory`` bytes, with the other sizes as given.
 
         Raises:
-            ShardGraphError: not even 1 fits, and the message has its peak; or the peak does not depend on ``size``.
+            ShardGraphError: not even 1 fits (the message has its peak), the peak does not depend on ``size``, or there
+                is no such size.
         """
         values = self._values({**sizes, size: 1})
         symbol = self._symbols[size]
@@ -119,7 +120,7 @@ def _function(expression: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Call
 
 
 def symbolic(source: Source) -> Symbolic:
-    """The costs of a source as expressions.
+    """The costs of one rank's step as expressions.
 
     Raises:
         NotSizedError: the model runs different operations at other sizes, or the plan shards operators or experts.
@@ -168,9 +169,9 @@ def symbolic(source: Source) -> Symbolic:
 
 
 def _points(source: Source) -> list[Point]:
-    """The ``(batch, sequence)`` sizes to capture at; the last one checks the interpolation of the others.
+    """The ``(batch, sequence)`` sizes at which to capture; the last one checks the interpolation of the others.
 
-    No size is 1, at which broadcasting and views change the program.
+    No batch or sequence is 1, for which broadcasting and views change the program.
     """
     batch, sequence = max(source.call.batch, 2), source.call.sequence
     if not source.call.batch:
@@ -178,7 +179,7 @@ def _points(source: Source) -> list[Point]:
     more, last = batch + 1, batch + 2
     if not sequence:
         return [(batch, 0), (more, 0), (last, 0)]
-    # Shorter ones: a model may have no positions beyond the present length.
+    # Shorter sequences: a model may have no positions beyond the present length.
     less, least = (sequence - 1, sequence - 3) if sequence > 4 else (sequence + 1, sequence + 3)
     return [(batch, sequence), (more, sequence), (batch, less), (more, less), (last, least)]
 
@@ -222,7 +223,7 @@ def _at(size: Any, sizes: Sizes, source: Source) -> int:
 
 
 def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
-    """The maximum of polynomials in non-negative variables, without those that another one always dominates."""
+    """The maximum of polynomials in non-negative variables, without those that another one dominates everywhere."""
     distinct = list(dict.fromkeys(sizes.ring(live) for live in lives))
     distinct.sort(key=lambda size: -sum(size.coeffs()))
     kept: list[PolyElement] = []
