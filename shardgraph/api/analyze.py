@@ -1,4 +1,4 @@
-"""``shardgraph.analyze``: what a model would cost under a plan on a cluster, from a laptop."""
+"""``shardgraph.analyze``: predicts the cost of a model under a plan on a cluster, from a laptop."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ def analyze(
 ) -> Analysis | PipelineAnalysis:
     """Predict the memory and time of a step of ``model`` under ``plan``, node by node.
 
-    Of a plan with a pipeline it is the memory and time of every stage and of the schedule that runs them.
+    For a plan with a pipeline: the memory and time of every stage and of the schedule.
 
-    Nothing is run: no process group, accelerator or memory for the weights is needed, and a model on ``meta`` will do.
+    Nothing is run: no process group, accelerator or memory for weights is needed, and the model may be on ``meta``.
 
     Args:
         model: any module; only shapes and dtypes of its tensors matter.
         example_inputs: positional inputs of one rank's call, real or on ``meta``.
         plan: as for ``shardgraph.compile``.
-        example_kwargs: keyword inputs likewise.
+        example_kwargs: keyword inputs of the same call.
         cluster: a :class:`Cluster`, a device's name such as ``"H100"`` (then as many nodes as the mesh needs), the path
             of a cluster file, or None: this machine.
         mesh: axis sizes by name, outermost first; default: the plan's own, else all devices of the cluster along
             ``dp`` (for ``"hsdp"``, nodes times the devices of a node).
-        pipeline: of a preset with ``"pp"``, as for ``shardgraph.compile``.
-        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`; default: what the plan says.
-        loss_fn: ``loss_fn(output, target)``, made part of the program as in ``train_step``; the target is taken from
-            ``example_kwargs``.
-        optimizer: whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
+        pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
+        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`; default: the plan's.
+        loss_fn: ``loss_fn(output, target) -> scalar``, part of the program as in ``train_step``; the target is taken
+            from ``example_kwargs``.
+        optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
         training: a training step; False: a forward without gradients.
-        fold: analyse a stack of equal layers by a few of them, which gives the same; False: all of them.
+        fold: analyse only a few layers of a stack of equal ones, with the same result; False: all of them.
         backend: ``"eager"``, or ``"inductor"``: chains of pointwise operations priced as fused.
-        recompute: what backward computes again, as for ``shardgraph.compile``.
-        memory: what the predicted peak of a rank may be, likewise.
-        loss_chunk: bytes of scores of a cross-entropy at a time, likewise.
-        offload: what is in host memory, likewise.
+        recompute: what backward recomputes, as for ``shardgraph.compile``.
+        memory: limit on the predicted peak of a rank, likewise.
+        loss_chunk: bytes of a cross-entropy's logits per chunk, likewise.
+        offload: what is kept in host memory, likewise.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -112,7 +112,7 @@ def analyze(
 
 
 def _analyze_pipeline(question: Question, fused: bool) -> PipelineAnalysis:
-    """The analysis of a plan with a pipeline, of which one microbatch is captured."""
+    """The analysis of a plan with a pipeline, from one captured microbatch."""
     captures = Captures()
     plan = decide(question, captures)
     program = lower(captures.take(question.captured, plan), plan, question.shapes)

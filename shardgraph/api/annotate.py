@@ -1,4 +1,4 @@
-"""``shardgraph.annotate``: annotations stored with a model, for every plan that it is compiled under."""
+"""``shardgraph.annotate``: annotations stored with a model, applied to every plan that it is compiled under."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[A
 
     Args:
         model: any module, before it is compiled.
-        annotations: one annotation or several by a pattern of fully qualified names of parameters or modules, in which
-            ``*`` is any part of one name and ``**`` any number of names, or a regular expression after ``re:``.
+        annotations: one annotation or several per pattern of fully qualified names of parameters or modules. ``*``
+            matches any part of one name, ``**`` any number of names; a regular expression follows ``re:``.
 
     Raises:
-        PlanError: a pattern matches nothing (the message has the nearest names); two annotations, of this call or an
-            earlier one, contradict each other (it names both); a value is no annotation; or the model is compiled
-            already.
+        PlanError: a pattern matches nothing (the message lists the nearest names); two annotations, of this call or an
+            earlier one, contradict each other (it names both); a value is not an annotation; or the model is already
+            compiled.
     """
     if isinstance(model, ShardedModule):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""``shardgraph.compile``: what a user calls."""
+"""``shardgraph.compile``: the entry point for training."""
 
 from __future__ import annotations
 
@@ -52,54 +52,54 @@ def compile(
     timeout: float = 300.0,
     progress: bool | None = None,
 ) -> ShardedModule:
-    """Compile ``model`` into a module that trains like it, sharded over the ranks of this run.
+    """Compile ``model`` into an equivalent module for training, sharded over the ranks of this run.
 
-    The model's parameters become the shards, in place, as with ``fully_shard``: the whole ones are freed with their
-    last reference, once all shards are there. An error leaves the model as it was. Each rank calls the result with its
-    own part of the batch; gradients are the mean over ranks.
+    Parameters are replaced by their shards in place, as with ``fully_shard``; full parameters are freed with their last
+    reference, once all shards exist. On an error the model is unchanged. Each rank calls the compiled module with its
+    own part of the batch; gradients are averaged over ranks.
 
     Args:
-        model: any ``nn.Module``, on any device or on ``meta``. Every rank must build the same one: the same seed, or a
-            checkpoint.
-        plan: a preset (``"ddp"``, ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"``, ``"single"``; ``"tp"``,
-            ``"tp+sp"``, ``"cp"`` and ``"ep"``, also after one of these, as in ``"fsdp+tp"``), ``"auto"``, a
-            :class:`Plan`, or the path of a plan file (``.yaml``). With ``"pp"`` before any preset, as in ``"pp+fsdp"``,
-            ranks along the outermost axis have different stages of the model.
-        example_inputs: positional inputs of one call, of which only shapes, dtypes and numbers matter; with them, or
-            with ``example_kwargs``, compilation happens now. Otherwise at the first call. A plan that divides operators
-            or experts and leaves it to be found where parameters lie (``"tp"``, ``"ep"``) needs them.
-        example_kwargs: keyword inputs likewise.
+        model: any ``nn.Module``, on any device or on ``meta``. Every rank must build the same one: from the same seed
+            or checkpoint.
+        plan: a preset, ``"auto"``, a :class:`Plan`, or the path of a plan file (``.yaml``). Presets are ``"ddp"``,
+            ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"`` and ``"single"``; ``"tp"``, ``"tp+sp"``, ``"cp"`` and
+            ``"ep"``, alone or after one of these (``"fsdp+tp"``); any of them after ``"pp"`` (``"pp+fsdp"``), which
+            gives ranks along the outermost axis different stages of the model.
+        example_inputs: positional inputs of one call; only their shapes, dtypes and numbers matter. With these or
+            ``example_kwargs`` the program is compiled now, otherwise at the first call. Required if placements along
+            an axis of operators or experts are still to be chosen (``"tp"``, ``"ep"``).
+        example_kwargs: keyword inputs of the same call.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
-        pipeline: of a preset with ``"pp"``: microbatches, schedule, stages and checkpointing.
-        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`: what is computed and reduced in which dtype, while
-            parameters stay stored as they are. Default: what the plan says.
+        pipeline: microbatches, schedule, stages and checkpointing, for a preset with ``"pp"``.
+        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`: the dtypes of computation and reduction; parameters
+            are stored in their own dtype. Default: the plan's.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
-        backend: what runs the graphs; ``"eager"``, the generated Python of the graph module.
-        cluster: what ``plan="auto"`` and ``memory`` price plans by, and a pipeline its stages, as for
-            :func:`shardgraph.analyze`; None: this machine. Without example inputs there is nothing to price, and
-            ``"auto"`` takes the plan of least memory.
-        recompute: what backward computes again rather than keep it from forward, instead of what the plan says:
-            ``"none"``, ``"full"`` (every layer), ``"selective"`` (what is cheap for its bytes), or ``"budget"`` (what
-            makes the predicted peak fit ``memory``, by default the device's, in the least time; needs example inputs).
-        memory: bytes that the predicted peak of a rank may have, states included, or a text such as ``"12GiB"``. A
-            plan that says nothing of recomputation, or of chunks of a loss, gets what fits.
-        loss_chunk: bytes, or a text such as ``"64MiB"``: a cross-entropy over a large vocabulary is computed so many
-            bytes of scores at a time, instead of what the plan says. What was found of it is in ``program.notes``.
-        offload: ``"parameters"``, ``"activations"``, ``"all"`` or an :class:`Offload`: what is in host memory, or on
-            disk, while the device does not use it. Offloaded parameters stay there, and so do their gradients and what
-            the optimizer makes of them. Without a process group the device is then an accelerator, if there is one.
-        initialize: run the model's own initialisation for what is on ``meta``. False leaves it to a
-            checkpoint that is loaded next.
-        timeout: seconds that a rank waits for rank 0 to decide the plan, and for the others to compile the program.
+        backend: what runs the graphs: ``"eager"``, the generated Python of the graph module.
+        cluster: the hardware for which ``plan="auto"``, ``memory`` and the choice of pipeline stages predict costs, as
+            for :func:`shardgraph.analyze`; None: this machine. Without example inputs no cost can be predicted, and
+            ``"auto"`` takes the plan with the least memory.
+        recompute: what backward recomputes instead of saving it in forward; overrides the plan. ``"none"``, ``"full"``
+            (every layer), ``"selective"`` (operations that are cheap for the bytes they free), or ``"budget"`` (the
+            fastest choice whose predicted peak fits ``memory``, by default the device's; needs example inputs).
+        memory: limit on the predicted peak of a rank, states included, in bytes or as text (``"12GiB"``). If the plan
+            does not set recomputation, or chunks of the loss, they are chosen to fit.
+        loss_chunk: bytes, or text (``"64MiB"``): compute a cross-entropy over a large vocabulary in chunks of
+            so many bytes of logits; overrides the plan. ``program.notes`` reports the outcome.
+        offload: ``"parameters"``, ``"activations"``, ``"all"`` or an :class:`Offload`: what is kept in host memory, or
+            on disk, while the device does not use it. Gradients and optimizer state of offloaded parameters stay there
+            too. Without a process group the device is then an accelerator, if there is one.
+        initialize: run the model's own initialisation for tensors on ``meta``. False: a checkpoint is loaded next.
+        timeout: seconds that a rank waits for rank 0 to choose the plan, and for the others to compile the program.
         progress: show a progress line on standard error; None: on a terminal only.
 
     Raises:
         PlanError: the plan, mesh or precision does not exist, is malformed, or does not fit this model or run.
-        CaptureError: the model cannot be traced into one graph; names the line.
+        CaptureError: the model cannot be traced into one graph; the message names the line.
         RankMismatchError: ranks have different models, plans or input shapes, or another rank failed.
-        InitializationError: something on ``meta`` has no initialisation.
+        InitializationError: a tensor on ``meta`` has no initialisation.
         OffloadError: there is no room for what is offloaded.
         ClusterError: the cluster is unknown or malformed.
+        ShardGraphError: there is no such backend.
     """
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
@@ -158,19 +158,19 @@ def compile(
 def _agreed(
     agreement: Agreement, model: nn.Module, ask: Callable[[], tuple[Question, torch.device]]
 ) -> tuple[Question, torch.device]:
-    """What this rank asks for, once all ranks ask for the same; a rank that cannot tells the others."""
+    """This rank's question and device, once all ranks have agreed on them; a rank that fails makes all ranks raise."""
     text, error = "", None
     try:
         asked = ask()
         text = f"{asked[0].text}\n{fingerprint(model)}"
-    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+    except Exception as failure:  # of any kind: the other ranks must not wait for this one
         error = failure
     agreement.agree("the model and the plan", text, error)
     return asked
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:
-    """The plan that rank 0 decides, machines having other memory free; other ranks get its text and solve nothing."""
+    """The plan chosen by rank 0, since free memory differs between machines; other ranks receive it as text."""
     if not question.open:
         return decide(question, captures)
     text = agreement.from_first_rank("the plan", lambda: decide(question, captures).to_yaml())
@@ -183,7 +183,7 @@ def _about_call(
     kwargs: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
 ) -> Question:
-    """The question for the call that is compiled: of a pipeline in training mode that of ``train_step``."""
+    """The question for the call to compile: ``train_step`` for a pipeline in training mode."""
     training, loss = torch.is_grad_enabled(), loss_fn if "target" in kwargs else None
     if question.plan.pipeline is None:
         return question.about(args, kwargs, loss, training)
@@ -192,7 +192,7 @@ def _about_call(
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | Mapping[str, int] | None, offloads: bool) -> torch.device:
-    """What computes. Without ranks it is where the model is; of one that is on the host to stay, an accelerator."""
+    """The device to compute on. Without ranks: the model's, or an accelerator if its parameters are offloaded."""
     if (device := run_device(mesh)) is not None:
         return device
     real = None if offloads else next((p.device for p in model.parameters() if not p.is_meta), None)
@@ -200,7 +200,7 @@ def _device(model: nn.Module, mesh: DeviceMesh | Mapping[str, int] | None, offlo
 
 
 def _names(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter."""
+    """Each parameter's names; tied parameters have several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)

@@ -1,8 +1,8 @@
-"""The proof that a sharded program equals the original: both run here, in one process, and are compared.
+"""Checks that a sharded program equals the original: both run here, in one process, and are compared.
 
-The original runs eagerly on each data-parallel rank's part of the batch; its gradients are averaged over ranks, which
-is what data parallelism means. The emitted program runs on all ranks in lockstep
-(:mod:`shardgraph.checks.lockstep`). Outputs, losses, gradients, weights after optimizer steps and buffers must agree.
+The original runs eagerly on each data-parallel rank's part of the batch, and its gradients are averaged over ranks, as
+in data parallelism. The emitted program runs on all ranks in lockstep (:mod:`shardgraph.checks.lockstep`). Outputs,
+losses, gradients, weights after optimizer steps and buffers must agree.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ from shardgraph.search.question import Question
 from shardgraph.torch_api import pytree
 
 Step = tuple[list[list[tuple[Any, torch.Tensor]]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Of a step: ``(output, loss)`` of each rank's microbatches, each rank's gradients by name, and buffers."""
+"""One step: ``(output, loss)`` of each rank's microbatches, each rank's gradients by name, and buffers."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-# Below this part of the model's largest gradient, or the resolution of a coarse dtype, a gradient is rounding, and Adam
-# makes noise of it.
+# A gradient below this fraction of the model's largest one, or below the resolution of a coarse dtype, is rounding
+# error, which Adam amplifies into noise.
 _NOISE = 1e-5
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a verification found.
+    """The result of a verification.
 
     ``errors`` maps the name of each compared tensor to its largest absolute difference relative to the tensor's own
     largest magnitude; for gradients and weights, to at least a thousandth of the largest in the model, since a
-    tensor whose true value is zero (the bias of an attention key) holds nothing but rounding.
+    tensor whose true value is zero (the bias of an attention key) holds only rounding error.
     ``uncompared`` counts weights whose gradient is rounding noise, which Adam's normalisation amplifies; with
     ``fp64=True`` everything is compared.
     """
@@ -135,30 +135,30 @@ def verify(
 ) -> Report:
     """Compare ``model`` with its program under ``plan`` on ``world_size`` ranks, without a launcher.
 
-    The model is left as it is. It must be small enough to train twice in this process's memory.
+    The model is unchanged. It must be small enough to train twice in this process's memory.
 
     Args:
         model: a module with real weights, on the CPU; its training mode is kept.
-        example_inputs: positional inputs of the whole batch, cut along dim 0 into equal parts for the ranks where
-            all tensors allow; otherwise every rank gets the whole batch (the report says which).
+        example_inputs: positional inputs of the whole batch, split along dim 0 into equal parts for the ranks if all
+            tensors allow it; otherwise every rank gets the whole batch (the report says which).
         plan: as for ``shardgraph.compile``.
         world_size: number of ranks; ``mesh`` (axis sizes by name) overrides it.
-        pipeline: of a preset with ``"pp"``, as for ``shardgraph.compile``.
+        pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
         precision: as for ``shardgraph.compile``; the original is computed in it too.
-        cluster: what prices plans and stages, as for ``shardgraph.analyze``; None: this machine.
+        cluster: the hardware for which plans and stages are priced, as for ``shardgraph.analyze``; None: this machine.
         example_kwargs: keyword inputs, likewise.
         loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, else the mean
             square of the floating tensors in the output.
-        optimizer: makes the optimizer; default AdamW with a learning rate of 1e-3.
-        steps: training steps to compare.
-        fp64: do everything in double precision, which tells a bug from rounding.
-        recompute: what backward computes again, as for ``shardgraph.compile``.
-        memory: what the predicted peak of a rank may be, likewise.
-        loss_chunk: bytes of scores of a cross-entropy at a time, likewise.
-        offload: what is in host memory, likewise; here that is memory of the same process.
-        tolerance: the largest relative error that is ok; default by the coarsest dtype that is computed with: 1e-4 in
+        optimizer: ``optimizer(parameters)`` returns the optimizer; default AdamW with a learning rate of 1e-3.
+        steps: number of training steps to compare.
+        fp64: compute in double precision, to tell a bug from rounding.
+        recompute: what backward recomputes, as for ``shardgraph.compile``.
+        memory: limit on the predicted peak of a rank, likewise.
+        loss_chunk: bytes of a cross-entropy's logits per chunk, likewise.
+        offload: what is kept in host memory, likewise; here the memory of the same process.
+        tolerance: the largest relative error that passes; default by the coarsest dtype of the computation: 1e-4 in
             single and 1e-5 in double precision.
-        seed: of each step's random numbers.
+        seed: seed of each step's random numbers.
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
@@ -215,7 +215,7 @@ def _default_tolerance(dtypes: Mapping[str, torch.dtype]) -> float:
 
 
 def _microbatches(part: Any, plan: Plan) -> list[Any]:
-    """What a step does one after the other of a rank's part of the batch."""
+    """The microbatches of a rank's part of the batch, in order."""
     return [part] if plan.pipeline is None else microbatches(part, plan.pipeline.parts)
 
 
@@ -278,7 +278,7 @@ class _Comparison:
         return shards
 
     def _join(self, fqn: str, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor of which every rank has its part."""
+        """The full tensor, from each rank's shard."""
         entry, shape = self.parameters[fqn], self.shapes[fqn]
         where = torch.arange(shape.numel()).view(shape)
         whole = pieces[0].new_zeros(shape.numel())
@@ -303,7 +303,7 @@ class _Comparison:
                 each.zero_grad()
             self._compare_weights(step)
             if max(self.errors.values(), default=0.0) > limit:
-                return None  # gradients agreed, so it is the optimizer: there is no node to name
+                return None  # gradients agreed: the optimizer diverges, which no node represents
         return None
 
     def _compare_step(self, step: int) -> None:
@@ -367,7 +367,7 @@ class _Comparison:
         return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()), written
 
     def _original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the original returns, in the plan's precision."""
+        """The original's output, in the plan's precision."""
         cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
         with casting(self.original, self.precision, self.annotations):
             return torch.func.functional_call(self.original, cast, args, dict(kwargs))
@@ -467,7 +467,7 @@ def _has(grad: torch.Tensor | None) -> bool:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers and plain tensor attributes: what a captured graph takes as buffers."""
+    """Buffers and plain tensor attributes: the buffers of a captured graph."""
     found = dict(model.named_buffers())
     for path, module in model.named_modules():
         for key, value in vars(module).items():

@@ -48,10 +48,10 @@ def visualize(
     """Write a picture of a partition plan and of one rank's memory over a step; returns its path.
 
     The plan shows modules as nested clusters with their collectives and the bytes that a rank sends in one step;
-    parameters with the colour of their placement, their global and local shape (of rank 0, the largest) and their bytes
-    per rank; and the data flow between modules. Consecutive layers that are equal in every respect are drawn once.
-    The memory shows the live bytes at each operation by kind, with the peak and, if it is near, the device's memory.
-    For a pipeline it shows the schedule instead: the actions, idle time and memory of each rank.
+    parameters, coloured by placement, with their global and local shape (rank 0's, the largest) and bytes per rank; and
+    the data flow between modules. Consecutive layers that are equal in every respect are drawn once. The memory picture
+    shows the live bytes at each operation by kind, with the peak and, if it is near, the device's memory; for a
+    pipeline, instead, the schedule: the actions, idle time and memory of each rank.
 
     Nothing is run, and no process group or weights are needed.
 
@@ -59,7 +59,7 @@ def visualize(
         what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; or an analysis,
             whose memory is drawn, and with its ``model`` and inputs its plan too.
         path: the file to write. ``.svg`` has both pictures, ``.html`` both and the plan as text; ``.png``, ``.pdf``,
-            and ``.dot`` or ``.gv`` (Graphviz's language) have only the plan.
+            and ``.dot`` or ``.gv`` (Graphviz's language) only the plan.
         model: the model of a plan or an analysis, not compiled; only shapes and dtypes of its tensors matter.
         example_inputs: positional inputs of one rank's call, real or on ``meta``.
         example_kwargs: keyword inputs of the same call.
@@ -70,8 +70,8 @@ def visualize(
 
     Raises:
         PlanError: a plan is given without its model, or does not fit it.
-        ShardGraphError: nothing has been compiled yet; the suffix of ``path`` is none of these; or it requires the plan
-            of an analysis without its model, or a program that is not installed.
+        ShardGraphError: nothing has been compiled yet; the suffix of ``path`` is none of these; or the format needs the
+            plan of an analysis given without its model, or a program that is not installed.
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
@@ -135,12 +135,12 @@ def _plan_of(
 
 
 def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
-    """The modules and data flow of ``model`` under ``plan``; of a stack of equal layers, only a few are captured.
+    """The modules and data flow of ``model`` under ``plan``; only a few layers of a stack of equal ones are captured.
 
-    A pipeline is drawn with all its stages together.
+    All stages of a pipeline are drawn together.
     """
     plan = plan.of_stage
-    plan.resolve(named_shapes(model))  # a plan that does not fit is refused before the long work
+    plan.resolve(named_shapes(model))  # reject a plan that does not fit before the long work
     stack = find_stack(model)
     if stack is not None and treats_alike(plan, model, stack):
         try:

@@ -65,7 +65,7 @@ def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = 
     if _rank() == 0:
         try:
             _write(state, Path(path))
-        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
             failure = [f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
@@ -85,10 +85,10 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
 
     Args:
         state: by name, tensors of the unsharded shapes on any device, or DTensors. The same on every rank.
-        strict: refuse names that are missing or unexpected; otherwise they are ignored and returned.
+        strict: raise for missing or unexpected names; otherwise they are ignored and returned.
 
     Raises:
-        CheckpointError: names or shapes are those of another model; nothing has been loaded.
+        CheckpointError: names or shapes do not match the model; nothing has been loaded.
     """
     own = _state(module)
     given = {id(own[name]) for name in state if name in own}
@@ -113,7 +113,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
 
 
 def describable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with every DTensor as ``torch.distributed.checkpoint`` can describe it: one contiguous box per rank.
+    """``state`` with DTensors that ``torch.distributed.checkpoint`` can describe: one contiguous box per rank.
 
     A tensor that is sharded in several blocks of a dimension is all-gathered along that axis: all ranks must call this.
     """

@@ -1,4 +1,4 @@
-"""What of a model must be equal on all ranks before it is sharded, as text that they compare."""
+"""A model's fingerprint, which must be equal on all ranks before it is sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPREAD = 4096  # elements of a larger tensor that are hashed
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The names, shapes, dtypes and values of the model's parameters, a line each."""
+    """The names, shapes, dtypes and hashed values of the model's parameters, one line each."""
     lines = [type(model).__name__]
     for name, parameter in model.named_parameters():
         lines.append(f"{name}: {list(parameter.shape)} {parameter.dtype} {digest(parameter)}")
@@ -20,9 +20,9 @@ def fingerprint(model: nn.Module) -> str:
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's bytes, or of those of 4096 elements that are spread evenly; of one on ``meta``, ``"meta"``.
+    """A hash of a tensor's bytes, or of those of 4096 evenly spread elements; ``"meta"`` for a tensor on ``meta``.
 
-    Bytes and not their sum: sums of floats depend on the order of addition, and so on the processor.
+    Bytes are hashed, not summed: sums of floats depend on the order of addition, and so on the processor.
     """
     if tensor.is_meta:
         return "meta"

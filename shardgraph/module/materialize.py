@@ -1,4 +1,4 @@
-"""Initialises a model on ``meta``, a few parameters at a time, with the values of its own initialisation.
+"""Runs the initialisation of a model on ``meta``, a few parameters at a time.
 
 The initialisation protocol:
 
@@ -36,7 +36,7 @@ from shardgraph.torch_api import pytree
 Store = Callable[[str, Tensor], None]
 Fetch = Callable[[str], Tensor]
 
-_LIVE = 4  # unsharded parameters in memory at once: as many as modules such as attention write alternately
+_LIVE = 4  # unsharded parameters in memory at once: as many as modules such as attention write in turn
 
 _REMEDY = (
     "give the model an init_weights(), or the module that holds them a reset_parameters(), that writes them; "

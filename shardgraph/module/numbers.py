@@ -1,4 +1,4 @@
-"""Python numbers among the inputs of a sharded module's calls, and what a program's key has of them."""
+"""Python numbers among the inputs of a sharded module's calls, and their part of a program's cache key."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def constant_key(leaf: Any) -> tuple[type, Any]:
-    """An input that is a constant of a program, for a key: equal for equal type and value only.
+    """The key of an input that is a constant of a program: equal only for equal type and value.
 
-    ``1 == True == 1.0`` and ``0.0 == -0.0`` compute differently, and ``nan`` is the same program at each call.
+    ``1 == True == 1.0`` and ``0.0 == -0.0`` compute differently, and ``nan`` selects the same program at each call.
     """
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
 def shown(key: tuple[type, Any]) -> str:
-    """A :func:`constant_key` for people."""
+    """A :func:`constant_key` as readable text."""
     return str(key[1]) if issubclass(key[0], (float, complex)) else repr(key[1])
 
 
 class Numbers:
-    """Which numbers are constants of a program: all, until one is seen to change.
+    """Which numbers are constants of a program: each of them, until its value changes.
 
-    A number that changes becomes a 0-dimensional tensor input, so that a new value is not a new program: in float64, or
-    in float32 where that promotes other tensors as the number does not. Where neither computes what the number does,
-    such as for a size, an index or what the model returns, it is a constant after all, and each value has a program.
+    A number that changes becomes a 0-dimensional tensor input, so that a new value needs no new program: in float64, or
+    in float32 where float64 would promote other tensors as the number does not. If neither computes what the number
+    does (a size, an index, a number that the model returns), it stays a constant, with one program per value.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Numbers:
         self._floating: dict[Any, torch.dtype | None] = {}
 
     def see(self, leaves: list[Any], spec: Any) -> None:
-        """Take note of the numbers of a call with these flattened inputs."""
+        """Record the numbers of a call with these flattened inputs."""
         for i, leaf in enumerate(leaves):
             if type(leaf) is float or (type(leaf) is int and leaf in _INT64):
                 where = (spec, i, type(leaf))
@@ -46,14 +46,14 @@ class Numbers:
                     self._changing.add(where)
 
     def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
-        """The inputs with tensors for numbers that change."""
+        """The inputs, with numbers that change replaced by tensors."""
         floating = self._floating.get(spec, torch.float64)
         if floating is None or not self._changing:
             return leaves
         return [as_tensor(leaf, floating) if self._lifts(spec, i, leaf) else leaf for i, leaf in enumerate(leaves)]
 
     def give_up(self, spec: Any) -> bool:
-        """Lift this structure's numbers to the next dtype, then to none; whether that changes anything."""
+        """Lift this structure's numbers to the next dtype, finally to none; returns whether that changes anything."""
         if self._floating.get(spec, torch.float64) is None or not any(where[0] == spec for where in self._changing):
             return False
         floats = any(where[0] == spec and where[2] is float for where in self._changing)

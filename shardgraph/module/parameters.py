@@ -14,7 +14,7 @@ from shardgraph.plans.shards import part_of
 
 
 def own_part(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> torch.Tensor:
-    """This rank's part of ``full``; all of it without a mesh."""
+    """This rank's shard of ``full``; all of it without a mesh."""
     if mesh is None:
         return full
     here = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
@@ -22,9 +22,9 @@ def own_part(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) 
 
 
 def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
-    """The DTensor of global ``shape`` of which this rank holds ``local``."""
+    """The DTensor of global ``shape`` whose shard on this rank is ``local``."""
     placements: list[Placement] = [Replicate() for _ in entry.placements]
-    rows = 1  # parts that the rows are in already when axes of data cut them
+    rows = 1  # into how many parts the rows are already split when data axes shard them
     for position, (dim, blocks) in entry.splits.items():
         placements[position] = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
         rows *= mesh.size(position) if dim == 0 and position > (entry.shard_axis or 0) else 1
@@ -34,7 +34,7 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
 
 
 class ParameterSlots:
-    """Where a model keeps each of its parameters: the modules and keys that one tensor is registered under."""
+    """The modules and keys under which each parameter tensor of a model is registered."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[str, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
@@ -45,17 +45,17 @@ class ParameterSlots:
                     self._slots.setdefault(names[id(value)], []).append((module._parameters, key))
 
     def made(self, fqn: str, local: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
-        """The parameter of which ``local`` is this rank's shard, like the one that is in its place."""
+        """The parameter whose shard on this rank is ``local``, with the attributes of the one that it replaces."""
         slots = self._slots[fqn]
         old = slots[0][0][slots[0][1]]
         assert old is not None
         with torch.no_grad():
             placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
         new = nn.Parameter(placed, requires_grad=old.requires_grad)
-        vars(new).update(vars(old))  # attributes that libraries hang on parameters
+        vars(new).update(vars(old))  # attributes that libraries attach to parameters
         return new
 
     def place(self, fqn: str, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` in the place of ``fqn`` under every name that it is tied to."""
+        """Register ``parameter`` as ``fqn`` and under every name tied to it."""
         for holder, key in self._slots[fqn]:
             holder[key] = parameter

@@ -1,4 +1,4 @@
-"""The emitted module of a plan with a pipeline: it has this rank's stages, and trains by :meth:`train_step`."""
+"""The compiled module of a plan with a pipeline: this rank's stages, trained with :meth:`train_step`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from shardgraph.torch_api import pytree
 class PipelinedModule(ShardedModule):
     """A model compiled under a plan with a pipeline.
 
-    Of the parameters it has those that its stages use; the others are left on ``meta`` in the modules, and neither
-    ``parameters()`` nor ``state_dict()`` has them. All ranks of the pipeline are called with the same batch.
+    It has the parameters that its stages use; the others stay on ``meta`` in the modules and are not in
+    ``parameters()`` or ``state_dict()``. All ranks of the pipeline are called with the same batch.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class PipelinedModule(ShardedModule):
         )
         assert plan.pipeline is not None
         self.pipeline = plan.pipeline
-        self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, by the first program
+        self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, from the first program
         self._running = RunningPipeline(plan, self._state, mesh)
-        self._written: dict[str, int] = {}  # buffers by the stage that writes them
+        self._written: dict[str, int] = {}  # the stage that writes each buffer
 
     # -- running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original's forward returns, on every rank of the pipeline; without gradients.
+        """The original's forward, without gradients; every rank of the pipeline returns its output.
 
         Raises:
-            ShardGraphError: the module is in training mode and gradients are on: that is what ``train_step`` is for.
+            ShardGraphError: the module is in training mode with gradients enabled; use ``train_step``.
         """
         if torch.is_grad_enabled() and self.training:
             raise ShardGraphError(
@@ -85,7 +85,7 @@ class PipelinedModule(ShardedModule):
         """Forward, the loss and backward of all microbatches; see :meth:`ShardedModule.train_step`.
 
         Returns:
-            the mean of the microbatches' losses, each by its share of the rows, on every rank of the pipeline.
+            the mean of the microbatches' losses, weighted by their rows, on every rank of the pipeline.
         """
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
@@ -108,7 +108,7 @@ class PipelinedModule(ShardedModule):
         return norm
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
-        """The microbatches of a call. Forward alone may do with fewer than asked for."""
+        """The microbatches of a call; forward alone may have fewer than the plan sets."""
 
         def here(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.is_meta else tensor.to(self._state.device)
@@ -134,7 +134,7 @@ class PipelinedModule(ShardedModule):
     # -- compiling ---------------------------------------------------------------------------------
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the training step for these inputs now, without running; of eval mode, forward."""
+        """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
         if self.training and torch.is_grad_enabled():
             self._work(args, kwargs, self._loss_of(kwargs))
         else:
@@ -161,12 +161,12 @@ class PipelinedModule(ShardedModule):
 
     @property
     def forward_graph(self) -> Any:
-        """Not one: see ``program.stages``."""
+        """A pipeline has one per stage: see ``program.stages``."""
         raise ShardGraphError("a pipeline has a forward graph for every stage: sharded.program.stages[i].kept.forward")
 
     @property
     def backward_graph(self) -> Any:
-        """Not one: see ``program.stages``."""
+        """A pipeline has one per stage: see ``program.stages``."""
         raise ShardGraphError(
             "a pipeline has a backward graph for every stage: sharded.program.stages[i].kept.backward"
         )
@@ -176,15 +176,15 @@ class PipelinedModule(ShardedModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``, of this rank's stages."""
+        """As ``nn.Module.named_parameters``, for this rank's stages."""
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         return ((name, parameter) for name, parameter in found if not parameter.is_meta)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``, of this rank's stages, under the original names.
+        """As ``nn.Module.state_dict``, for this rank's stages, under the original names.
 
-        ``torch.distributed.checkpoint`` puts together what the ranks have; a checkpoint loads under any other plan. A
-        buffer that a stage writes is in that stage's.
+        ``torch.distributed.checkpoint`` combines the ranks' states; a checkpoint loads under any other plan. A buffer
+        that a stage writes is in that stage's state.
         """
         state = super().state_dict(*args, **kwargs)
         here = set(self._running.numbers)

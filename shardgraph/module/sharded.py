@@ -1,4 +1,4 @@
-"""The emitted module: an ``nn.Module`` that holds shards and trains like the original."""
+"""The compiled module: an ``nn.Module`` that holds shards and trains like the original."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.torch_api import pytree
 
-_MAX_PROGRAMS = 64  # programs kept; the least recently used goes first
+_MAX_PROGRAMS = 64  # programs in the cache, which evicts the least recently used
 
 
 class ShardedModule(nn.Module):
-    """A model compiled under a plan; make one with :func:`shardgraph.compile`.
+    """A model compiled under a plan, by :func:`shardgraph.compile`.
 
-    It shares the original's submodules, so names, ``train()``/``eval()`` and ``requires_grad_`` are the original's;
-    its parameters are DTensors (plain tensors without a process group). It compiles at the first call with
-    new shapes, dtypes, mode or numbers, under the same plan and the same parameters, and keeps the programs.
+    It shares the original's submodules, so names, ``train()``/``eval()`` and ``requires_grad_`` are the original's; its
+    parameters are DTensors (plain tensors without a process group). The first call with new shapes, dtypes, mode or
+    numbers compiles a program, under the same plan and for the same parameters; programs are cached.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ShardedModule(nn.Module):
         captures: Captures,
     ) -> None:
         super().__init__()
-        # The very dictionaries of the original: one set of names, no prefix, nothing to keep in step.
+        # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
         self.__dict__["original"] = model
@@ -68,7 +68,7 @@ class ShardedModule(nn.Module):
         self._state = State(model, mesh, device)
         self._programs: OrderedDict[Any, Executor] = OrderedDict()
         self._latest: tuple[list[Any], list[Executor]] | None = None
-        self._agreed: list[str] | None = None  # what the programs that ranks last agreed on send and receive
+        self._agreed: list[str] | None = None  # communication of the programs that ranks last agreed on
         self._numbers = Numbers()
         self._sync = True
 
@@ -76,7 +76,7 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["original"], name)  # config, and whatever else the model carries
+            return getattr(self.__dict__["original"], name)  # config, and other attributes of the model
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set training mode, as ``nn.Module.train``."""
@@ -87,26 +87,26 @@ class ShardedModule(nn.Module):
     # -- running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original's forward returns, for this rank's part of the batch."""
+        """The original's forward, on this rank's part of the batch; returns its output."""
         return self._run(args, kwargs, None)
 
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
 
-        Gradients are added to ``parameter.grad``; the optimizer step is the caller's. The loss is ``loss_fn(output,
-        target)`` of what :func:`shardgraph.compile` was given, with ``target`` among the keyword arguments here; of a
-        model that returns its own as ``output.loss``, that. With a ``scaler`` gradients are those of the scaled loss,
-        for its ``step`` or ``unscale_``; what is returned is not scaled.
+        Gradients are accumulated in ``parameter.grad``; the optimizer step is the caller's. The loss is
+        ``loss_fn(output, target)`` with the ``loss_fn`` of :func:`shardgraph.compile` and the keyword argument
+        ``target``, or else the model's own ``output.loss``. With a ``scaler``, gradients are those of the scaled loss,
+        for its ``step`` or ``unscale_``; the returned loss is not scaled.
 
         Raises:
-            ShardGraphError: there is neither, or a ``target`` for no ``loss_fn``.
+            ShardGraphError: there is neither loss, or a ``target`` without a ``loss_fn``.
         """
         loss = self._run(args, kwargs, self._loss_of(kwargs))
         (loss if scaler is None else scaler.scale(loss)).backward()
         return loss.detach()
 
     def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
-        """What makes the loss of a training step with these keyword arguments."""
+        """The loss function of a training step with these keyword arguments."""
         if "target" not in kwargs:
             if self.loss_fn is None:
                 return own_loss
@@ -120,7 +120,7 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients down to a total norm of at most ``max_norm``; returns the norm that they had.
+        """Scale the gradients down to a total norm of at most ``max_norm``; returns the norm before clipping.
 
         As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
         """
@@ -128,9 +128,9 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients on each rank, without communication.
+        """Accumulate gradients locally in backward passes inside, without communication.
 
-        The first backward outside reduces the sum. ``parameter.grad`` appears with that one.
+        The first backward outside reduces the sum and sets ``parameter.grad``.
         """
         before, self._sync = self._sync, False
         try:
@@ -148,7 +148,7 @@ class ShardedModule(nn.Module):
     # -- compiling ---------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """Hold no parameter any more that the model has not."""
+        """Release references to parameters that the model no longer has."""
         self._state.layout.refresh()
 
     def forget(self) -> None:
@@ -157,7 +157,7 @@ class ShardedModule(nn.Module):
         self._latest = self._agreed = None
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for these inputs now, without running; only shapes, dtypes and numbers of them matter."""
+        """Compile for these inputs now, without running; only their shapes, dtypes and numbers matter."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self._executable(leaves, spec, self.loss_fn if "target" in kwargs else None)
 
@@ -166,7 +166,7 @@ class ShardedModule(nn.Module):
         return executable
 
     def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
-        """What runs calls with these flattened inputs, all of one structure; compiled where it is not yet."""
+        """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
             self._numbers.see(leaves, spec)
         state = self._state_key()
@@ -174,7 +174,7 @@ class ShardedModule(nn.Module):
         if self._latest is not None and self._latest[0] == keys:
             return self._latest[1]
         if not self._switches_freely(keys):
-            # Ranks change programs together or not at all: one that went on alone would block the others.
+            # Ranks switch programs together or not at all: one that continued alone would block the others.
             self._agreement.agree(
                 "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
             )
@@ -183,7 +183,7 @@ class ShardedModule(nn.Module):
                 program = self._compile(leaves, spec, loss_fn)
                 after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state)
                 self._programs[after] = program
-                if after != key:  # its numbers cannot be lifted as they were, and all keys are others
+                if after != key:  # its numbers cannot be lifted as before, and all keys have changed
                     return self._executables(calls, spec, loss_fn)
                 if len(self._programs) > _MAX_PROGRAMS:
                     self._programs.popitem(last=False)
@@ -193,14 +193,14 @@ class ShardedModule(nn.Module):
         return self._latest[1]
 
     def _switches_freely(self, keys: Sequence[Any]) -> bool:
-        """Whether this rank may run these programs without asking: they are compiled, and send and receive nothing, or
-        what those do that all ranks last agreed on."""
+        """Whether this rank may run these programs without an agreement: they are compiled, and communicate nothing or
+        the same as the programs that all ranks last agreed on."""
         if any(key not in self._programs for key in keys):
             return False
         return self._communication(keys) in ([], self._agreed)
 
     def _communication(self, keys: Sequence[Any]) -> list[str]:
-        """What calls of these programs send and receive, in order."""
+        """The communication of calls of these programs, in order."""
         return [text for key in keys if (text := self._programs[key].program.communication)]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
@@ -210,14 +210,14 @@ class ShardedModule(nn.Module):
             with Progress(self.plan.name, STAGES, self._progress) as show:
                 program = self._build(model, leaves, spec, loss_fn, show)
             text = program.text
-        except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+        except Exception as failure:  # of any kind: the other ranks must not wait for this one
             error = failure
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
         return self._bound(program)
 
     def _bound(self, program: Program) -> Executor:
-        """What runs a program on this rank."""
+        """The executor of a program on this rank."""
         return Differentiable(program, self._state)
 
     def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
@@ -238,7 +238,7 @@ class ShardedModule(nn.Module):
         return lower(joint, self.plan, named_shapes(model), show)
 
     def _state_key(self) -> tuple[Any, ...]:
-        """What a program depends on besides the inputs."""
+        """The state that a program depends on besides the inputs."""
         layout = self._state.layout
         layout.refresh()
         return layout.modes, layout.trained, torch.is_grad_enabled(), torch_api.autocast_state(self._state.device.type)
@@ -252,7 +252,7 @@ class ShardedModule(nn.Module):
         )
         return spec, kinds, *state, loss_fn is not None
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -267,7 +267,7 @@ class ShardedModule(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The latest program: its graphs as all ranks have them, of all stages of a pipeline, and its plan."""
+        """The latest program: its plan and its graphs, unbound and for all stages of a pipeline."""
         return self._compiled().program
 
     def _compiled(self) -> Executor:
@@ -282,17 +282,17 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``.
 
-        A parameter that is split in several blocks of a dimension, as a fused projection is, comes gathered along that
-        axis, since ``torch.distributed.checkpoint`` has no words for it: all ranks must call this then.
+        A parameter that is split in several blocks of a dimension, such as a fused projection, is all-gathered along
+        that axis, since ``torch.distributed.checkpoint`` cannot express it; all ranks must then call this.
         """
         state = super().state_dict(*args, **kwargs)
         return state if kwargs.get("keep_vars") else checkpoint.describable(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load sharded (DTensor) or whole tensors into the shards, in place.
+        """Load sharded (DTensor) or full tensors into the shards, in place.
 
         Raises:
-            CheckpointError: names or shapes are those of another model; nothing has been loaded.
+            CheckpointError: names or shapes do not match the model; nothing has been loaded.
         """
         if assign:
             raise ShardGraphError("load_state_dict(assign=True) would replace the shards; load in place (the default)")
@@ -303,7 +303,7 @@ class ShardedModule(nn.Module):
         return checkpoint.full_state_dict(self, self._whole())
 
     def _whole(self) -> checkpoint.Whole | None:
-        """How the whole of a tensor is had on rank 0; None: from the mesh that it lies on."""
+        """How rank 0 gets an unsharded tensor; None: by gathering it over its own mesh."""
         return None
 
     def save_safetensors(self, path: str | Path) -> None:
@@ -312,7 +312,7 @@ class ShardedModule(nn.Module):
 
 
 def _describe(key: tuple[Any, ...]) -> str:
-    """A program's key for people: what must be equal between ranks."""
+    """A program's key as readable text: what must be equal between ranks."""
     spec, kinds, modes, frozen, grad, autocast, with_loss = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""A model's parameters become this rank's parts of them: all of them, or none."""
+"""Replaces a model's parameters by this rank's shards: all of them, or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Owners = Mapping[str, tuple[int, ...]]
 
 
 class Stages:
-    """Which parameters this rank has, and the mesh that they lie on: all of them and ``mesh``, without a pipeline."""
+    """Which parameters this rank has, and their mesh: without a pipeline, all of them and ``mesh``."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh | None) -> None:
         self.mesh, self._pipeline = mesh, plan.pipeline
@@ -42,7 +42,7 @@ class Stages:
         return self._place in self._pipeline.places_of(self.owners[fqn])
 
     def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
-        """``whole`` as the ranks have it that have the parameter, on every rank."""
+        """Broadcast ``whole`` along the pipeline axis, from the first rank that has the parameter."""
         if self._pipeline is not None and self._pipeline.ranks > 1:
             first = self._pipeline.rank_of(self.owners[fqn][0])
             dist.broadcast(whole, src=dist.get_global_rank(self._group, first), group=self._group)
@@ -52,16 +52,16 @@ class Stages:
 def shard_model(
     model: nn.Module, plan: Plan, stages: Stages, device: torch.device, agreement: Agreement, initialize: bool
 ) -> None:
-    """Replace every parameter by this rank's part of it, and put buffers on ``device``, in the dtype that the plan
-    keeps them in. What is on ``meta`` is initialised on the way if ``initialize``.
+    """Replace every parameter by this rank's shard, and move buffers to ``device``, in the plan's dtype for buffers.
+    Tensors on ``meta`` are initialised on the way if ``initialize``.
 
-    Whole parameters and parts exist side by side until all ranks have all their parts: then nothing can fail any more.
+    Full parameters are kept beside the shards until all ranks have all their shards: after that nothing can fail.
 
     Raises:
         OffloadError: there is no room for what is offloaded.
-        InitializationError: something on ``meta`` has no initialisation.
+        InitializationError: a tensor on ``meta`` has no initialisation.
         RankMismatchError: another rank failed.
-        On every one of these, or any other, the model is as it was.
+        After any error, of these or others, the model is unchanged.
     """
     entries = plan.resolve(named_shapes(model))
     memory = _parameter_memory(agreement, model, plan, entries, stages, device)
@@ -76,7 +76,7 @@ def shard_model(
                 for fqn, _ in model.named_parameters()
             }
             buffers = {id(each): _placed(each, dtypes.get(name), device) for name, each in model.named_buffers()}
-        except Exception as failure:  # whatever it is, the other ranks must not go on alone
+        except Exception as failure:  # of any kind: the other ranks must not continue alone
             error = failure
         agreement.agree("the sharded parameters", "", error)
         for fqn, parameter in made.items():
@@ -95,7 +95,7 @@ def _shards(
     device: torch.device,
     initialize: bool,
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of every parameter by name, in memory of its own; on ``meta`` of those that it does not have."""
+    """This rank's shard of every parameter by name, in memory of its own; on ``meta`` for those of other stages."""
     shapes, mesh = named_shapes(model), stages.mesh
     dtypes = {fqn: parameter.dtype for fqn, parameter in model.named_parameters()}
     shards: dict[str, torch.Tensor] = {}

@@ -12,9 +12,9 @@ from torch import nn
 
 @contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """Within, what modules refer to may be replaced; if it fails, they refer again to the same tensors as before.
+    """Inside, tensors of modules may be replaced; on an exception the modules get back the tensors they had.
 
-    Values that are written in place are not undone.
+    Values written in place are not restored.
     """
     before = [
         (holder, dict(holder))

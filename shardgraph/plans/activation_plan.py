@@ -1,4 +1,4 @@
-"""Where a plan's operations have their operands and results, along axes that divide the computation."""
+"""Placements of operands and results of a plan's operations, along axes that shard the computation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ Rules = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Activations:
-    """What was decided of operations, so that compiling the plan again solves nothing.
+    """The placements assigned to operations, so that compiling the plan again needs no search.
 
     ``call``
-        The call that it was decided for, as text: which halves its graph has, and dtypes and shapes of its inputs.
+        The call that they were chosen for, as text: which halves its graph has, and its inputs' dtypes and shapes.
     ``along``
-        ``(axis, rules)`` pairs. A rule is a pattern of operations, ``"model.layers.*.mlp.up_proj/mm.1"`` being the
-        first ``mm`` of such a module, and placements of operands and results, ``"replicate, split(1) -> split(1)"``. An
-        operation that none names follows its operands (:mod:`shardgraph.passes.sharding.activations`).
+        ``(axis, rules)`` pairs. A rule is a pattern of operations, such as ``"model.layers.*.mlp.up_proj/mm.1"`` for
+        the first ``mm`` of such a module, and placements of operands and results, ``"replicate, split(1) ->
+        split(1)"``. Without a rule, placements follow from the operands
+        (:mod:`shardgraph.passes.sharding.activations`).
     """
 
     call: str
@@ -35,5 +36,5 @@ class Activations:
                     )
 
     def rules(self, axis: str) -> Rules | None:
-        """The rules along ``axis``; None where nothing was decided."""
+        """The rules along ``axis``; None if no placements are assigned."""
         return dict(self.along).get(axis)

@@ -1,4 +1,4 @@
-"""A plan that was priced, and what it was predicted to cost."""
+"""A candidate plan and its predicted cost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardgraph.mesh import Mesh
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that ``"auto"`` priced: predicted peak ``memory`` of a rank in bytes and ``seconds`` of a step.
+    """A candidate of ``"auto"``: predicted peak ``memory`` of a rank in bytes and ``seconds`` of a step.
 
-    ``fits`` says whether the memory is within what the device has, or the budget; ``batches`` how many batches a step
-    has, one of the given inputs each.
+    ``fits``: whether the memory is within the device's, or the budget. ``batches``: number of batches per step, each
+    of the given inputs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whether a device, of this machine or described by a cluster, can compute in the dtypes of a plan."""
+"""Checks whether a device, present or described by a cluster, can compute in the dtypes of a plan."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ _NAMES = {"parameters": ("parameters",), "activations": ("activations",), "all":
 
 @dataclass(frozen=True)
 class Offload:
-    """The tensors that are in host memory while the computation does not use them.
+    """The tensors that are kept in host memory while the computation does not use them.
 
     ``parameters``
         Parameters, with their gradients and the optimizer's state, which is updated there (Ren et al., "ZeRO-Offload",
         2021, https://arxiv.org/abs/2101.06840). Each is copied to the device before its use, in forward and again in
         backward unless it stays gathered; its gradient is copied to the host.
     ``activations``
-        What forward saves for backward.
+        Activations saved for backward.
     ``disk``
         A folder: parameters are in memory-mapped files there instead of in host memory (Rajbhandari et al.,
         "ZeRO-Infinity", 2021, https://arxiv.org/abs/2104.07857).

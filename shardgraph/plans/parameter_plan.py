@@ -1,4 +1,4 @@
-"""What a plan says of one parameter."""
+"""The plan of one parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRADIENTS = ("all_reduce", "reduce_scatter")
 
 
 def split_text(dim: int, blocks: int = 1) -> str:
-    """``"split(1)"``, or ``"split(1, blocks=3)"``: how a plan writes a parameter that operators use in parts."""
+    """``"split(1)"``, or ``"split(1, blocks=3)"``: the placement of a parameter that operators use sharded."""
     return f"split({dim})" if blocks == 1 else f"split({dim}, blocks={blocks})"
 
 
@@ -27,23 +27,23 @@ def parse_split(placement: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """What happens to one parameter.
+    """The placements of one parameter, and how it is gathered and its gradient reduced.
 
     ``placements``
-        One per mesh axis. Along an axis of data: ``"replicate"``, or ``"shard(0)"`` (stored in parts and gathered
-        before use), for at most one axis. Along an axis of operators: ``"split(d)"`` (used in parts of dimension
-        ``d``, never gathered), ``"split(d, blocks=k)"`` (parts of each of ``k`` equal blocks, as a fused projection
-        of queries, keys and values needs), ``"replicate"``, or ``"auto"``. Along the axis of experts: ``"split(0)"``
-        for an expert in each row, of which a rank has some and to which tokens travel, ``"replicate"``, or ``"auto"``.
+        One per mesh axis. Along a data axis: ``"replicate"``, or ``"shard(0)"`` (stored in shards, all-gathered before
+        use), for at most one axis. Along an operator axis: ``"split(d)"`` (sharded along dimension ``d``, never
+        gathered), ``"split(d, blocks=k)"`` (each of ``k`` equal blocks is sharded, as a fused projection of queries,
+        keys and values needs), ``"replicate"``, or ``"auto"``. Along the expert axis: ``"split(0)"`` (one expert per
+        row; a rank has some of them, and tokens are sent to it), ``"replicate"``, or ``"auto"``.
     ``gradient``
         ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
         ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
     ``reshard_after_forward``
         Free the gathered parameter after forward and gather it again in backward (ZeRO-3), instead of
-        keeping it (ZeRO-1, ZeRO-2). Of a replicated parameter it is the copy in the precision of the computation.
+        keeping it (ZeRO-1, ZeRO-2). For a replicated parameter: likewise its copy in the computation's precision.
     ``offload``
-        It lies in host memory between uses, and so do its gradient and the optimizer's state: the optimizer updates it
-        there. It is copied to the device before it is gathered, or used, and again in backward unless it is kept.
+        Keep it in host memory between uses, with its gradient and optimizer state; the optimizer updates it there. It
+        is copied to the device before it is gathered or used, and again in backward unless it is kept.
     """
 
     placements: tuple[str, ...]
@@ -58,12 +58,12 @@ class ParameterPlan:
 
     @property
     def splits(self) -> dict[int, tuple[int, int]]:
-        """Dimension and blocks by the position of each mesh axis that splits the parameter."""
+        """``(dimension, blocks)`` by the position of each mesh axis that splits the parameter."""
         found = {i: parse_split(placement) for i, placement in enumerate(self.placements)}
         return {i: split for i, split in found.items() if split is not None}
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The shape that the axes of data see of a parameter of global ``shape``: its part along those of operators."""
+        """The shape of a rank's part along operator axes, which data axes then shard; ``shape`` is the global one."""
         local = list(shape)
         for position, (dim, _) in self.splits.items():
             local[dim] //= mesh[position][1]
@@ -71,18 +71,18 @@ class ParameterPlan:
 
 
 def without_shards_of_blocks(entry: ParameterPlan) -> ParameterPlan:
-    """``entry``, not stored in shards if its rows are split in several blocks: DTensor has no name for a shard of what
-    is left of each."""
+    """``entry``, unsharded along data axes if its rows are split in several blocks: DTensor cannot express a shard of
+    the rest of each block."""
     in_blocks = any(dim == 0 and blocks > 1 for dim, blocks in entry.splits.values())
     return unsharded(entry) if in_blocks and entry.shard_axis is not None else entry
 
 
 def offloaded(entry: ParameterPlan) -> ParameterPlan:
-    """``entry`` in host memory; what is not stored in shards is there for backward only when it is copied again."""
+    """``entry`` in host memory; if it is not stored in shards, it is copied again for backward."""
     return replace(entry, offload=True, reshard_after_forward=entry.reshard_after_forward or entry.shard_axis is None)
 
 
 def unsharded(entry: ParameterPlan) -> ParameterPlan:
-    """``entry`` without storing the parameter in shards."""
+    """``entry`` without sharding along data axes."""
     placements = tuple(REPLICATE if placement == SHARD else placement for placement in entry.placements)
     return replace(entry, placements=placements, gradient="all_reduce")

@@ -1,7 +1,7 @@
-"""What a compilation decides, as data.
+"""The partition plan: the decisions of a compilation, as data.
 
-A :class:`Plan` is frozen, refers to no live object, prints as text that a person reads and
-round-trips exactly through YAML. Whatever ``plan="auto"`` can choose can also be written by hand::
+A :class:`Plan` is frozen, refers to no live object, prints as readable text and round-trips exactly through YAML.
+Whatever ``plan="auto"`` can choose can also be written by hand::
 
     schema: 1
     name: fsdp
@@ -11,45 +11,44 @@ round-trips exactly through YAML. Whatever ``plan="auto"`` can choose can also b
       '*': {placements: [shard(0)], gradient: reduce_scatter, reshard_after_forward: true}
       lm_head.weight: {placements: [replicate], gradient: all_reduce, reshard_after_forward: false}
 
-``parameters`` maps patterns of parameter names (shell wildcards) to what happens to them; the last
-pattern that matches wins. ``operators`` names the mesh axes whose ranks divide the computation of one batch among them,
-instead of each having a batch of its own::
+``parameters`` maps patterns of parameter names (shell wildcards) to placements; the last pattern that matches wins.
+``operators`` names the mesh axes whose ranks share one batch and shard its computation::
 
     mesh: {dp: 2, tp: 4}
     operators: {tp: sequence}
     parameters:
       '*': {placements: [shard(0), auto], gradient: reduce_scatter, reshard_after_forward: true}
 
-``annotations`` are constraints that :func:`shardgraph.annotate` has put on the plan, or a person has written here::
+``annotations`` are constraints on the plan, from :func:`shardgraph.annotate` or written here by hand::
 
     annotations:
       - {'model.layers.*.mlp.up_proj.weight': "shard(0, 'tp')"}
       - {'model.layers.*': recompute()}
 
-``pipeline`` cuts the model into stages, of which ranks along an axis of its own have one or more each; ``mesh`` is then
-the mesh of a stage::
+``pipeline`` cuts the model into stages. Each rank along a further axis has one or more of them; ``mesh`` is then the
+mesh of a stage::
 
     mesh: {dp: 2}
     pipeline: {ranks: 2, schedule: 1f1b, microbatches: 8, stages: [model.layers.4]}
 
-``precision`` says in which dtypes the plan computes and reduces gradients; parameters stay stored as they are::
+``precision`` sets the dtypes of computation and of gradient reduction; parameters are stored in their own dtype::
 
     precision: {parameters: bfloat16, reduce: float32}
 
-``offload`` says what is in host memory while it is not used; parameters may also say it one by one, ``offload: true``::
+``offload`` sets what is kept in host memory while unused; for single parameters, write ``offload: true`` there::
 
     offload: {parameters: true, disk: /scratch}
 
-``recompute`` says what of forward backward computes again: ``none``, ``full``, ``selective``, ``budget`` (to be found
-for the memory that there is), or operations by module::
+``recompute`` sets what backward recomputes: ``none``, ``full``, ``selective``, ``budget`` (chosen to fit the available
+memory), or operations by module::
 
     recompute:
       'model.layers.*.mlp': [silu, mul]
       'model.layers.[0-5].self_attn': ['*']
 
-``activations`` says where operations have their operands and results along axes of operators or experts, for the call
-that it was decided for, so that compiling the plan again solves nothing. Operations that it does not name follow their
-operands::
+``activations`` assigns placements to operands and results of operations along axes of operators or experts, for the
+call that they were chosen for, so that compiling the plan again needs no search. For operations without an entry,
+placements follow from the operands::
 
     activations:
       call: forward and backward of int64[4, 2048], int64[4, 2048]
@@ -57,11 +56,11 @@ operands::
         model.embed_tokens/embedding.1: split(0), replicate -> partial by embedding
         model.layers.*.mlp.up_proj/mm.1: replicate, split(1) -> split(1)
 
-``loss_chunk`` is how many bytes of a cross-entropy's scores exist at a time, where it is computed in chunks::
+``loss_chunk`` is the number of bytes of a cross-entropy's logits per chunk, if it is computed in chunks::
 
     loss_chunk: 67108864
 
-``experts`` names an axis whose ranks have batches of their own and divide the experts of a mixture among them::
+``experts`` names an axis whose ranks have batches of their own and shard the experts of a mixture of experts::
 
     mesh: {dp: 2, ep: 4}
     experts: ep
@@ -122,7 +121,7 @@ _STYLES = ("whole", "sequence", "context")
 
 @dataclass(frozen=True)
 class Plan:
-    """A partition plan; see the module's text for its YAML form.
+    """A partition plan; see the module's docstring for its YAML form.
 
     ``mesh``
         ``(axis name, size)`` pairs, outermost first; empty for one process without a group. With a pipeline it is the
@@ -130,37 +129,37 @@ class Plan:
     ``parameters``
         ``(pattern, ParameterPlan)`` pairs; the last matching pattern wins.
     ``operators``
-        ``(axis name, style)`` pairs: the axes whose ranks have the same batch and divide the computation. What lies
-        between divided products is held by every rank (style ``"whole"``) or cut along the sequence (``"sequence"``).
-        With ``"context"`` nothing but sequences is cut, and parameters are ``"replicate"`` along the axis.
+        ``(axis name, style)`` pairs: the axes whose ranks share a batch and shard its computation. Activations between
+        sharded matrix products are replicated (style ``"whole"``) or sharded along the sequence (``"sequence"``). With
+        ``"context"`` only sequences are sharded, and parameters are ``"replicate"`` along the axis.
     ``experts``
-        The axis whose ranks, each with a batch of its own, divide the experts among them; ``""`` for none.
+        The axis whose ranks, each with a batch of its own, shard the experts; ``""`` for none.
     ``pipeline``
         The stages and schedule of a pipeline, whose axis is outside of ``mesh``; None for none.
     ``prefetch``
-        How many parameter gathers may be under way ahead of the computation that needs them, and how
-        many gradient reductions may be awaited behind it. More overlaps more and holds more memory.
+        The number of parameter all-gathers that may be in flight ahead of the computation, and of gradient reductions
+        behind it. More overlaps more and holds more memory.
     ``annotations``
-        ``(pattern, annotation)`` pairs of :mod:`shardgraph.plans.annotations`: what must be so whatever the rest
-        says. They apply to all that they match; two that contradict each other are refused.
+        ``(pattern, annotation)`` pairs of :mod:`shardgraph.plans.annotations`: constraints that override the other
+        fields. They apply to all that they match; two that contradict each other are an error.
     ``precision``
-        The dtypes that it computes, reduces and keeps buffers in; see :class:`shardgraph.Precision`.
+        The dtypes of computation, reduction and buffers; see :class:`shardgraph.Precision`.
     ``recompute``
-        What backward computes again instead of forward keeping it: ``"none"``, every layer (``"full"``), what is cheap
-        for its bytes (``"selective"``), what is to be found for a budget (``"budget"``), or rules, ``(pattern of
-        modules, names of operations)`` pairs; see :mod:`shardgraph.passes.recompute`. Annotations come first.
+        What backward recomputes instead of saving it in forward: ``"none"``, ``"full"`` (every layer), ``"selective"``
+        (what is cheap for its bytes), ``"budget"`` (to be chosen for a memory budget), or rules, ``(pattern of
+        modules, names of operations)`` pairs; see :mod:`shardgraph.passes.recompute`. Annotations take precedence.
     ``loss_chunk``
-        The bytes of scores of a cross-entropy that exist at a time, which is then computed a chunk of rows after the
-        other; None for all of them at once. See :mod:`shardgraph.passes.chunking.chunk_loss`.
+        Bytes of a cross-entropy's logits per chunk of rows; None: all at once. See
+        :mod:`shardgraph.passes.chunking.chunk_loss`.
     ``activations``
-        Where operations have their operands and results along axes of operators and experts; None where that is yet to
-        be chosen. See :class:`shardgraph.plans.activation_plan.Activations`.
+        Placements of operands and results of operations along axes of operators and experts; None: still to be chosen.
+        See :class:`shardgraph.plans.activation_plan.Activations`.
     ``offload``
-        What is in host memory while it is not used; see :class:`shardgraph.Offload`.
+        What is kept in host memory while it is not used; see :class:`shardgraph.Offload`.
     ``note``
-        Why this plan: shown to people, without effect.
+        Why this plan was chosen, for display only.
     ``considered``
-        The plans that it was chosen among, if it was; see :meth:`explain`.
+        The candidates that it was chosen from, if it was; see :meth:`explain`.
     """
 
     name: str
@@ -185,17 +184,17 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the plan is for."""
+        """Number of ranks that the plan is for."""
         return math.prod(size for _, size in self.whole_mesh)
 
     @property
     def whole_mesh(self) -> Mesh:
-        """The mesh of all ranks: that of a stage, and outermost the axis of the pipeline."""
+        """The mesh of all ranks: the pipeline axis, if any, outside the mesh of a stage."""
         return ((self.pipeline.axis, self.pipeline.ranks), *self.mesh) if self.pipeline else self.mesh
 
     @property
     def of_stage(self) -> Plan:
-        """What the plan says of the ranks of one stage."""
+        """The plan of one stage, without the pipeline."""
         return replace(self, pipeline=None)
 
     @property
@@ -211,11 +210,11 @@ class Plan:
 
     @property
     def data_size(self) -> int:
-        """How many ranks have a batch of their own."""
+        """Number of ranks with a batch of their own."""
         return math.prod(size for _, size in self.data_mesh)
 
     def data_rank(self, rank: int) -> int:
-        """Which of the batches ``rank`` has."""
+        """The index of the batch of ``rank``."""
         divided, found = dict(self.operators), 0
         for (name, size), here in zip(self.mesh, coordinates(self.mesh, rank), strict=True):
             found = found if name in divided else found * size + here
@@ -223,19 +222,19 @@ class Plan:
 
     @property
     def decided(self) -> bool:
-        """Whether it says where all operations have their operands and results, so that compiling it solves nothing."""
+        """Whether placements of operations are assigned along all axes that need them, so compiling needs no search."""
         dividing = {axis for axis, _ in self.operators} | ({self.experts} if self.experts else set())
         return dividing <= {axis for axis, _ in (self.activations.along if self.activations else ())}
 
     def undecided(self, shapes: Mapping[str, torch.Size]) -> list[str]:
-        """The parameters whose placement along an axis of operators or experts is yet to be found."""
+        """The parameters whose placement along an axis of operators or experts is still to be chosen."""
         return [fqn for fqn, entry in self.resolve(shapes).items() if AUTO in entry.placements]
 
     def storable(self, fqn: str, entry: ParameterPlan) -> ParameterPlan:
-        """``entry``, not stored in shards where what operators use of the parameter cannot be.
+        """``entry``, unsharded along data axes if its part along operator axes cannot be sharded.
 
         Raises:
-            PlanError: an annotation says that it is.
+            PlanError: an annotation requires that shard.
         """
         found = without_shards_of_blocks(entry)
         for pattern, annotation in self.annotations if found != entry else ():
@@ -250,7 +249,7 @@ class Plan:
     def resolve(self, shapes: Mapping[str, torch.Size]) -> dict[str, ParameterPlan]:
         """The plan of every parameter by name.
 
-        A parameter without rows to cut (a scalar, or one of 0 elements) is replicated whatever its rule. Annotations
+        A parameter without rows to shard (a scalar, or one of 0 elements) is replicated whatever its rule. Annotations
         are applied last.
 
         Raises:
@@ -282,7 +281,7 @@ class Plan:
         """Read a plan file.
 
         Raises:
-            PlanError: there is no such file, or a field of it is not what it may be.
+            PlanError: there is no such file, or a field has a value that is not allowed.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -300,7 +299,7 @@ class Plan:
         return cls(**read_plan(text, source))
 
     def explain(self) -> str:
-        """By what numbers the plan was chosen, as text."""
+        """The predicted costs by which the plan was chosen, as text."""
         if not self.considered:
             return (
                 f"plan {self.name!r} was not chosen among others: plan='auto' with example inputs prices every preset"
@@ -349,7 +348,7 @@ class Plan:
 
 
 def in_patterns(entries: Mapping[str, ParameterPlan]) -> tuple[tuple[str, ParameterPlan], ...]:
-    """The plan of every parameter in few patterns: the commonest for all, then those that differ, layers together."""
+    """The entries as few patterns: the most common one for all, then the exceptions, layers together."""
     if not entries:
         return ()
     common, _ = Counter(entries.values()).most_common(1)[0]
@@ -403,13 +402,13 @@ def _sizes(shape: torch.Size, dim: int, blocks: int) -> str:
 def _annotated(
     plan: Plan, entries: Mapping[str, ParameterPlan], shapes: Mapping[str, torch.Size]
 ) -> dict[str, ParameterPlan]:
-    """The entries of parameters that are annotated, as they are annotated."""
+    """The entries of annotated parameters, with the annotations applied."""
     changed: dict[str, ParameterPlan] = {}
     for pattern, annotation in plan.annotations:
         if isinstance(annotation, offload):
             changed |= {fqn: offloaded(entries[fqn]) for fqn in shapes if matches(pattern, fqn)}
     of_parameters: type[Annotation] = ParameterAnnotation
-    if not plan.mesh:  # nothing is divided
+    if not plan.mesh:  # nothing is sharded
         of_parameters = keep_gathered
     for annotated in plan.annotations if plan.mesh else ():
         _check_axis(plan, annotated)
@@ -451,7 +450,7 @@ def _check_axis(plan: Plan, annotated: Annotated) -> None:
 
 
 def _are_rules(value: object) -> bool:
-    """Whether a value is a plan's recomputation, operation by operation: ``(("layers.*.mlp", ("silu", "mul")),)``."""
+    """Whether a value is a tuple of recompute rules: ``(("layers.*.mlp", ("silu", "mul")),)``."""
     pairs = isinstance(value, tuple) and all(isinstance(rule, tuple) and len(rule) == 2 for rule in value)
     return pairs and all(
         isinstance(pattern, str) and isinstance(names, tuple) and all(isinstance(name, str) for name in names)

@@ -1,4 +1,4 @@
-"""The YAML form of a plan: what :mod:`shardgraph.plans.plan` describes, written and read."""
+"""Writes and reads the YAML form of a plan, described in :mod:`shardgraph.plans.plan`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def written_plan(plan: Mapping[str, Any]) -> str:
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     if plan["activations"] is None:
         return text
-    last = {"activations": _written_activations(plan["activations"])}  # a line each
+    last = {"activations": _written_activations(plan["activations"])}  # one line each
     return text + yaml.safe_dump(last, sort_keys=False, default_flow_style=False, width=200, allow_unicode=True)
 
 
@@ -81,15 +81,15 @@ def _written_activations(activations: Activations) -> dict[str, Any]:
 
 
 def _differences(given: Any, usual: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not as usual."""
+    """The fields of a dataclass that differ from ``usual``."""
     return {field: value for field, value in asdict(given).items() if value != getattr(usual, field)}
 
 
 def read_plan(text: str, source: str) -> dict[str, Any]:
-    """The fields of the plan that ``text`` is the YAML form of; ``source`` names the text in errors.
+    """Parse the YAML form of a plan into its fields by name; ``source`` names the text in errors.
 
     Raises:
-        PlanError: it is not YAML, or a field of it is not what it may be.
+        PlanError: it is not YAML, or a field has a value that is not allowed.
     """
     try:
         data = yaml.safe_load(text)

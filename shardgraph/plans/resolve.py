@@ -1,4 +1,4 @@
-"""From what a caller names, a preset, a file or a plan, to the plan on a mesh."""
+"""Resolves a caller's preset name, plan file or plan to the plan on a mesh."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardgraph.plans.presets import preset, refuse_pipeline
 
 
 def named_or_loaded(plan: str | Path | Plan) -> str | Plan:
-    """What a caller names: a preset's name, or the plan, read if it is the path of a plan file.
+    """A preset's name unchanged; otherwise the plan, loaded if ``plan`` is the path of a plan file.
 
     Raises:
-        PlanError: there is no such file, or it is malformed; or this is no plan.
+        PlanError: there is no such file, it is malformed, or ``plan`` is not a plan.
     """
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
         return Plan.load(plan)
@@ -33,12 +33,12 @@ def resolve_plan(
     pipeline: Pipeline | None = None,
     precision: str | Precision | None = None,
 ) -> Plan:
-    """The plan that ``compile`` was asked for, on a mesh of ``(axis, size)`` pairs, with ``precision`` if it is given.
+    """The requested plan on a mesh of ``(axis, size)`` pairs, with ``precision`` if it is given.
 
-    ``pipeline`` says what a preset's pipeline is to be.
+    ``pipeline`` configures the pipeline of a preset.
 
     Raises:
-        PlanError: no such preset, file or precision, or a plan made for another mesh.
+        PlanError: there is no such preset, file or precision, or the plan was made for another mesh.
     """
     found = _named_plan(plan, mesh, pipeline)
     return found if precision is None else replace(found, precision=Precision.of(precision))

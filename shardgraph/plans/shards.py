@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds under a plan."""
+"""The shard of a parameter that a rank holds under a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def part_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh, here: tuple[int, ...]) -> torch.Tensor:
-    """What the rank at coordinates ``here`` holds of ``full``: its part along axes of operators, of that its rows."""
+    """The shard of ``full`` at mesh coordinates ``here``: its part along operator axes, then its rows of that part."""
     for position, (dim, blocks) in entry.splits.items():
         full = take_part(full, dim, blocks, mesh[position][1], here[position])
     if entry.shard_axis is not None:

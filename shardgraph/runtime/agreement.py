@@ -80,15 +80,15 @@ class Agreement:
             raise RankMismatchError(verdict)
 
     def from_first_rank(self, topic: str, make: Callable[[], str]) -> str:
-        """What ``make()`` returns on the first rank of the group, which alone calls it, on every rank.
+        """Call ``make()`` on the first rank of the group only, and return its result on every rank.
 
         Args:
             topic: what is made, as a noun for messages.
             make: returns the text; the other ranks wait for it as long as the agreement's timeout.
 
         Raises:
-            RankMismatchError: on every rank: the first rank did not come, or was not done, in time.
-            Exception: what ``make`` raised, on every rank: of the same class, with the same message.
+            RankMismatchError: on every rank: the first rank did not arrive, or did not finish, in time.
+            Exception: on every rank, an error of the class and message that ``make`` raised.
         """
         if self._store is None:
             return make()
@@ -96,7 +96,7 @@ class Agreement:
         first, failure = self._rank == self._ranks[0], None
         try:
             made = json.dumps({"text": make()}) if first else ""
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # of any kind: the other ranks must not wait for this one
             made, failure = json.dumps({"error": _class_of(error), "message": str(error)}), error
         try:
             post = self._post(self._store, made) if first else self._await_post(self._store, topic)
@@ -107,14 +107,14 @@ class Agreement:
         return _unpacked(post)
 
     def _post(self, store: dist.Store, made: str) -> str:
-        """Post what was made; gives the post that stands: another one, if the others have given up."""
+        """Post what was made; returns the final post, which is another one if the other ranks have given up."""
         return store.compare_set(f"text {self._texts}", "", made).decode()
 
     def _await_post(self, store: dist.Store, topic: str) -> str:
         key = f"text {self._texts}"
         try:
             store.wait([key], timedelta(seconds=self._timeout))
-        except dist.DistError:  # not in time, or no store any more: the next line tells which
+        except dist.DistError:  # a timeout, or the store is gone: the next line tells which
             late = (
                 f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
                 "ended, or is still busy: allow more time with timeout="
@@ -127,13 +127,13 @@ class Agreement:
         return post
 
     def post_presence(self) -> None:
-        """Tell the other ranks that this one is there, though a step has failed; not a round."""
+        """Post that this rank is still alive after a failed step; not a round."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that served it
                 self._store.set(f"present/{self._rank}", "")
 
     def is_present(self, rank: int, seconds: float) -> bool:
-        """Whether ``rank`` posts within ``seconds`` that it is there."""
+        """Whether ``rank`` posts its presence within ``seconds``."""
         if self._store is None:
             return True
         try:
@@ -143,7 +143,7 @@ class Agreement:
         return True
 
     def first_failure(self, text: str, within: float = 0.0) -> str:
-        """The text of the first rank that failed, which is ``text`` if no other posts one ``within`` seconds."""
+        """The text of the first rank that failed: ``text``, unless another rank posts one ``within`` seconds."""
         if self._store is None:
             return text
         try:
@@ -217,7 +217,7 @@ class Agreement:
 
 
 def _class_of(error: Exception) -> str:
-    """The name of the nearest class of an error that every rank knows."""
+    """The name of the most specific class of an error that every rank knows."""
     return next(kind.__name__ for kind in type(error).__mro__ if getattr(_module_of(kind), kind.__name__, None) is kind)
 
 
@@ -234,7 +234,7 @@ def _unpacked(post: str) -> str:
     kind = getattr(errors, name, None) or getattr(builtins, name)
     try:
         error = kind(message)
-    except TypeError:  # a class whose errors are made of more than a message
+    except TypeError:  # a class whose constructor needs more than a message
         error = RuntimeError(f"{name}: {message}")
     raise error
 

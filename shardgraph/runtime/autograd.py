@@ -1,4 +1,4 @@
-"""A program without a pipeline, tied into autograd: its forward graph now, its backward graph when the loss asks."""
+"""A program without a pipeline as an autograd function: its forward graph, and its backward graph in backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardgraph.runtime.rng import rank_generator
 
 
 class Differentiable(Executor):
-    """An :class:`Executor` of a program of one stage, called as the model is."""
+    """An :class:`Executor` of a program of one stage, called like the model."""
 
     def __init__(self, program: Program, state: State) -> None:
         super().__init__(program, state)
@@ -39,8 +39,8 @@ class Differentiable(Executor):
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, Mutation)]
         wanted = () if program.backward is None else placeholders(program.backward)
-        # Of the results that autograd returns, because the user sees them or views of them: position and tangent,
-        # which is None where backward does not take it.
+        # Position and tangent of each result that autograd returns, because the user sees it or a view of it; the
+        # tangent is None if backward does not take it.
         self.returned = [
             (i, tangent if tangent in wanted else None)
             for i, (role, value) in enumerate(outputs(self.forward.module))
@@ -48,7 +48,7 @@ class Differentiable(Executor):
         ]
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
-        """Run on the flattened inputs of a call; returns what the model would. ``sync()`` is asked in backward."""
+        """Run on the flattened inputs of a call; returns the model's output. ``sync()`` is called in backward."""
         inputs = [self.state.value(role, leaves) for role in self.inputs]
         if self.program.backward is None:
             with torch.no_grad():
@@ -62,7 +62,7 @@ class Differentiable(Executor):
         return self.rebuild(dict(zip(self.results, results, strict=True)), leaves)
 
     def run_forward(self, inputs: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Run the forward graph on local tensors and write what it mutates; returns its raw results."""
+        """Run the forward graph on local tensors and write its mutations; returns its raw results."""
         mesh, plan = self.state.mesh, self.program.plan
         if self.program.random and mesh is not None and plan.data_size > 1:
             with rank_generator(plan.data_rank(mesh_rank(mesh)), plan.data_size, self.state.device):
@@ -74,8 +74,8 @@ class Differentiable(Executor):
         return results
 
     def run_backward(self, saved: list[Any], tangents: dict[Tangent, Any], sync: bool) -> list[torch.Tensor | None]:
-        """Run the backward graph on what forward saved and the incoming gradients, both of which are used up; gives
-        the gradient of each input, as autograd gets it."""
+        """Run the backward graph on the saved values and incoming gradients, and consume both; returns the gradient of
+        each input, for autograd."""
         state = self.state
         local = not sync and state.mesh is not None and self.program.plan.data_size > 1
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
@@ -96,7 +96,7 @@ class Differentiable(Executor):
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 
     def _gradient(self, role: Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
-        """What autograd gets for an input: a DTensor for a DTensor; nothing yet for a gradient kept local."""
+        """The gradient of an input for autograd: a DTensor for a DTensor; None while a gradient is kept local."""
         if value is None or not isinstance(role, Parameter):
             return value
         parameter: torch.Tensor = self.state.layout.parameter(role.fqn)
@@ -110,7 +110,7 @@ class Differentiable(Executor):
 
 
 def _tangent_of(role: Role | None, program: Program) -> Tangent | None:
-    """The gradient that comes back for a result, if autograd returns it."""
+    """The incoming gradient of a result, if autograd returns that result."""
     if isinstance(role, Output):
         return None if role.index in program.aliases else Tangent(role.index)
     return Tangent(-1 - role.index) if isinstance(role, IntermediateBase) else None
@@ -124,7 +124,7 @@ def _in_layout(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Run(torch.autograd.Function):
-    """Ties the two graphs into autograd. Parameters enter as DTensors and get DTensor gradients."""
+    """The two graphs as an autograd function. Parameters are DTensors and get DTensor gradients."""
 
     @staticmethod
     def forward(ctx: Any, executor: Differentiable, leaves: Any, sync: Any, box: list[Any], *inputs: Any) -> Any:

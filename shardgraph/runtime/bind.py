@@ -1,6 +1,6 @@
-"""Binding: a graph that is the same on every rank becomes this rank's.
+"""Binding: turns a graph that is the same on every rank into this rank's.
 
-Mesh axes become the names of process groups, and the symbolic cuts of :mod:`shardgraph.ir` become slices.
+Mesh axes become process group names, and symbolic operations of :mod:`shardgraph.ir` become slices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ aten = torch.ops.aten
 
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
-    bound = ir.copy_graph(gm)  # without code, until it is this rank's
+    bound = ir.copy_graph(gm)  # without code, until it is bound
     if mesh is not None:
         for node in bound.graph.nodes:
             if ir.is_collective(node):
-                AXIS.set(node, ir.group_of(node))  # for people, who know no names of groups
+                AXIS.set(node, ir.group_of(node))  # for display: group names mean nothing to readers
             if node.target is ir.send:
                 _send(node, mesh)
             elif ir.is_collective(node):

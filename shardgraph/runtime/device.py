@@ -1,4 +1,4 @@
-"""Which device this process computes on."""
+"""The device that this process computes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-_NOT_ON_THE_DEVICE = ("gloo", "fake")  # one copies tensors of a device through host memory, the other moves nothing
+_NOT_ON_THE_DEVICE = ("gloo", "fake")  # gloo copies device tensors through host memory, fake moves nothing
 
 
 def accelerator() -> torch.device | None:
@@ -17,14 +17,14 @@ def accelerator() -> torch.device | None:
 
 
 def current_device(device_type: str) -> torch.device:
-    """The device of a kind that this process uses."""
+    """The device of this type that this process uses."""
     return torch.device(device_type) if device_type == "cpu" else accelerator() or torch.device(device_type)
 
 
 def device_type_of(backends: Mapping[str, str], accelerator: str | None) -> str:
-    """The kind of device that ranks compute on: the accelerator's, if their group communicates its tensors, else cpu.
+    """The device type that ranks compute on: the accelerator's, if their group communicates its tensors, else cpu.
 
-    ``backends`` has the group's backend for each kind of device, as ``{"cpu": "gloo", "cuda": "nccl"}``;
+    ``backends`` has the group's backend for each device type, as ``{"cpu": "gloo", "cuda": "nccl"}``;
     ``accelerator`` is None on a machine without one.
     """
     if accelerator is None or backends.get(accelerator, "gloo") in _NOT_ON_THE_DEVICE:
@@ -33,8 +33,8 @@ def device_type_of(backends: Mapping[str, str], accelerator: str | None) -> str:
 
 
 def group_device_type() -> str:
-    """The kind of device that the ranks of the default process group compute on, however it was initialised."""
-    # A group that was made without naming a backend calls its own "undefined"; its configuration names one per device.
+    """The device type that the ranks of the default process group compute on, however it was initialised."""
+    # The backend of a group made without naming one is "undefined"; its configuration names one per device type.
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     kind = torch.accelerator.current_accelerator(check_available=True)
     return device_type_of(backends, None if kind is None else kind.type)

@@ -1,4 +1,4 @@
-"""How a program runs on this rank: its named graphs, bound to the mesh and called with values by role."""
+"""Runs a program on this rank: its named graphs, bound to the mesh and called with values by role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardgraph.torch_api import pytree
 
 
 class State:
-    """What calls of one sharded module share: its tensors, and gradients that wait for their reduction."""
+    """State shared by calls of one sharded module: its tensors, and gradients not yet reduced."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.model, self.mesh, self.device = model, mesh, device
@@ -32,7 +32,7 @@ class State:
         self.unreduced: dict[str, torch.Tensor] = {}
 
     def value(self, role: Role, leaves: Sequence[Any]) -> Any:
-        """The tensor that a placeholder of this role stands for."""
+        """The value of a placeholder with this role."""
         if isinstance(role, Parameter):
             return self.layout.parameter(role.fqn)
         if isinstance(role, Buffer):
@@ -49,14 +49,14 @@ class Executor:
         self._bound: dict[tuple[str, frozenset[Tangent]], Bound] = {}
 
     def graph(self, name: str, absent: frozenset[Tangent] = frozenset()) -> Bound:
-        """The bound graph of a name; see :meth:`Program.graph`."""
+        """The bound graph ``name``; see :meth:`Program.graph`."""
         if (name, absent) not in self._bound:
             forward = self.program.graphs.get(sibling(name, "forward"))
             self._bound[name, absent] = Bound(self.program.graph(name, absent), self.state.mesh, after=forward)
         return self._bound[name, absent]
 
     def rebuild(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
-        """What the model returns, from the results of its program by role."""
+        """The model's output, from the results of its program by role."""
         values = {role.index: value for role, value in by_role.items() if isinstance(role, Output)}
         for index, alias in self.program.aliases.items():
             base = leaves[alias.base.index] if isinstance(alias.base, Input) else by_role.get(alias.base)
@@ -77,10 +77,10 @@ def mesh_rank(mesh: DeviceMesh) -> int:
 
 
 class Bound:
-    """One graph bound to this rank, called with a list that it empties.
+    """One graph bound to this rank, called with a list of inputs that it empties.
 
-    ``takes`` are the roles of what it is called with and the values that it was traced with; ``gives`` those of its
-    results, likewise. ``after`` is the forward graph that ran before and may have left copies under way.
+    ``takes`` has the roles of its inputs with the values that they were traced with; ``gives`` likewise for its
+    results. ``after`` is the forward graph that ran before and may have left copies in flight.
     """
 
     def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None, after: fx.GraphModule | None = None) -> None:
@@ -95,7 +95,7 @@ class Bound:
         self._call = torch_api.boxed(self.module)
         continues = any(isinstance(role, Saved) for role, _ in self.gives)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
-        # Once a step's last graph is done, the caller may change parameters in host memory, and reads gradients there.
+        # After a step's last graph the caller may change parameters, and read gradients, in host memory.
         self.settles = copies and not continues
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -112,7 +112,7 @@ class Bound:
         return results
 
     def _failing_collective(self, error: BaseException) -> fx.Node | None:
-        """The collective whose line of generated code raised, or None when another operation did."""
+        """The collective whose line of generated code raised, or None if another operation did."""
         trace, found = error.__traceback__, None
         while trace is not None:
             code = trace.tb_frame.f_code
@@ -128,7 +128,7 @@ class Bound:
         return None
 
 
-# How gloo and NCCL say that a message did not come, or that one came that was not expected.
+# Errors of gloo and NCCL for a missing or an unexpected message.
 _OF_OTHERS = re.compile(
     r"gloo/transport|connection (was )?(closed|reset|refused)|closed by peer|broken pipe|timed? ?out|socket|"
     r"remote process|communicator was aborted|NCCL error",
@@ -138,7 +138,7 @@ _OF_THE_CALL = re.compile(r"invalid (usage|argument)", re.IGNORECASE)
 
 
 def _whose(error: RuntimeError) -> str:
-    """Whether a collective failed because of another rank or because of this rank's own call, for people."""
+    """Text that says whether a collective failed because of another rank or of this rank's own call."""
     network = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
     if (network or _OF_OTHERS.search(str(error))) and not _OF_THE_CALL.search(str(error)):
         return "another rank died, left this step early or runs another program; look at its output first"

@@ -1,9 +1,8 @@
-"""Host memory beside the device's, and what copies between them on this rank (:mod:`shardgraph.ir.copies`).
+"""Host memory and the copies between host and device on this rank (:mod:`shardgraph.ir.copies`).
 
-With an accelerator, host memory is pinned, each direction has a stream of its own, and what waits is the computation's
-stream; :func:`settle` holds this thread until all copies are done. Where the device is the CPU itself, both are the
-same memory: each direction has a thread of its own that copies, while this one computes, into tensors that are known as
-the host's by their storage.
+With an accelerator, host memory is pinned, each direction has a stream of its own, and the computation's stream waits;
+:func:`settle` blocks this thread until all copies are done. If the device is the CPU, both are the same memory: each
+direction has a thread that copies while this one computes, and host tensors are recognised by their storage.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ library.define("empty_on_host(SymInt[] size, ScalarType dtype, bool pinned) -> T
 EMPTY_ON_HOST = torch.ops.shardgraph.empty_on_host.default
 
 
-# -- what is on the host ---------------------------------------------------------------------------
+# -- host tensors ----------------------------------------------------------------------------------
 
 _on_host: Any = WeakIdKeyDictionary()  # storages, with whether they take memory
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the CPU is known to be the host's, where the CPU is the device as well."""
+    """Whether a CPU tensor is marked as a host tensor, if the CPU is the device as well."""
     return tensor.untyped_storage() in _on_host
 
 
 def known_on_host(tensor: torch.Tensor, in_file: bool = False) -> torch.Tensor:
-    """``tensor``, known from now on to be the host's, in its memory or in a file that is mapped there."""
+    """Mark ``tensor`` as a host tensor, in memory or in a memory-mapped file; returns it."""
     _on_host[tensor.untyped_storage()] = not in_file
     return tensor
 
 
 def is_in_file(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is known to be in a file, and takes no memory that cannot be had back."""
+    """Whether a tensor is marked as being in a file, so that its memory can be reclaimed."""
     return _on_host.get(tensor.untyped_storage()) is False
 
 
 def empty_on_host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised host memory, from which copies to ``device`` go."""
+    """Uninitialised host memory for copies to ``device``."""
     return EMPTY_ON_HOST(size, dtype, device.type == "cuda")
 
 
@@ -56,7 +55,7 @@ def _empty(size: Any, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
 
 # -- copies ----------------------------------------------------------------------------------------
 
-_under_way: Any = WeakTensorKeyDictionary()  # what waits for a copy, by the tensor that it fills
+_under_way: Any = WeakTensorKeyDictionary()  # copies in flight, by destination tensor
 
 
 @torch.library.impl(library, "to_host", "CompositeExplicitAutograd")
@@ -78,7 +77,7 @@ def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def settle() -> None:
-    """Hold this thread until all copies have been made: the host may then read what came, and overwrite what went."""
+    """Block this thread until all copies are done: the host may then read destinations and overwrite sources."""
     for stream in _streams.values():
         stream.synchronize()
 
@@ -92,8 +91,8 @@ def _start(direction: str, copy: torch.Tensor, source: torch.Tensor) -> torch.Te
 class _Streamed:
     """A copy on the CUDA stream of its direction.
 
-    The stream first waits for all that the computation has issued: the source may still be computed, and the memory
-    of the copy may still be read by what had it before.
+    The stream first waits for all work issued by the computation: the source may not be computed yet, and the
+    destination's memory may still be read by its previous owner.
     """
 
     def __init__(self, direction: str, copy: torch.Tensor, source: torch.Tensor) -> None:
@@ -118,7 +117,7 @@ def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
 
 
 class _Threaded:
-    """A copy in the thread of its direction. It lets go of both tensors before it tells that it is done."""
+    """A copy in the thread of its direction. It releases both tensors before it signals completion."""
 
     def __init__(self, direction: str, copy: torch.Tensor, source: torch.Tensor) -> None:
         self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (copy, source.detach())
@@ -131,7 +130,7 @@ class _Threaded:
         try:
             with torch.no_grad():
                 self.tensors[0].copy_(self.tensors[1])
-        except Exception as error:  # told to the thread that waits
+        except Exception as error:  # raised in the thread that waits
             self.error = error
         self.tensors = None
         self.done.set()
@@ -144,7 +143,7 @@ class _Threaded:
 
 @cache
 def _jobs(direction: str) -> queue.SimpleQueue[_Threaded]:
-    """The copies of one direction, in order; a thread makes them, one at a time."""
+    """The queue of copies in one direction, which a thread executes one at a time, in order."""
     jobs: queue.SimpleQueue[_Threaded] = queue.SimpleQueue()
 
     def work() -> None:

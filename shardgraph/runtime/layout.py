@@ -1,4 +1,4 @@
-"""Where a model's parameters and buffers are, found once and not in every call."""
+"""The modules that hold a model's parameters and buffers, looked up once instead of in every call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _mode, _trained = attrgetter("training"), attrgetter("requires_grad")
 class Layout:
     """The modules and parameters of a model, and the place of each parameter.
 
-    A call begins with :meth:`refresh`, which compares the modules and parameters with those found before, object by
-    object, and finds them anew when one was added, removed or replaced.
+    A call begins with :meth:`refresh`, which compares modules and parameters with those recorded, by identity, and
+    looks them up again if one was added, removed or replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,15 +32,15 @@ class Layout:
         self._objects = self._present()
 
     def _present(self) -> list[Any]:
-        """Every module that any module has, and every parameter, as the modules have them now."""
+        """Every current submodule and parameter of every module."""
         children = map(_values, map(_children, self._modules))
         parameters = map(_values, map(_own_parameters, self._modules))
         return list(chain(chain.from_iterable(children), chain.from_iterable(parameters)))
 
     def refresh(self) -> None:
-        """See that what was found is still so."""
+        """Look up modules and parameters again if any has changed."""
         now = self._present()
-        # The objects found before are held, so no other has the identity of one of them.
+        # The recorded objects are kept alive, so no other object can have one of their ids.
         if len(now) != len(self._objects) or list(map(id, now)) != list(map(id, self._objects)):
             self._find()
 
@@ -55,13 +55,13 @@ class Layout:
         return tuple(map(_trained, self._parameters))
 
     def parameter(self, fqn: str) -> nn.Parameter:
-        """The parameter of a name."""
+        """The parameter named ``fqn``."""
         module, key = self._place(fqn)
-        found: nn.Parameter = module._parameters[key]  # type: ignore[assignment]  # a name of a program's is there
+        found: nn.Parameter = module._parameters[key]  # type: ignore[assignment]  # a program's names exist
         return found
 
     def buffer(self, fqn: str) -> torch.Tensor:
-        """The buffer, or the plain tensor attribute, of a name."""
+        """The buffer or plain tensor attribute named ``fqn``."""
         module, key = self._place(fqn)
         found: torch.Tensor = getattr(module, key)
         return found

@@ -41,7 +41,7 @@ class PeakMemory:
         self._gpu = _CudaMeter(self.device) if on_gpu else None
 
     def track(self, tensors: Iterable[torch.Tensor], host: bool = False) -> PeakMemory:
-        """Count tensors that exist already (parameters, inputs), as if they had been allocated in the block.
+        """Count existing tensors (parameters, inputs) as if they had been allocated in the block.
 
         ``host`` declares them as host tensors, such as the optimizer state of offloaded parameters. Call it before the
         block starts; returns self.

@@ -25,7 +25,7 @@ def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> M
     plan's, else all ranks along one axis ``dp``; for ``"hsdp"``, nodes times the ranks of a node.
 
     Raises:
-        PlanError: the mesh does not fit the ranks that there are.
+        PlanError: the mesh does not fit the number of ranks.
     """
     if isinstance(mesh, DeviceMesh):
         if not mesh.mesh_dim_names:
