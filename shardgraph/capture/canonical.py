@@ -1,16 +1,16 @@
 """One captured graph for every device.
 
-PyTorch chooses some kernels while a model is traced, by the device of its tensors. Where the choice changes which
-operations there are, a graph of the CPU and one of a GPU differ, and a plan for the one says nothing of the other. So
-capture makes the choice alike everywhere:
+PyTorch chooses some kernels while a model is traced, by the device of its tensors. Where the choice changes the
+operations, the graphs of a CPU and a GPU differ, and a plan for one does not apply to the other. So capture makes the
+same choice everywhere:
 
 * cuDNN's batch norm and recurrent layers are off while tracing: batch norm is PyTorch's native one, recurrent layers
   are written out. (A convolution is one operation anyway, and picks its kernel when it runs.)
 * Attention is one operation, a fused kernel, where every device has one for it; with dropout or a mask that is
   trained, which the CPU's kernel does not have, it is written out on all of them.
-* RMS norm is written out, as on the CPU. A fused backend joins what it is made of again.
+* RMS norm is written out, as on the CPU. A fused backend fuses its operations again.
 
-What is left, such as the name of the attention kernel, :mod:`shardgraph.ir.operations` gives one name.
+Remaining differences, such as the attention kernel's name, are unified by :mod:`shardgraph.ir.operations`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _ATTENTION = F.scaled_dot_product_attention
 
 @contextmanager
 def same_kernels() -> Iterator[None]:
-    """Within, no device replaces an operation by one of its library's.
+    """Inside, no device replaces an operation by one of its library's.
 
-    ``nn.TransformerEncoderLayer`` is not a single operation in eval mode either, of which no plan could divide or cut
-    anything.
+    ``nn.TransformerEncoderLayer`` in eval mode is not one fused operation either, which no plan could shard or cut.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

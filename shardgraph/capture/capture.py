@@ -1,7 +1,7 @@
 """Capture: an unmodified module and example inputs become a :class:`~shardgraph.ir.JointGraph`.
 
-Nothing is computed and no memory is taken for the model: what is traced is a private copy of its modules, in which fake
-tensors stand in for parameters and buffers. The model itself is only read, and may run in other threads meanwhile.
+Nothing is computed and no memory is allocated for the model: a private copy of its modules is traced, with fake tensors
+for parameters and buffers. The model itself is only read, and may run in other threads meanwhile.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OURS = (constrain.__file__, constraints.__file__)
 class WithLoss(nn.Module):
     """``loss_fn(model(*args, **kwargs), target)`` as one module, so that the loss is part of the graph.
 
-    Without a ``target`` among the inputs ``loss_fn`` is given the output alone.
+    Without a ``target`` among the inputs, ``loss_fn`` is called with the output alone.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
@@ -68,13 +68,13 @@ class WithLoss(nn.Module):
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model returns as ``output.loss`` or ``output["loss"]``; ``output``, where it returns none."""
+    """The loss that a model returns as ``output.loss`` or ``output["loss"]``; ``output`` itself if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, torch.Tensor) else output
 
 
 def _check_loss(joint: JointGraph) -> None:
-    """Raise ShardGraphError unless the graph gives a loss and nothing else."""
+    """Raise ShardGraphError unless the graph's only result is a loss."""
     values = [value for role, value in outputs(joint.module) if isinstance(role, Output)]
     if len(values) != 1 or not isinstance(values[0], fx.Node) or values[0].meta["val"].dim():
         raise ShardGraphError(
@@ -99,11 +99,11 @@ def capture(
     With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken from
     ``kwargs``, or ``loss_fn`` of the output alone where they have none. Under ``torch.no_grad()``, or when nothing
     requires a gradient, the graph is the forward alone. Parameters may be of any kind (real, ``meta``, ``DTensor``):
-    only names, shapes and dtypes are read. What ``annotations`` say of outputs and inputs of modules is marked in it.
-    Parameters have the dtype that ``precision`` has them computed with.
+    only names, shapes and dtypes are read. ``annotations`` of outputs and inputs of modules become constraints in the
+    graph. Parameters have the dtype of the computation under ``precision``.
 
     Raises:
-        PlanError: an annotation marks nothing, or a tied parameter is to have two dtypes.
+        PlanError: an annotation constrains nothing, or a tied parameter would have two dtypes.
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
     """
     fake_mode = FakeTensorMode()
@@ -139,9 +139,9 @@ def capture(
 
 
 def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
-    """Have every node say which modules of the user's model it is from, by their names there.
+    """Record in every node the modules of the user's model that it is from, by their names in the model.
 
-    The tracer writes ``L['self'].layers.0``, with the name that forward gives to ``self``.
+    The tracer writes ``L['self'].layers.0``, with the name of ``self`` in forward.
     """
     for node in gm.graph.nodes:
         for attribute in (MODULES, FORWARD_MODULES):
@@ -154,7 +154,7 @@ def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
                 attribute.set(node, inside)
 
 
-# -- standing in for the model's tensors -----------------------------------------------------------
+# -- fake tensors for the model's ------------------------------------------------------------------
 
 
 def _fake(
@@ -247,7 +247,7 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
 
 
 def _explain(name: str, message: str) -> str:
-    """Dynamo's long message, turned round: the user's line first, then the reason and the remedies."""
+    """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
     line = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
     where = f"\n  at {line[-1][0]}:{line[-1][1]}, in {line[-1][2]}:  {line[-1][3].strip()}" if line else ""
     reason = message.partition("\n")[0].strip()
@@ -264,7 +264,7 @@ def _explain(name: str, message: str) -> str:
     )
 
 
-# -- naming what the traced graph takes and gives --------------------------------------------------
+# -- roles of the traced graph's inputs and results ------------------------------------------------
 
 
 def _joint_graph(
@@ -306,7 +306,7 @@ def _joint_graph(
 
     def returned(value: Any) -> Any:
         of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
-        # What the model is given and returns may be a Python number: a constant, as everywhere in the graph.
+        # A Python number that the model takes and returns is a constant, as everywhere in the graph.
         return leaves[of.index] if isinstance(of, Input) and not isinstance(leaves[of.index], torch.Tensor) else value
 
     output = gm.graph.output_node()

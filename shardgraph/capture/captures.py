@@ -1,4 +1,4 @@
-"""Calls of a model, and the graphs that are captured of them: each once, for whoever needs it next."""
+"""Calls of a model, and a cache of their captured graphs."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Captures:
         self._joints: dict[Hashable, JointGraph] = {}
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
-        """The graph of ``call`` with the annotations and in the precision of ``plan``. Nobody changes it: a plan is
-        tried on a copy.
+        """The graph of ``call`` with the annotations and precision of ``plan``. It must not be modified: passes work on
+        a copy.
 
         Raises:
             PlanError, CaptureError: as :func:`shardgraph.capture.capture.capture`.
@@ -95,7 +95,7 @@ class Captures:
         return self._joints[key]
 
     def take(self, call: Call, plan: Plan) -> JointGraph:
-        """:meth:`joint`, which is then forgotten here: for a caller that keeps it."""
+        """:meth:`joint`, removed from this cache: for a caller that keeps the graph."""
         joint = self.joint(call, plan)
         del self._joints[self._key(call, plan)]
         return joint

@@ -1,8 +1,8 @@
-"""What mixed precision means for the tensors of a model: the dtype of each, and casts around modules.
+"""Mixed precision at capture: the dtype of each tensor of a model, and casts around modules.
 
-A model is captured as if its parameters had the dtype that they are computed with, so it is torch that decides what an
-operation does with it: whether the statistics of a softmax stay in float32, what two dtypes come to, what a region of
-``torch.autocast`` does. A graph rewritten after it was captured would need all of that a second time.
+A model is captured as if its parameters were stored in the dtype of the computation, so torch decides how an operation
+handles it: whether softmax statistics stay in float32, how two dtypes promote, what a region of ``torch.autocast``
+does. Rewriting the graph after capture would have to reimplement all of that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def computed_dtypes(model: nn.Module, precision: Precision, annotations: Sequenc
     """The dtype in which the computation sees each parameter and buffer, by its first name.
 
     Raises:
-        PlanError: a parameter that is tied to another name is to have one dtype here and another there.
+        PlanError: a tied parameter would have different dtypes under its names.
     """
     regions = _regions(model, precision, annotations)
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -78,7 +78,7 @@ _PRODUCTS = frozenset(
 
 
 def cast_buffers(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> None:
-    """Keep the model's buffers in the dtype that the computation sees them in, from now on."""
+    """Cast the model's buffers, in place, to the dtype of the computation."""
     dtypes = computed_dtypes(model, precision, annotations)
     cast = {id(buffer): buffer.to(dtypes.get(name, buffer.dtype)) for name, buffer in model.named_buffers()}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Annotated outputs and inputs of modules become constraints in the captured graph, by hooks while it is traced."""
+"""Turns annotated outputs and inputs of modules into constraints in the captured graph, by hooks during tracing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shardgraph.plans.annotations.match import Annotated, annotations_by_name, w
 
 @contextmanager
 def constrained(model: nn.Module, annotations: Sequence[Annotated]) -> Iterator[None]:
-    """Within, outputs and inputs of modules that are annotated go through the operation.
+    """Inside, annotated outputs and inputs of modules pass through the constraint operation.
 
     Raises:
-        PlanError: an argument that an annotation names is none of the module's.
+        PlanError: an annotation names an argument that the module does not have.
     """
     modules = dict(model.named_modules())
     hooks = []
@@ -37,7 +37,7 @@ def constrained(model: nn.Module, annotations: Sequence[Annotated]) -> Iterator[
 
 
 def check_met(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> None:
-    """Every annotation of an output or input constrains something in the captured graph.
+    """Check that every annotation of an output or input constrains something in the captured graph.
 
     Raises:
         PlanError: one does not.

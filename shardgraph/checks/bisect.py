@@ -1,4 +1,4 @@
-"""Finding the first node of an emitted program whose value is not what the captured graph says."""
+"""Finds the first node of a compiled program whose value differs from the captured graph's."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ def first_divergence(
 ) -> Divergence | None:
     """Run the captured graph on ``whole`` inputs and the emitted graphs on ``local`` ones; compare node by node.
 
-    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared where the pass
-    said what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean
-    over ranks it is. ``evaluate`` gives ``(output, loss, tangents)`` of a rank's results. Returns None when everything
-    that can be compared agrees.
+    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared if the pass
+    recorded what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is.
+    ``evaluate`` returns ``(output, loss, tangents)`` for a rank's results. Returns None if all comparable values agree.
     """
     alone = (("rank", len(whole)),)
     expected: dict[str, list[Any]] = {}
@@ -99,7 +98,7 @@ def first_divergence(
 
 
 def absent_of(tangents: list[Mapping[Any, torch.Tensor | None]]) -> frozenset[ir.Tangent]:
-    """The tangents that no rank's loss brings."""
+    """The tangents that no rank's loss has."""
     return frozenset(role for role in tangents[0] if all(given[role] is None for given in tangents))
 
 
@@ -128,7 +127,7 @@ def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:
-    """Per rank, what the node's value should be; None when nothing says so."""
+    """The node's expected value per rank; None if none is recorded."""
     if node in MEAN_OF:
         values = expected.get(MEAN_OF.of(node))
         if not values or not isinstance(values[0], torch.Tensor):

@@ -1,8 +1,8 @@
 """All ranks of a program in one process, in lockstep: each node runs for every rank before the next node does.
 
 Graphs are the same text on every rank until they are bound, so one interpreter can run them for all, with the
-collectives given their textbook meaning. There are no process groups, threads or launchers to get in the
-way of what is being checked, and any value can be looked at on every rank at once.
+collectives implemented by their definition. No process groups, threads or launchers are involved, and any value can be
+inspected on every rank at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_lockstep(
         on_value: sees every node with its values, one per rank.
 
     Raises:
-        CollectiveError: ranks bring tensors of different shapes to a collective.
+        CollectiveError: ranks pass tensors of different shapes to a collective.
         ShardGraphError: a node fails; the message names it and its line.
     """
     world = math.prod(size for _, size in mesh)
@@ -157,7 +157,7 @@ def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[t
 
 
 def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each member of a group receives for what each brings."""
+    """The result of a collective on each member of a group, from their operands."""
     count = len(values)
     if node.target is ir.ALL_GATHER:
         return [torch.cat(values) for _ in values]

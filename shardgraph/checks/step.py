@@ -1,7 +1,7 @@
 """A step of a program in one process: every stage's graphs, for all of its ranks, microbatch after microbatch.
 
-What a schedule says of each microbatch is done, with the graphs that its actions run. The order in which it interleaves
-microbatches changes no value, so they are run one after the other, as the original does and draws random numbers.
+Each microbatch runs the graphs of its actions in the schedule. The order in which a schedule interleaves microbatches
+changes no value, so they run one after the other, as in the original, which draws random numbers in that order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LockstepStep:
         self.local: list[dict[tuple[int, str], Any]] = [{} for _ in range(self.ranks)]
 
     def run(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        """``(gradients, buffers)``: each rank's gradients of its parameters by name, and what buffers become."""
+        """``(gradients, buffers)``: each rank's gradients of its parameters by name, and the new values of buffers."""
         gathered = [self._gather(stage) for stage in self.programs[0].stages]
         written: list[dict[str, torch.Tensor]] = []
         for number, program in enumerate(self.programs):
@@ -135,7 +135,7 @@ class LockstepStep:
 
 
 def _kinds(program: Program, stage: int, microbatch: int) -> list[Kind]:
-    """What the schedule does of backward for a stage's microbatch, in order."""
+    """The schedule's backward actions for a stage's microbatch, in order."""
     actions = [a for place in program.actions for a in place if (a.stage, a.microbatch) == (stage, microbatch)]
     return [action.kind for action in actions if action.kind != "F"]
 

@@ -1,14 +1,14 @@
-"""The intermediate representation: an FX graph whose inputs and outputs know what they are.
+"""The intermediate representation: an FX graph whose inputs and outputs have roles.
 
 Every placeholder has the attribute ``ROLE`` and the output node has ``ROLES``, one entry per returned value. A role
-says what a value *means* (a parameter by name, a gradient of it, a tangent), so no code depends on positions. The same
-representation serves the joint graph and, after the split, the forward and the backward graph. A placeholder whose
-value is in host memory has ``ON_HOST``; what else is there follows (:mod:`shardgraph.passes.analysis.places`). All
-attributes of nodes are in :mod:`shardgraph.ir.attributes`.
+identifies a value (a parameter by name, its gradient, a tangent), so that no code depends on positions. The joint
+graph and, after the split, the forward and backward graphs have the same representation. A placeholder whose value is
+in host memory has ``ON_HOST``; other host values are derived (:mod:`shardgraph.passes.analysis.places`). All attributes
+of nodes are in :mod:`shardgraph.ir.attributes`.
 
 Until :mod:`shardgraph.runtime.bind` runs, a graph is the same text on every rank: groups are named by mesh axis and
-what depends on the rank is written with the symbolic operations below. That is what makes
-"all ranks issue the same collectives" a comparison of two strings.
+what depends on the rank is written with the symbolic operations below. So a comparison of two strings checks that all
+ranks issue the same collectives.
 """
 
 from shardgraph.ir.collectives import (

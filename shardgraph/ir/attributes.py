@@ -1,8 +1,8 @@
-"""Attributes of nodes: every fact about a node that passes add and read, with its type and what becomes of it.
+"""Attributes of nodes: every fact about a node that passes write and read, with its type and propagation.
 
-An attribute is written in ``node.meta`` under its ``key``, where ``fx`` copies it with the node. When new nodes follow
-from old ones in any other way (:class:`Change`), :func:`carried` gives the attributes that hold for the new ones too.
-What is in ``meta`` and is no attribute is an error there, so that nothing is lost in silence.
+An attribute is stored in ``node.meta`` under its ``key``, where ``fx`` copies it with the node. When new nodes are
+derived from old ones in any other way (:class:`Change`), :func:`carried` returns the attributes that also hold for the
+new ones. Anything in ``meta`` that is not an attribute is an error there, so that nothing is lost silently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Labels = Mapping["Attribute[Any]", Any]
 
 
 class Change(Enum):
-    """How new nodes follow from an old one."""
+    """How new nodes are derived from an old one."""
 
     COPIED = "the same operation, in another graph or another place"
     PASSED = "an input of another graph stands for the value"
@@ -40,8 +40,8 @@ _COPIED = frozenset({Change.COPIED})
 class Attribute(Generic[T]):
     """A fact about a node.
 
-    ``kept`` are the changes after which it holds for the new nodes; after the others it is dropped, and whoever makes
-    the change writes what is then so. A copy has all attributes.
+    ``kept`` are the changes after which it holds for the new nodes; after others it is dropped, and the code that makes
+    the change writes the new value. A copy has all attributes.
     """
 
     def __init__(self, key: str, type_: type | tuple[type, ...], meaning: str, kept: frozenset[Change]) -> None:
@@ -84,7 +84,7 @@ class Attribute(Generic[T]):
 REGISTRY: dict[str, Attribute[Any]] = {}
 """All attributes by key."""
 
-# -- what a value means ----------------------------------------------------------------------------
+# -- the meaning of a value ------------------------------------------------------------------------
 
 ROLE: Attribute[Any] = Attribute("role", object, "what an input means (shardgraph.ir.roles)", _COPIED)
 ROLES: Attribute[list[Any]] = Attribute("roles", list, "what each of a graph's results means, on its output", _COPIED)
@@ -96,7 +96,7 @@ MADE_BY: Attribute[str] = Attribute(
     "made_by", str, "the pass that made the node; captured nodes have none", _COMPUTED - {Change.CHUNKED}
 )
 
-# -- what a value is equal to, for comparisons with the captured graph --------------------------------
+# -- equality with values of the captured graph, for comparisons ----------------------------------------
 
 EQUALS: Attribute[str] = Attribute("equals", str, "the captured node whose value it has", _COPIED | {Change.PASSED})
 MEAN_OF: Attribute[str] = Attribute("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
@@ -147,10 +147,10 @@ PARTITIONER_TAG: Attribute[str] = Attribute("partitioner_tag", str, "forward or 
 
 
 def carried(change: Change, *nodes: fx.Node) -> dict[Attribute[Any], Any]:
-    """The attributes that hold after ``change`` for what follows from ``nodes``; of several, the first's.
+    """The attributes that hold after ``change`` for nodes derived from ``nodes``; if several have one, the first's.
 
     Raises:
-        GraphInvariantError: a node has something in ``meta`` that is no attribute.
+        GraphInvariantError: a node has something in ``meta`` that is not an attribute.
     """
     found: dict[Attribute[Any], Any] = {}
     for node in nodes:
@@ -180,7 +180,7 @@ def new_placeholder(graph: fx.Graph, name: str, role: Any, like: fx.Node) -> fx.
 
 
 def forget_unknown(gm: fx.GraphModule) -> None:
-    """Drop what a tracer has written in ``meta`` that is no attribute, and what it has left empty."""
+    """Drop entries of ``meta`` from a tracer that are not attributes, or that are empty."""
     for node in gm.graph.nodes:
         node.meta = {
             key: value for key, value in node.meta.items() if key in REGISTRY and (value is not None or key == "val")

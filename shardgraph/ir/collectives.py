@@ -1,4 +1,4 @@
-"""Collectives, and copies between host and device, as nodes: the start and the wait are nodes of their own."""
+"""Collectives, and copies between host and device, as nodes: start and wait are separate nodes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WAIT = _c10d.wait_tensor.default
 
 
 def send(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """The tensor of the rank before this one, to the next of which this rank's goes, round the ring of mesh ``axis``.
+    """Send ``tensor`` to the next rank on the ring of mesh ``axis``; returns the tensor of the previous rank.
 
-    Symbolic: :mod:`shardgraph.runtime.bind` replaces it by an all-to-all in which a rank sends all to one other.
+    Symbolic: :mod:`shardgraph.runtime.bind` replaces it by an all-to-all in which a rank sends everything to one other.
     """
     raise RuntimeError(f"send({axis!r}) has no meaning before the graph is bound to a rank")
 
 
-# Every collective fills a tensor of its own, whose elements lie in order.
+# Every collective writes to a new contiguous tensor.
 
 
 @fake(ALL_GATHER)
@@ -66,7 +66,7 @@ COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, sen
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the node starts a collective (its wait is a node of its own)."""
+    """Whether the node starts a collective (the wait is a separate node)."""
     return node.op == "call_function" and node.target in COLLECTIVES
 
 
@@ -76,17 +76,17 @@ def collectives(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether the node starts a copy between host and device (its wait is a node of its own)."""
+    """Whether the node starts a copy between host and device (the wait is a separate node)."""
     return node.op == "call_function" and node.target in DIRECTIONS
 
 
 def is_started(node: fx.Node) -> bool:
-    """Whether the node starts what goes on beside the computation: a collective or a copy."""
+    """Whether the node starts an asynchronous operation: a collective or a copy."""
     return is_collective(node) or is_copy(node)
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for what its first argument has started."""
+    """Whether the node waits for the asynchronous operation that is its first argument."""
     return node.op == "call_function" and node.target in (WAIT, WAIT_COPY)
 
 
@@ -96,7 +96,7 @@ def group_of(node: fx.Node) -> str:
 
 
 def describe_collective(node: fx.Node) -> str:
-    """The id of a collective, or a copy, for people: what it does, for which value, at which line."""
+    """A readable description of a collective or a copy: the operation, the value and the source line."""
     what = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""

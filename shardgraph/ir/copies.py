@@ -1,9 +1,9 @@
-"""The operations of a program that copy between the memories of host and device.
+"""Operations that copy between host and device memory.
 
-``shardgraph::to_host`` and ``shardgraph::to_device`` start a copy and return the tensor that it fills;
-``shardgraph::wait_copy`` returns that tensor once it is filled. The wait also takes the source, which therefore lives,
-by the rules that hold for every value, until it has been read. What any other operation makes of tensors on the
-host is on the host, as PyTorch's device rules have it. :mod:`shardgraph.runtime.host` implements them.
+``shardgraph::to_host`` and ``shardgraph::to_device`` start a copy and return its destination;
+``shardgraph::wait_copy`` returns that tensor once it is filled. The source is an operand of the wait too, which keeps
+it alive, as any operand, until it has been read. Results of all other operations on host tensors are on the host, as by
+PyTorch's device rules. :mod:`shardgraph.runtime.host` implements these operations.
 """
 
 from __future__ import annotations

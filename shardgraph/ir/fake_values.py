@@ -1,7 +1,7 @@
-"""Values of nodes by fake propagation: the operation itself on fake tensors, or a rule that stands in for it.
+"""Values of nodes by fake propagation: the operation itself on fake tensors, or a rule that replaces it.
 
-A rule is registered beside the definition of what has no meaning outside of a group of ranks: collectives, and the
-operations to which a rank gives their meaning. Values are those of rank 0, which has the longest of uneven parts.
+Operations that have no meaning outside a group of ranks (collectives, and operations that depend on the rank) have a
+rule, registered next to their definition. Values are those of rank 0, which has the longest of uneven shards.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ R = TypeVar("R", bound=Rule)
 
 
 def fake(target: Any) -> Callable[[R], R]:
-    """Register the rule that gives the value of a node calling ``target``.
+    """Register the rule for the value of a node that calls ``target``.
 
-    It takes the number of ranks along a mesh axis, as a function of the axis, and the arguments with fake tensors.
+    Its arguments are a function from a mesh axis to its number of ranks, and the node's arguments as fake tensors.
     """
 
     def register(rule: R) -> R:
@@ -42,26 +42,26 @@ class Propagation:
     mesh: Mesh
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What ``target`` gives for arguments in which nodes stand for their values."""
+        """The result of ``target`` for arguments in which nodes stand for their values."""
         given, named = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
         with self.fake_mode:
             rule = _RULES.get(target)
             return target(*given, **named) if rule is None else rule(self.ranks, *given, **named)
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """The contiguous value of a given shape that an input has."""
+        """A contiguous value of the given shape, otherwise like ``like``."""
         with self.fake_mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def fake(self, value: Any) -> Any:
-        """A value in this mode: constants have real tensors, and those of two modes do not mix."""
+        """A value converted to this mode: constants are real tensors, and fake tensors of two modes do not mix."""
         if not isinstance(value, torch.Tensor) or getattr(value, "fake_mode", None) is self.fake_mode:
             return value
         with self.fake_mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def ranks(self, axis: str) -> int:
-        """How many ranks there are along an axis, or several together."""
+        """The number of ranks along an axis, or along several together."""
         return size_along(self.mesh, axis)
 
 

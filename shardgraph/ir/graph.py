@@ -16,16 +16,16 @@ from shardgraph.ir.roles import Role, Tangent
 class UnboundGraph(fx.GraphModule):
     """A graph module that is data: it is rewritten, analysed and interpreted, but has no Python code of its own.
 
-    Writing and compiling code takes as long as all else that happens to a graph. What runs is made of it by
-    :func:`shardgraph.runtime.bind.bind`; for people, :attr:`code` and ``print_readable`` write code when they are read.
+    Generating and compiling code takes as long as all else that happens to a graph. The executable graph is made by
+    :func:`shardgraph.runtime.bind.bind`; :attr:`code` and ``print_readable`` generate code on demand, for reading.
     """
 
     def recompile(self) -> Any:
-        """Nothing: there is no code that could differ from the graph."""
+        """Do nothing: there is no code to update."""
 
     @property
     def code(self) -> str:
-        """The graph as Python, written now."""
+        """The graph as Python code, generated on access."""
         return self.graph.python_code("self").src
 
     def forward(self, *args: Any) -> Any:
@@ -39,7 +39,7 @@ def placeholders(gm: fx.GraphModule) -> dict[Role, fx.Node]:
 
 
 def outputs(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
-    """The graph's results as ``(role, node or constant)``, in order; ``None`` has no meaning outside."""
+    """The graph's results as ``(role, node or constant)``, in order; a role of None has no meaning outside."""
     node = gm.graph.output_node()
     return list(zip(ROLES.of(node), node.args[0], strict=True))
 
@@ -52,7 +52,7 @@ def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> N
 
 
 def copy_graph(gm: fx.GraphModule) -> UnboundGraph:
-    """A graph of its own with the same nodes, names and roles; attributes are shared."""
+    """A copy of the graph with the same nodes, names and roles; attributes are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
@@ -68,7 +68,7 @@ def add_output(graph: fx.Graph, results: Sequence[tuple[Role | None, Any]]) -> f
 
 @dataclass(frozen=True)
 class OutputAlias:
-    """How an output aliases another tensor, so that it can be re-made outside of autograd.
+    """How an output aliases another tensor, so that the view can be recreated outside autograd.
 
     ``base`` is ``Input(i)``, ``Output(i)`` or ``IntermediateBase(i)``; the output is
     ``base.as_strided(size, stride, offset)``, or the base itself when ``size`` is None.
@@ -88,16 +88,16 @@ class JointGraph:
         The forward and backward computation as one FX graph with roles. When nothing requires a
         gradient it is the forward alone.
     ``out_spec``
-        The pytree of what the model returns.
+        The pytree spec of the model's output.
     ``aliases``
         Outputs that are views of something else, by output index.
     ``fake_mode``
         The mode that the graph's ``meta["val"]`` tensors belong to.
     ``stored``
-        The dtype in which each parameter is kept between steps, by name; in the graph it has the one that it is
-        computed with.
+        The dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of the
+        computation.
     ``placed``
-        What :mod:`shardgraph.passes.placing` made of it.
+        Results of :mod:`shardgraph.passes.placing` for this graph.
     """
 
     module: fx.GraphModule

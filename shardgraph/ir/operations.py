@@ -1,8 +1,8 @@
 """Names of operations that are the same on every device.
 
 PyTorch traces attention, normalisation and convolution into one kernel on the CPU and into another on a GPU. A plan
-names operations (what is recomputed, how equal operations are placed), so it uses the name of what a kernel computes:
-a plan that was made on a laptop then applies to the graph of a GPU.
+names operations (what to recompute, placements of equal operations), so it uses the name of what a kernel computes: a
+plan made on a laptop then applies to the graph of a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CANONICAL = {kernel: name for name, kernels in _KERNELS.items() for kernel in k
 
 
 def canonical(name: str) -> str:
-    """What a kernel computes, by the kernel's name; another name as it is."""
+    """The device-independent name for a kernel's name; any other name unchanged."""
     return _CANONICAL.get(name.strip("_"), name)
 
 

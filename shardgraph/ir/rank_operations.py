@@ -1,4 +1,4 @@
-"""Operations to which a rank gives their meaning: symbolic until :mod:`shardgraph.runtime.bind` replaces them."""
+"""Operations that depend on the rank: symbolic until :mod:`shardgraph.runtime.bind` replaces them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardgraph.ir.fake_values import fake
 
 
 def pad_shard(shard: torch.Tensor, rows: int) -> torch.Tensor:
-    """Zero-pad dim 0 of a rank's shard to ``rows``: every rank's is then equally long."""
+    """Zero-pad dim 0 of a rank's shard to ``rows``, so that shards have equal length on all ranks."""
     missing = rows - shard.shape[0]
     return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
 
@@ -31,7 +31,7 @@ def local_chunk(full: torch.Tensor, rows: int, axis: str) -> torch.Tensor:
 def local_part(full: torch.Tensor, dim: int, blocks: int, axis: str, back: int = 0) -> torch.Tensor:
     """This rank's part of a tensor that every rank of mesh ``axis`` has; see :func:`take_part`. Symbolic, as above.
 
-    With ``back``, the part of the rank that is so many places before this one, round the ring.
+    With ``back``, the part of the rank that many places before this one on the ring.
     """
     raise RuntimeError(f"local_part({dim}, {blocks}, {axis!r}) has no meaning before the graph is bound to a rank")
 
@@ -39,7 +39,7 @@ def local_part(full: torch.Tensor, dim: int, blocks: int, axis: str, back: int =
 def take_part(full: torch.Tensor, dim: int, blocks: int, parts: int, index: int) -> torch.Tensor:
     """A copy of part ``index`` of ``parts`` of every one of ``blocks`` equal blocks of ``dim``.
 
-    No view: one that is kept would keep all of ``full``, and some kernels want their operands contiguous.
+    Not a view, which would keep all of ``full`` alive; and some kernels need contiguous operands.
     """
     size = full.shape[dim] // (blocks * parts)
     apart = full.unflatten(dim, (blocks, parts, size)).select(dim + 1, index)
@@ -47,17 +47,17 @@ def take_part(full: torch.Tensor, dim: int, blocks: int, parts: int, index: int)
 
 
 def first_only(full: torch.Tensor, axis: str) -> torch.Tensor:
-    """``full`` on the first rank of mesh ``axis``, zeros on the others: what the ranks hold sums to it. Symbolic."""
+    """``full`` on the first rank of mesh ``axis``, zeros on the others: a partial placement of ``full``. Symbolic."""
     raise RuntimeError(f"first_only({axis!r}) has no meaning before the graph is bound to a rank")
 
 
 def first_row(rows: int, axis: str) -> int:
-    """The number of this rank's first row where every rank of mesh ``axis`` has ``rows``. Symbolic, as above."""
+    """The index of this rank's first row if every rank of mesh ``axis`` has ``rows``. Symbolic, as above."""
     raise RuntimeError(f"first_row({rows}, {axis!r}) has no meaning before the graph is bound to a rank")
 
 
 def from_later(steps: int, axis: str) -> int:
-    """1 if what has gone ``steps`` places round the ring of mesh ``axis`` to this rank comes from a later rank, else 0.
+    """1 if a tensor that reaches this rank after ``steps`` sends on the ring of ``axis`` is a later rank's, else 0.
 
     Symbolic, as above.
     """

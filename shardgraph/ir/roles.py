@@ -1,4 +1,4 @@
-"""Roles: what a value that enters or leaves a graph means."""
+"""Roles: the meaning of a value that is an input or a result of a graph."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Saved:
-    """The ``index``-th value that forward keeps for backward."""
+    """The ``index``-th value saved for backward."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Output:
-    """The ``index``-th leaf of what the model returns."""
+    """The ``index``-th leaf of the model's output."""
 
     index: int
 
@@ -77,22 +77,21 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The whole parameter ``fqn``, gathered once for all microbatches of a step."""
+    """The full parameter ``fqn``, all-gathered once for all microbatches of a step."""
 
     fqn: str
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """The ``index``-th value that a pipeline stage gives the next in forward: a result of the one, an input of the
-    other."""
+    """The ``index``-th value that a pipeline stage sends to the next in forward: its result, the next one's input."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Returned:
-    """The ``index``-th value that a pipeline stage gives the one before in backward, where it is as a tangent."""
+    """The ``index``-th value that a pipeline stage sends to the previous one in backward, as a tangent there."""
 
     index: int
 
@@ -115,5 +114,5 @@ Role = (
 
 
 def of_backward(role: Role | None) -> bool:
-    """Whether an input or a result with this role is backward's and not forward's."""
+    """Whether this role is of an input or a result of backward, not of forward."""
     return isinstance(role, (Tangent, Gradient, Returned))

@@ -1,6 +1,6 @@
-"""The one room that touches private torch API, for torch 2.11 to 2.13.
+"""The only package that uses private torch API, for torch 2.11 to 2.13.
 
-All other rooms import from here, so that a new torch release is a change to this room.
+All other packages import from here, so that a new torch release is a change to this package.
 """
 
 import torch._dynamo as dynamo

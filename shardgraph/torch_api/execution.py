@@ -1,4 +1,4 @@
-"""How graphs run: below autograd, with inputs that die at their last use."""
+"""Execution of graphs: below autograd, with inputs that are freed at their last use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
 
 
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """``gm`` as a function of one list, which it empties: inputs die at their last use."""
+    """``gm`` as a function of one list, which it empties: inputs are freed at their last use."""
     copy = fx.GraphModule(gm, gm.graph)
     copy.graph.set_codegen(_BoxedCodeGen())
     copy.recompile()

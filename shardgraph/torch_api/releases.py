@@ -1,4 +1,4 @@
-"""What earlier releases of torch get wrong, mended when they are imported."""
+"""Workarounds for bugs in earlier torch releases, applied on import."""
 
 from __future__ import annotations
 

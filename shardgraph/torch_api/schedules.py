@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _RecordingStage:
-    """As much of a pipeline stage as torch's schedules touch: it computes nothing and notes what it is told to."""
+    """The part of a pipeline stage that torch's schedules use: it computes nothing and records the calls."""
 
     is_first = is_last = False
     submod = None

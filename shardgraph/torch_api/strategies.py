@@ -20,7 +20,7 @@ def single_dim_strategies() -> Mapping[Any, Any]:
 
 
 def op_strategies() -> Mapping[Any, Any]:
-    """Functions that say what is legal, by operator."""
+    """Functions that return the legal placements, by operator."""
     return DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 
 
@@ -40,12 +40,12 @@ def tensor_meta(value: torch.Tensor) -> TensorMeta:
 
 
 def strategy_of(mesh: DeviceMesh, placement: Placement, meta: TensorMeta) -> OpStrategy:
-    """An operand that lies as ``placement`` says."""
+    """An operand with this placement."""
     return OpStrategy([OpSpec(DTensorSpec(mesh, (placement,), meta))])
 
 
 def ask_strategy(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[OpSpec]:
-    """What the operator's strategy function says of operands of :func:`strategy_of`."""
+    """The result of the operator's strategy function for operands from :func:`strategy_of`."""
     answer = op_strategies()[target](OpSchema(target, args, dict(kwargs)))
     return answer.strategies if isinstance(answer, OpStrategy) else []
 

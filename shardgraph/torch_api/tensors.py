@@ -17,7 +17,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
-    """``local`` as a DTensor that lies as ``like``, of which it has this rank's shape and the dtype.
+    """``local`` as a DTensor placed as ``like``; it has the dtype and this rank's local shape of ``like``.
 
     ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
     """
