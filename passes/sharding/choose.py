@@ -11,11 +11,11 @@ Objective
     where ``c`` in the second sum is the class that produces ``r``.
 
 Constraints
-    1. *one option per class*: ``sum_o x[c, o] = 1``.
-    2. *r as produced*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that
+    1. *one option of c*: ``sum_o x[c, o] = 1``.
+    2. *r as it is made*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that
        produce ``p``.
-    3. *r as used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use ``q``.
-    4. *r is redistributed*: ``f[u, p, q] <= m[r, p, q]``.
+    3. *r as it is used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use ``q``.
+    4. *r is brought from p to q*: ``f[u, p, q] <= m[r, p, q]``.
 
 The relaxation is close to integral, and HiGHS solves it exactly. The formulation is that of Alpa's intra-operator pass
 (Zheng et al., OSDI 2022, https://arxiv.org/abs/2201.12023) with its products of variables written as flows.
