@@ -14,7 +14,8 @@ Constraints
     1. *one option of c*: ``sum_o x[c, o] = 1``.
     2. *r as it is made*: for every use and ``p``, ``sum_q f[u, p, q] = sum(x[maker, o])`` over the options that
        produce ``p``.
-    3. *r as it is used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that use ``q``.
+    3. *r as it is used*: for every use and ``q``, ``sum_p f[u, p, q] = sum(x[user, o])`` over the options that
+       use ``q``.
     4. *r is brought from p to q*: ``f[u, p, q] <= m[r, p, q]``.
 
 The relaxation is close to integral, and HiGHS solves it exactly. The formulation is that of Alpa's intra-operator pass
