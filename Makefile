@@ -18,8 +18,9 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # A quarter of all tests: make test-all PART=2/4. Started again with the same sources, it leaves out what has passed.
+# The folder is named because the options are defined in its conftest.py, which worker processes load by this name.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" --part $(PART) --resume $(VENV)/passed
+	$(BIN)/python -m pytest tests $(PARALLEL) -m "slow or not slow" --part $(PART) --resume $(VENV)/passed
 
 # Types and imports are checked on an installed wheel: in the source tree the packages do not have their names.
 lint: $(VENV)/.lint

@@ -14,7 +14,7 @@ runs a single-graph pass on the graphs of a set. The contract, checked after eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -248,15 +248,14 @@ def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context
     """
     for step in passes:
         _check_order(step, context.facts)
-        before = {name: (gm, _results(gm)) for name, gm in graphs.items()}
-        known = {name: {node.name for node in gm.graph.nodes} for name, gm in graphs.items()}
+        before = {name: (gm, _nodes(gm), _results(gm)) for name, gm in graphs.items()}
         step.run_on(graphs, context)
         for name, gm in graphs.items():
-            same = name in before and before[name][0] is gm
-            for node in gm.graph.nodes if same else ():
-                if node.name not in known[name]:
-                    MADE_BY.set(node, MADE_BY.get(node, step.name))
-            _check_graph(step, gm, before[name][1] if same else None)
+            old, nodes, results = before.get(name, (None, [], None))
+            changed = old is not gm or _nodes(gm) != nodes
+            if changed and old is gm:
+                _mark_new(step, gm, {node[0] for node in nodes})
+            _check_graph(step, gm, results if old is gm else None, changed)
             for check in _checks:
                 check(step, gm, context)
         _check_given(step, graphs)
@@ -300,17 +299,32 @@ def _results(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
     return [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
 
 
-def _check_graph(step: GraphsPass, gm: fx.GraphModule, before: list[tuple[Role | None, Any]] | None) -> None:
+def _nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """All nodes with their operands, to tell whether a pass changed any: most passes leave most graphs alone."""
+    return [(node.name, node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
+
+
+def _mark_new(step: GraphsPass, gm: fx.GraphModule, known: Collection[str]) -> None:
+    for node in gm.graph.nodes:
+        if node.name not in known:
+            MADE_BY.set(node, MADE_BY.get(node, step.name))
+
+
+def _check_graph(
+    step: GraphsPass, gm: fx.GraphModule, before: list[tuple[Role | None, Any]] | None, changed: bool
+) -> None:
     try:
-        gm.graph.lint()
+        if changed:
+            gm.graph.lint()
     except RuntimeError as error:
         raise GraphInvariantError(f"the pass {step.name!r} left an invalid graph: {error}") from error
     for node in gm.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise GraphInvariantError(f"the pass {step.name!r} made the node {node.name!r} without meta['val']")
-        if unknown := node.meta.keys() - REGISTRY.keys():
+        if not node.meta.keys() <= REGISTRY.keys():
+            unknown = min(node.meta.keys() - REGISTRY.keys())
             raise GraphInvariantError(
-                f"the pass {step.name!r} wrote meta[{min(unknown)!r}] of the node {node.name!r}, which is no "
+                f"the pass {step.name!r} wrote meta[{unknown!r}] of the node {node.name!r}, which is no "
                 "attribute: register it in shardgraph.ir.attributes"
             )
     for (role, old), (new_role, new) in zip(before, _results(gm), strict=True) if before is not None else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,13 +27,14 @@ Run = Callable[..., tuple[int, list[int]]]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """``run(*options)`` gives pytest's exit status for seven tests of numbers, and the numbers that ran."""
-    (tmp_path / "conftest.py").write_text(HOOKS)
-    (tmp_path / "test_numbers.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text(HOOKS)
+    (tmp_path / "tests" / "test_numbers.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = slow\n")
 
     def ran(*options: str) -> tuple[int, list[int]]:
         (tmp_path / "ran").write_text("")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", *options]
         status = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60)
         return status.returncode, sorted(map(int, (tmp_path / "ran").read_text().split()))
 
@@ -60,6 +62,15 @@ def test_a_run_goes_on_with_what_has_not_passed(run: Run, tmp_path: Path) -> Non
 def test_a_run_by_several_workers_goes_on_too(run: Run) -> None:
     assert run("--resume", "passed", "-n", "2") == (1, [0, 1, 2, 3, 4, 5, 6])
     assert run("--resume", "passed", "-n", "2") == (1, [5])
+
+
+def test_the_command_of_make_test_all_runs_a_part_and_goes_on(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    printed = subprocess.check_output(["make", "-n", "test-all", "PART=1/2", "VENV=venv"], cwd=ROOT, text=True)
+    python, _, pytest_, folder, *options = shlex.split(printed.splitlines()[-1])
+    assert (python, pytest_, folder) == ("venv/bin/python", "pytest", "tests")
+    assert run(*options) == (0, [0, 2, 4, 6])
+    assert run(*options) == (0, [])
 
 
 def test_after_a_change_of_the_sources_all_tests_run_again(run: Run, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ that is resharded after forward is gathered a second time. The graph is split on
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders
+from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders, set_outputs
 from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context, Graphs, of_kind, sibling
@@ -43,18 +44,17 @@ class Partition:
 def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """``(forward, backward)`` of a joint graph; ``backward`` is None if nothing is differentiable.
 
-    The forward graph takes the joint graph's inputs except tangents, and returns its non-gradient results, then the
-    values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and ``Tangent(i)`` and returns
-    the ``Gradient`` results. In a pipeline stage ``Returned`` inputs and results belong to backward too.
+    The forward graph is the joint graph, changed in place: its inputs without tangents, and its non-gradient results,
+    then the values saved for backward (role ``Saved(j)``). The backward graph takes ``Saved(j)`` and ``Tangent(i)`` and
+    returns the ``Gradient`` results. In a pipeline stage ``Returned`` inputs and results belong to backward too.
     """
-    inside = forward_nodes(gm)
     gradients = [(role, value) for role, value in outputs(gm) if of_backward(role)]
     results = [(role, value) for role, value in outputs(gm) if not of_backward(role) and role is not None]
     if not any(of_backward(role) for role in placeholders(gm)):
-        return _forward(gm, inside, results), None
-    backward = _Backward(gm, inside)
-    backward_gm = backward.build(gradients)
-    return _forward(gm, inside, results + [(Saved(i), node) for i, node in enumerate(backward.saved)]), backward_gm
+        return _forward(gm, results), None
+    backward = _Backward(gm, forward_nodes(gm))
+    graph = backward.build(gradients)
+    return _forward(gm, results + [(Saved(i), node) for i, node in enumerate(backward.saved)]), graph
 
 
 def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
@@ -79,22 +79,17 @@ def after_tangents(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _forward(gm: fx.GraphModule, inside: set[fx.Node], results: list[tuple[Role | None, Any]]) -> fx.GraphModule:
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        takes = node.op == "placeholder" and not of_backward(ROLE.of(node))
-        if takes or (node in inside and node.op not in ("placeholder", "output")):
-            env[node] = graph.node_copy(node, env.__getitem__)
-    return _finish(gm, graph, env, results)
+def _forward(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> fx.GraphModule:
+    set_outputs(gm, results)
+    tangents = {node for role, node in placeholders(gm).items() if of_backward(role)}
+    _erase_dead(gm.graph, tangents)
+    return gm
 
 
-def _finish(gm: fx.GraphModule, graph: fx.Graph, env: dict[Any, fx.Node], results: list[Any]) -> fx.GraphModule:
-    add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
-    for node in [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and not n.users]:
-        graph.erase_node(node)
-    graph.lint()
-    return UnboundGraph(gm, graph)
+def _erase_dead(graph: fx.Graph, tangents: Collection[fx.Node] = ()) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and (node in tangents or node.op not in ("placeholder", "output")):
+            graph.erase_node(node)
 
 
 class _Backward:
@@ -130,7 +125,9 @@ class _Backward:
             if node in late:
                 self.env[node] = self.graph.node_copy(node, self._value)
         results = [(role, self._value(v) if isinstance(v, fx.Node) else v) for role, v in gradients]
-        return _finish(self.gm, self.graph, {node: node for _, node in results}, results)
+        add_output(self.graph, results)
+        _erase_dead(self.graph)
+        return UnboundGraph(self.gm, self.graph)
 
     def _needed(self, gradients: list[tuple[Role | None, Any]]) -> set[fx.Node]:
         stack = [value for _, value in gradients if isinstance(value, fx.Node)]
