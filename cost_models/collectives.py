@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
-from shardgraph.cost_models.cluster import Link
+from shardgraph.cost_models.device import Link
 from shardgraph.errors import ShardGraphError, nearest
 
 WireRule = Callable[[int, int, int], int]

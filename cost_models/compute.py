@@ -7,7 +7,7 @@ architectures", Communications of the ACM 52(4), 2009.
 from __future__ import annotations
 
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
-from shardgraph.cost_models.cluster import FLOP_KINDS, Device
+from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
 _BLOCK = 128  # keys per block of a flash kernel: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgraph.cost_models.cluster import Cluster, Device
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.compute import causal_part, seconds
+from shardgraph.cost_models.device import Device
 from shardgraph.cost_models.timeline import StepTime
 from shardgraph.errors import ShardGraphError
 from shardgraph.mesh import Mesh

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
-from shardgraph.cost_models.cluster_files import device, known_devices
+from shardgraph.cost_models.cluster import Cluster, device, known_devices
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import Device, Link, Rate
 from shardgraph.errors import ClusterError, ShardGraphError
 from shardgraph.sizes import parse_bytes
 from tests.machines import toy_cluster, toy_device

@@ -13,8 +13,9 @@ import torch
 from scipy.optimize import nnls
 
 from shardgraph.calibration.timings import Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Device, Host, Link, Rate
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Device, Host, Link, Rate
 from shardgraph.sizes import format_seconds
 
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import FLOP_KINDS
 from shardgraph.cost_models.detection import host_memory
+from shardgraph.cost_models.device import FLOP_KINDS
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir.copies import TO_DEVICE, WAIT_COPY
