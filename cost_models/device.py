@@ -83,22 +83,13 @@ class Host:
 class Device:
     """One accelerator, or one rank's share of a CPU.
 
-    ``memory``
-        Bytes that a program may use.
-    ``peak``
-        Dense FLOP/s by dtype name as the manufacturer states them, the denominator of MFU.
-    ``rates``
-        What a kernel attains: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes.
-    ``sustained``
-        The fraction of those rates that a whole training step attains, by kind for kinds counted in FLOPs and as
-        ``"memory"`` for all counted in bytes: a kernel timed alone runs at a higher clock, and in favourable shapes.
-        The default is 1, also after ``shardgraph calibrate``, which times operations in place in a program.
-    ``allocation``
-        The granularity of the memory allocator in bytes: every tensor's size is rounded up to a multiple of it.
-    ``source``
-        Where the numbers come from.
-    ``host``
-        The host; if None, plans that offload cannot be priced.
+    ``memory`` is in bytes; the allocator rounds every tensor's size up to a multiple of ``allocation`` bytes. ``peak``
+    is dense FLOP/s by dtype name as the manufacturer states them, the denominator of MFU. ``rates`` are what a kernel
+    attains: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes. ``sustained`` is the
+    fraction of those rates that a whole training step attains, by kind for kinds counted in FLOPs and as ``"memory"``
+    for all counted in bytes: a kernel timed alone runs at a higher clock, and in favourable shapes. The default is 1,
+    also after ``shardgraph calibrate``, which times operations in place in a program. ``source`` says where the numbers
+    come from. Without a ``host``, plans that offload cannot be priced.
     """
 
     name: str

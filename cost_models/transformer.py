@@ -61,20 +61,12 @@ class Transformer:
 class Layout:
     """A parallel layout of ranks.
 
-    ``data``, ``tensor``, ``pipeline``
-        Ranks along each axis; tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
-    ``rows``, ``microbatches``
-        Sequences in one microbatch of one rank, and microbatches in a step.
-    ``interleave``
-        Stages that each pipeline rank holds.
-    ``sharding``
-        One of ``SHARDING``, over the data-parallel ranks; groups of ``shard`` ranks (0: all) share one copy.
-    ``recompute``
-        One of ``RECOMPUTE``: nothing, attention's scores, or every layer.
-    ``sequence_parallel``
-        Norms and residuals are sharded over the tensor-parallel ranks too.
-    ``reduced``
-        Bytes per element of the gradients that are reduced.
+    ``data``, ``tensor`` and ``pipeline`` are ranks along each axis; tensor-parallel ranks are neighbours, pipeline
+    stages are farthest apart. A rank has ``rows`` sequences in each of the ``microbatches`` of a step, and
+    ``interleave`` stages. ``sharding``, one of ``SHARDING``, is over the data-parallel ranks; groups of ``shard`` ranks
+    (0: all) share one copy. ``recompute`` is one of ``RECOMPUTE``: nothing, attention's scores, or every layer. With
+    ``sequence_parallel`` norms and residuals are sharded over the tensor-parallel ranks too. ``reduced`` are bytes per
+    element of the gradients that are reduced.
     """
 
     data: int
