@@ -36,7 +36,7 @@ import yaml
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.collectives import WIRE_RULES
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, VIEW, Device, Host, Link, Rate
-from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, SIZE, WHOLE, At, mapping, record, text
+from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, SIZE, WHOLE, mapping, record, refuse, text
 from shardgraph.errors import ClusterError, nearest
 from shardgraph.mesh import Mesh, axes_of, position_of
 
@@ -85,7 +85,13 @@ class Cluster:
         Raises:
             ClusterError: the device is not described, or a number is not positive.
         """
-        node = _known_node(name)
+        known, names = _known_nodes()
+        if (key := _normalized(name)) not in names:
+            raise ClusterError(
+                f"there is no device {name!r}; known are {', '.join(known)}{nearest(name, known)}. "
+                "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"
+            )
+        node = known[names[key]]
         efficiency = node.efficiency
         if nodes != 1:
             # An efficiency above 1 comes from a switch that reduces within a node; across nodes the link is the limit.
@@ -123,10 +129,9 @@ class Cluster:
             raise ClusterError(f"cannot read the cluster file {str(path)!r}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ClusterError(f"{path} is not YAML: {error}") from error
-        top = At(str(path))
         if isinstance(data, dict) and (schema := data.pop("schema", None)) != SCHEMA:
-            top.child("schema").refuse(schema, f"{SCHEMA}, the one that this version of shardgraph reads")
-        return _CLUSTER(data, top)
+            refuse((str(path), "schema"), schema, f"{SCHEMA}, the one that this version of shardgraph reads")
+        return _CLUSTER(data, (str(path),))
 
     def save(self, path: str | Path) -> None:
         """Write a cluster file that :meth:`load` reads back exactly."""
@@ -144,11 +149,7 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Check that there are enough devices.
-
-        Raises:
-            ClusterError: ``mesh`` needs more devices than there are.
-        """
+        """Raise ClusterError if ``mesh`` needs more devices than there are."""
         needed = math.prod(size for _, size in mesh)
         if needed > self.world_size:
             raise ClusterError(
@@ -173,28 +174,9 @@ class Cluster:
         return replace(self.inter, bandwidth=min(self.intra.bandwidth, self.inter.bandwidth * inside))
 
 
-def device(name: str) -> Device:
-    """A known device by its name or an alias, in any case.
-
-    Raises:
-        ClusterError: the device is not described; the message names the nearest one.
-    """
-    return _known_node(name).device
-
-
 def known_devices() -> dict[str, Device]:
     """The devices that ``devices.yaml`` describes, by name."""
     return {name: node.device for name, node in _known_nodes()[0].items()}
-
-
-def _known_node(name: str) -> Cluster:
-    nodes, names = _known_nodes()
-    if (key := _normalized(name)) not in names:
-        raise ClusterError(
-            f"there is no device {name!r}; known are {', '.join(nodes)}{nearest(name, nodes)}. "
-            "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"
-        )
-    return nodes[names[key]]
 
 
 @functools.cache
@@ -205,7 +187,7 @@ def _known_nodes() -> tuple[dict[str, Cluster], dict[str, str]]:
     names: dict[str, str] = {}
     for name, entry in yaml.safe_load(content).items():
         data = {"name": name, "nodes": 1, "device": {"name": name, **entry["device"]}, **entry["node"]}
-        nodes[name] = _CLUSTER(data, At("devices.yaml", name))
+        nodes[name] = _CLUSTER(data, ("devices.yaml", name))
         names |= {_normalized(each): name for each in (name, *entry["aliases"])}
     return nodes, names
 

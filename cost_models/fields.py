@@ -5,33 +5,29 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from shardgraph import sizes
 from shardgraph.errors import ClusterError, ShardGraphError, nearest
 
-
-@dataclass(frozen=True)
-class At:
-    """A position in a file, as errors name it."""
-
-    file: str
-    path: str = ""
-
-    def child(self, name: object) -> At:
-        return At(self.file, f"{self.path}.{name}" if self.path else str(name))
-
-    def refuse(self, value: object, allowed: str) -> NoReturn:
-        raise ClusterError(f"{self.file}: {self.path or 'the file'} is {value!r}; it may be {allowed}")
-
+At = tuple[str, ...]
+"""A position: the file, then the names of nested fields."""
 
 Reader = Callable[[Any, At], Any]
 """Converts the raw value at a position of a file, or raises ClusterError."""
 
 
+def path(file: str, *names: object) -> str:
+    return ".".join(map(str, names)) or "the file"
+
+
+def refuse(at: At, value: object, allowed: str) -> NoReturn:
+    raise ClusterError(f"{at[0]}: {path(*at)} is {value!r}; it may be {allowed}")
+
+
 def text(value: Any, at: At) -> str:
-    return value if isinstance(value, str) else at.refuse(value, "a text")
+    return value if isinstance(value, str) else refuse(at, value, "a text")
 
 
 def number(allowed: str, convert: Callable[[Any], float], fits: Callable[[float], bool]) -> Reader:
@@ -43,7 +39,7 @@ def number(allowed: str, convert: Callable[[Any], float], fits: Callable[[float]
             converted = math.nan if isinstance(value, bool) else convert(value)
         except (TypeError, ValueError, ShardGraphError):
             converted = math.nan
-        return converted if fits(converted) else at.refuse(value, allowed)
+        return converted if fits(converted) else refuse(at, value, allowed)
 
     return read
 
@@ -60,13 +56,11 @@ def mapping(content: str, read: Reader, known: Callable[[str], bool]) -> Reader:
 
     def read_all(value: Any, at: At) -> dict[str, Any]:
         if not isinstance(value, dict):
-            at.refuse(value, f"a mapping of {content}")
+            refuse(at, value, f"a mapping of {content}")
         for key in value:
             if not (isinstance(key, str) and known(key)):
-                raise ClusterError(
-                    f"{at.file}: unknown field {at.child(key).path}; {at.path} is a mapping of {content}"
-                )
-        return {key: read(each, at.child(key)) for key, each in value.items()}
+                raise ClusterError(f"{at[0]}: unknown field {path(*at, key)}; {path(*at)} is a mapping of {content}")
+        return {key: read(each, (*at, key)) for key, each in value.items()}
 
     return read_all
 
@@ -77,14 +71,14 @@ def record(kind: type, **readers: Reader) -> Reader:
 
     def read(value: Any, at: At) -> Any:
         if not isinstance(value, dict):
-            at.refuse(value, f"a mapping of {', '.join(readers)}")
+            refuse(at, value, f"a mapping of {', '.join(readers)}")
         for key in value:
             if key not in readers:
                 hint = nearest(str(key), readers) or f"; the fields are {', '.join(readers)}"
-                raise ClusterError(f"{at.file}: unknown field {at.child(key).path}{hint}")
+                raise ClusterError(f"{at[0]}: unknown field {path(*at, key)}{hint}")
         for key in readers:
             if key in required and key not in value:
-                raise ClusterError(f"{at.file}: the field {at.child(key).path} is missing")
-        return kind(**{key: readers[key](each, at.child(key)) for key, each in value.items()})
+                raise ClusterError(f"{at[0]}: the field {path(*at, key)} is missing")
+        return kind(**{key: readers[key](each, (*at, key)) for key, each in value.items()})
 
     return read

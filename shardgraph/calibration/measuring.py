@@ -213,18 +213,18 @@ def _time_host(budget: float, device: torch.device) -> list[Sample]:
     """Copies of 16 KiB to 16 MiB from host memory to the device, and updates of parameters of those sizes there."""
     work: list[tuple[str, int]] = []
     runs: list[Callable[[], object]] = []
+
+    def copy(source: torch.Tensor) -> torch.Tensor:
+        return WAIT_COPY(TO_DEVICE(source, device), source)
+
     for exponent in range(14, 25, 2):
         source = empty_on_host((2**exponent // 4,), torch.float32, device).fill_(1.0)
         parameter = nn.Parameter(source)
         parameter.grad = torch.ones_like(source)
         work += [("copy", source.nbytes), ("optimizer", optimizer_cost("adamw").moved * source.nbytes)]
-        runs += [partial(_copied, source, device), torch.optim.AdamW([parameter], lr=1e-5).step]
+        runs += [partial(copy, source), torch.optim.AdamW([parameter], lr=1e-5).step]
     times = _time_all(runs, budget, device)
     return [Sample(kind, nbytes, taken) for (kind, nbytes), taken in zip(work, times, strict=True)]
-
-
-def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return WAIT_COPY(TO_DEVICE(source, device), source)
 
 
 def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:

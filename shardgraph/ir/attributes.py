@@ -61,11 +61,7 @@ class Attribute(Generic[T]):
         return self.key in node.meta
 
     def of(self, node: fx.Node) -> T:
-        """The attribute of a node.
-
-        Raises:
-            GraphInvariantError: the node has none.
-        """
+        """The attribute of a node; GraphInvariantError if it has none."""
         if self.key not in node.meta:
             raise GraphInvariantError(f"the node {node.name!r} has no {self.key!r}, {self.meaning}")
         return cast(T, node.meta[self.key])
@@ -75,11 +71,7 @@ class Attribute(Generic[T]):
         return node.meta.get(self.key, default)
 
     def set(self, node: fx.Node, value: T) -> None:
-        """Write the attribute of a node.
-
-        Raises:
-            TypeError: ``value`` has another type.
-        """
+        """Write the attribute of a node; TypeError if ``value`` has another type."""
         if not isinstance(value, self.type):
             raise TypeError(f"{self.key!r} of {node.name!r} is {self.meaning}, not {value!r}")
         node.meta[self.key] = value
@@ -132,8 +124,7 @@ PARTITIONER_TAG = Attribute[str]("partitioner_tag", str, "forward or backward, b
 def carried(change: Change, *nodes: fx.Node) -> dict[Attribute[Any], Any]:
     """The attributes that hold after ``change`` for nodes derived from ``nodes``; if several have one, the first's.
 
-    Raises:
-        GraphInvariantError: a node has something in ``meta`` that is not an attribute.
+    GraphInvariantError if a node has something in ``meta`` that is not an attribute.
     """
     attributes: dict[Attribute[Any], Any] = {}
     for node in nodes:
@@ -146,11 +137,7 @@ def carried(change: Change, *nodes: fx.Node) -> dict[Attribute[Any], Any]:
 
 
 def write(node: fx.Node, labels: Labels) -> None:
-    """Write attributes of a node.
-
-    Raises:
-        TypeError: one has another type.
-    """
+    """Write attributes of a node; TypeError if one has another type."""
     for attribute, value in labels.items():
         attribute.set(node, value)
 
