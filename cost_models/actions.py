@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardgraph.errors import PlanError
 
@@ -81,8 +81,7 @@ def lay_out(order: Order, stages: int, prefetch: bool) -> list[Step]:
             after = tuple(arrives[value] for value in received)
             steps.append(Step(str(action), f"rank {rank}", action.stage, action.kind, after))
         for action in together:
-            result = _result(action)
-            if result is not None:
+            if (result := _result(action)) is not None:
                 leaves[result] = latest[rank]
                 receiver = rank_of.get(action.stage + (-1 if result.backward else 1), rank)
                 if prefetch and receiver != rank:
@@ -90,8 +89,7 @@ def lay_out(order: Order, stages: int, prefetch: bool) -> list[Step]:
     return steps
 
 
-@dataclass(frozen=True)
-class _Value:
+class _Value(NamedTuple):
     """The output of a stage for a microbatch, or the gradient of its input."""
 
     stage: int
@@ -138,11 +136,9 @@ def _causally(order: Order, stages: int) -> Iterator[tuple[int, list[Action]]]:
 def _together(actions: Sequence[Action]) -> list[list[Action]]:
     """The actions of a rank in reverse order, each in one list with those that overlap with it."""
     places: list[list[Action]] = []
-    joins = False
-    for action in actions:
-        if joins:
-            places[-1].append(action)
+    for action in reversed(actions):
+        if action.with_next and places:
+            places[-1].insert(0, action)
         else:
             places.append([action])
-        joins = action.with_next
-    return places[::-1]
+    return places

@@ -50,7 +50,7 @@ def balance(blocks: Sequence[StageCost], order: Order, *, limit: float = math.in
     def memory(cuts: Array) -> list[Array]:
         return [chain.memory(cuts).max(axis=1)]
 
-    def over(cuts: Array) -> Array:
+    def over_limit(cuts: Array) -> Array:
         return np.maximum(chain.memory(cuts) - limit, 0).sum(axis=1)
 
     starts = np.stack([chain.smallest(), *chain.starts(limit)])
@@ -64,8 +64,8 @@ def balance(blocks: Sequence[StageCost], order: Order, *, limit: float = math.in
         )
     best = _best_of(
         np.concatenate([starts, smallest[None]]),
-        lambda cuts: [over(cuts), chain.seconds(cuts)],
-        lambda cuts: [over(cuts), chain.busiest(cuts)],
+        lambda cuts: [over_limit(cuts), chain.seconds(cuts)],
+        lambda cuts: [over_limit(cuts), chain.busiest(cuts)],
     )
     cuts = tuple(int(cut) for cut in best)
     stages = tuple(merge(blocks[begin:end]) for begin, end in pairwise(cuts))
@@ -86,8 +86,6 @@ def merge(blocks: Sequence[StageCost]) -> StageCost:
         fixed=sum(block.fixed for block in blocks),
     )
 
-
-# -- search ----------------------------------------------------------------------------------------
 
 _Score = Callable[[Array], list[Array]]
 """For partitions (rows), the quantities to minimise, the most important first."""
@@ -118,12 +116,11 @@ def _moves(cuts: Array) -> Array:
     """The partitions with one cut moved anywhere, a range of cuts moved by one block, or two cuts by one or two."""
     moved = [cuts + _shifts(len(cuts))]
     for cut in range(1, len(cuts) - 1):
-        to = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
-        one = np.repeat(cuts[None], len(to), axis=0)
-        one[:, cut] = to
-        moved.append(one)
-    every = np.concatenate(moved)
-    return every[(np.diff(every, axis=1) > 0).all(axis=1)]
+        positions = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
+        moved.append(np.repeat(cuts[None], len(positions), axis=0))
+        moved[-1][:, cut] = positions
+    candidates = np.concatenate(moved)
+    return candidates[(np.diff(candidates, axis=1) > 0).all(axis=1)]
 
 
 @lru_cache(maxsize=8)

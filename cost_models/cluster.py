@@ -1,163 +1,46 @@
-"""The hardware that a program runs on, as data: devices, links between them, and a rate for each kind of work.
+"""The machine that a program runs on: equal nodes of devices, by the name of a device, from a file, or this machine.
 
-Work takes ``overhead + work / per_second`` seconds by its :class:`Rate`, so small operations run below the rate and
-large ones approach it, like an efficiency that depends on size. The rates of known devices are datasheet peaks times
-fitted efficiencies (``devices.yaml`` cites the source of each number); those of this machine are measured
-(``shardgraph calibrate``).
+A cluster file includes its device, and round-trips exactly::
+
+    schema: 1
+    name: lab
+    nodes: 2
+    devices_per_node: 8
+    intra: {bandwidth: 3.2e11, latency: 5e-6}    # bytes/s, seconds
+    inter: {bandwidth: 4.7e10, latency: 1.1e-5}
+    device:
+      name: H100
+      memory: 79.1GiB
+      peak: {bfloat16: 9.89e14}                  # FLOP/s
+      rates:                                     # per_second: FLOPs or bytes; overhead: seconds
+        matmul/bfloat16: {per_second: 7.7e14, overhead: 6e-6}
+        pointwise: {per_second: 2.9e12, overhead: 5e-6}
+      host: {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 2e10}}  # for offloading
+
+Known devices are in ``devices.yaml``, which cites the source of each number.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 
+import torch
+import yaml
+
+from shardgraph.cost_models import detection
+from shardgraph.cost_models.collectives import WIRE_RULES
+from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, VIEW, Device, Host, Link, Rate
+from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, SIZE, WHOLE, mapping, record, refuse, text
 from shardgraph.errors import ClusterError, nearest
 from shardgraph.mesh import Mesh, axes_of, position_of
 
-FLOP_KINDS = ("matmul", "convolution", "attention")
-"""Kinds of work counted in FLOPs; their rates are by dtype, as ``"matmul/bfloat16"``."""
-
-BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "optimizer")
-"""Kinds of work counted in bytes read and written."""
-
-VIEW = "view"
-"""Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
-
-MEMORY = "memory"
-"""All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes.
-
-    Work counted in FLOPs may have an additional cost per byte read and written, at ``moved_per_second``: CPU kernels
-    that first repack their operands.
-    """
-
-    per_second: float
-    overhead: float = 0.0
-    moved_per_second: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not self.per_second > 0 or not self.overhead >= 0 or not self.moved_per_second > 0:
-            raise ClusterError(
-                "a rate has a positive per_second and moved_per_second and an overhead of at least 0 seconds, and this "
-                f"has {self.per_second}, {self.moved_per_second} and {self.overhead}"
-            )
-
-    def seconds(self, work: float, moved: float = 0.0) -> float:
-        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes."""
-        return self.overhead + work / self.per_second + moved / self.moved_per_second
-
-
-@dataclass(frozen=True)
-class Link:
-    """A device's link: ``bandwidth`` in bytes/s in one direction, ``latency`` in seconds per message.
-
-    ``latencies`` overrides the latency, in seconds, for individual operations (such as ``all_reduce``).
-    """
-
-    bandwidth: float
-    latency: float
-    latencies: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
-            raise ClusterError(
-                "a link has a positive bandwidth and latencies of at least 0, and this has "
-                f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
-            )
-
-
-@dataclass(frozen=True)
-class Host:
-    """The host of a device: the ``link`` to its memory, and the rate of ``optimizer`` updates on it in bytes read and
-    written."""
-
-    link: Link
-    optimizer: Rate
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator, or one rank's share of a CPU.
-
-    ``memory``
-        Bytes that a program may use.
-    ``peak``
-        Dense FLOP/s by dtype name as the manufacturer states them, the denominator of MFU.
-    ``rates``
-        What a kernel attains: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes.
-    ``sustained``
-        The fraction of those rates that a whole training step attains, by kind for kinds counted in FLOPs and as
-        ``"memory"`` for all counted in bytes: a kernel timed alone runs at a higher clock, and in favourable shapes.
-        The default is 1, also after ``shardgraph calibrate``, which times operations in place in a program.
-    ``allocation``
-        The granularity of the memory allocator in bytes: every tensor's size is rounded up to a multiple of it.
-    ``source``
-        Where the numbers come from.
-    ``host``
-        The host; if None, plans that offload cannot be priced.
-    """
-
-    name: str
-    memory: int
-    peak: Mapping[str, float]
-    rates: Mapping[str, Rate]
-    sustained: Mapping[str, float] = field(default_factory=dict)
-    allocation: int = 512
-    source: str = ""
-    host: Host | None = None
-
-    def __post_init__(self) -> None:
-        for what, value in (("memory", self.memory), ("allocation", self.allocation)):
-            if not value > 0:
-                raise ClusterError(f"device {self.name!r} has {what} {value}: a positive number of bytes is needed")
-        if "pointwise" not in self.rates:
-            raise ClusterError(f"device {self.name!r} has no rate 'pointwise', the price of what has no other")
-        for kind, part in self.sustained.items():
-            if kind not in (*FLOP_KINDS, MEMORY) or not 0 < part <= 1:
-                raise ClusterError(
-                    f"device {self.name!r} sustains {part} of {kind!r}: it may be a part above 0, at most 1, of "
-                    f"{', '.join(FLOP_KINDS)} or {MEMORY}"
-                )
-
-    @property
-    def linked_host(self) -> Host:
-        """The host of the device.
-
-        Raises:
-            ClusterError: the device does not describe one.
-        """
-        if self.host is None:
-            raise ClusterError(
-                f"device {self.name!r} says nothing of its host, so offloading cannot be priced: add to it "
-                "host: {link: {bandwidth: 2.5e+10, latency: 6.0e-6}, optimizer: {per_second: 2.0e+10}} with your "
-                "figures, or measure this machine with `shardgraph calibrate`"
-            )
-        return self.host
-
-    def rate(self, kind: str, dtype: str = "") -> Rate | None:
-        """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.
-
-        A kind without a rate of its own falls back to a simpler one: attention and convolution to matmul, every kind
-        counted in bytes to pointwise. Views without a rate cost nothing.
-        """
-        if kind == VIEW:
-            return self.rates.get(VIEW, Rate(1.0))
-        if kind not in FLOP_KINDS:
-            return self._sustained(self.rates.get(kind, self.rates["pointwise"]), MEMORY)
-        own = self.rates.get(f"{kind}/{dtype}")
-        plain = self.rates.get(f"matmul/{dtype}")
-        if own is None:
-            return None if plain is None else self._sustained(plain, "matmul")
-        return self._sustained(own, kind)
-
-    def _sustained(self, rate: Rate, kind: str) -> Rate:
-        return replace(rate, per_second=rate.per_second * self.sustained.get(kind, 1.0))
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -182,9 +65,9 @@ class Cluster:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for what, value in (("devices_per_node", self.devices_per_node), ("nodes", self.nodes)):
-            if not (isinstance(value, int) and value > 0):
-                raise ClusterError(f"cluster {self.name!r} has {what}={value!r}: a positive whole number is needed")
+        for name in ("devices_per_node", "nodes"):
+            if not (isinstance(count := getattr(self, name), int) and count > 0):
+                raise ClusterError(f"cluster {self.name!r} has {name}={count!r}: a positive whole number is needed")
         if self.nodes > 1 and self.inter is None:
             raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
         if not 0 <= self.overlap <= 1:
@@ -192,30 +75,73 @@ class Cluster:
 
     @staticmethod
     def of(name: str, nodes: int = 1, devices_per_node: int | None = None) -> Cluster:
-        """Nodes of a known device; see :func:`shardgraph.cost_models.cluster_files.known_cluster`."""
-        from shardgraph.cost_models.cluster_files import known_cluster  # which imports this module
+        """``nodes`` nodes of a known device, with the usual links of such nodes.
 
-        return known_cluster(name, nodes, devices_per_node)
+        Args:
+            name: name of a known device, in any case.
+            nodes: number of nodes.
+            devices_per_node: devices in a node; by default the usual number.
+
+        Raises:
+            ClusterError: the device is not described, or a number is not positive.
+        """
+        known, names = _known_nodes()
+        if (key := _normalized(name)) not in names:
+            raise ClusterError(
+                f"there is no device {name!r}; known are {', '.join(known)}{nearest(name, known)}. "
+                "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"
+            )
+        node = known[names[key]]
+        efficiency = node.efficiency
+        if nodes != 1:
+            # An efficiency above 1 comes from a switch that reduces within a node; across nodes the link is the limit.
+            efficiency = {operation: min(part, 1.0) for operation, part in efficiency.items()}
+        here = node.devices_per_node if devices_per_node is None else devices_per_node
+        return replace(node, nodes=nodes, devices_per_node=here, efficiency=efficiency)
 
     @staticmethod
     def detect() -> Cluster:
-        """This machine; see :func:`shardgraph.cost_models.detection.detect_cluster`."""
-        from shardgraph.cost_models.detection import detect_cluster
+        """This machine: its GPUs if it has any, otherwise its CPU with one rank per core.
 
-        return detect_cluster()
+        The CPU's rates are guesses, as its ``source`` says, until ``shardgraph calibrate`` measures them.
+
+        Raises:
+            ClusterError: it has a GPU that is not described.
+        """
+        if not torch.cuda.is_available():
+            core = detection.cpu_core()
+            link = Link(bandwidth=1e9, latency=5e-5)
+            return Cluster("cpu", core, detection.cpu_cores(), 1, intra=link, source=core.source)
+        cluster = Cluster.of(torch.cuda.get_device_name(0), devices_per_node=torch.cuda.device_count())
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return replace(cluster, device=replace(cluster.device, memory=memory))
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """Read a cluster file; see :func:`shardgraph.cost_models.cluster_files.load_cluster`."""
-        from shardgraph.cost_models.cluster_files import load_cluster
+        """Read a cluster file.
 
-        return load_cluster(path)
+        Raises:
+            ClusterError: there is no such file, or a field has a value that is not allowed.
+        """
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ClusterError(f"cannot read the cluster file {str(path)!r}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{path} is not YAML: {error}") from error
+        if isinstance(data, dict) and (schema := data.pop("schema", None)) != SCHEMA:
+            refuse((str(path), "schema"), schema, f"{SCHEMA}, the one that this version of shardgraph reads")
+        return _CLUSTER(data, (str(path),))
 
     def save(self, path: str | Path) -> None:
         """Write a cluster file that :meth:`load` reads back exactly."""
-        from shardgraph.cost_models.cluster_files import save_cluster
 
-        save_cluster(self, path)
+        def defined(fields: list[tuple[str, object]]) -> dict[str, object]:
+            return {name: value for name, value in fields if value not in (None, math.inf)}
+
+        data = {"schema": SCHEMA, **asdict(self, dict_factory=defined)}
+        content = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+        Path(path).write_text(content, encoding="utf-8")
 
     @property
     def world_size(self) -> int:
@@ -223,11 +149,7 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Check that there are enough devices.
-
-        Raises:
-            ClusterError: ``mesh`` needs more devices than there are.
-        """
+        """Raise ClusterError if ``mesh`` needs more devices than there are."""
         needed = math.prod(size for _, size in mesh)
         if needed > self.world_size:
             raise ClusterError(
@@ -252,9 +174,61 @@ class Cluster:
         return replace(self.inter, bandwidth=min(self.intra.bandwidth, self.inter.bandwidth * inside))
 
 
-def nearest_device(name: str, known: Mapping[str, Device]) -> ClusterError:
-    """The error for a device that is not described."""
-    return ClusterError(
-        f"there is no device {name!r}; known are {', '.join(known)}{nearest(name, known)}. "
-        "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"
-    )
+def known_devices() -> dict[str, Device]:
+    """The devices that ``devices.yaml`` describes, by name."""
+    return {name: node.device for name, node in _known_nodes()[0].items()}
+
+
+@functools.cache
+def _known_nodes() -> tuple[dict[str, Cluster], dict[str, str]]:
+    """One node of each known device by name, and the device's name by each of its normalized names and aliases."""
+    content = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
+    nodes: dict[str, Cluster] = {}
+    names: dict[str, str] = {}
+    for name, entry in yaml.safe_load(content).items():
+        data = {"name": name, "nodes": 1, "device": {"name": name, **entry["device"]}, **entry["node"]}
+        nodes[name] = _CLUSTER(data, ("devices.yaml", name))
+        names |= {_normalized(each): name for each in (name, *entry["aliases"])}
+    return nodes, names
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[\s_-]+", "-", name.strip().lower()).removeprefix("nvidia-")
+
+
+def _is_rate(name: str) -> bool:
+    kind, _, dtype = name.partition("/")
+    return (kind in FLOP_KINDS and isinstance(getattr(torch, dtype, None), torch.dtype)) or name in (*BYTE_KINDS, VIEW)
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype) or name == "tfloat32"
+
+
+_LATENCIES = mapping(f"{', '.join(WIRE_RULES)} to seconds", SECONDS, WIRE_RULES.__contains__)
+_LINK = record(Link, bandwidth=POSITIVE, latency=SECONDS, latencies=_LATENCIES)
+_RATE = record(Rate, per_second=POSITIVE, overhead=SECONDS, moved_per_second=POSITIVE)
+_RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join((*BYTE_KINDS, VIEW))} to rates"
+_DEVICE = record(
+    Device,
+    name=text,
+    memory=SIZE,
+    peak=mapping("dtypes, such as bfloat16, to FLOP/s", POSITIVE, _is_dtype),
+    rates=mapping(_RATE_NAMES, _RATE, _is_rate),
+    sustained=mapping(f"{', '.join((*FLOP_KINDS, MEMORY))} to parts", PART, (*FLOP_KINDS, MEMORY).__contains__),
+    allocation=SIZE,
+    host=record(Host, link=_LINK, optimizer=_RATE),
+    source=text,
+)
+_CLUSTER = record(
+    Cluster,
+    name=text,
+    device=_DEVICE,
+    devices_per_node=WHOLE,
+    nodes=WHOLE,
+    intra=_LINK,
+    inter=_LINK,
+    overlap=PART,
+    efficiency=mapping(f"{', '.join(WIRE_RULES)} to numbers", POSITIVE, WIRE_RULES.__contains__),
+    source=text,
+)

@@ -23,19 +23,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
-from shardgraph.cost_models.cluster import Link
+from shardgraph.cost_models.device import Link
 from shardgraph.errors import ShardGraphError, nearest
 
-WireRule = Callable[[int, int, int], int]
-"""``(input bytes of a rank, output bytes of a rank, ranks)`` -> bytes on the wire of all ranks together."""
-
-WIRE_RULES: dict[str, WireRule] = {
+WIRE_RULES: dict[str, Callable[[int, int, int], int]] = {
     "all_gather_into_tensor": lambda given, gotten, ranks: (ranks - 1) * gotten,
     "reduce_scatter_tensor": lambda given, gotten, ranks: (ranks - 1) * given,
     "all_reduce": lambda given, gotten, ranks: 2 * (ranks - 1) * given,
     "all_to_all_single": lambda given, gotten, ranks: (ranks - 1) * given,
     "send": lambda given, gotten, ranks: ranks * given,
 }
+"""``(input bytes of a rank, output bytes of a rank, ranks)`` -> bytes on the wire of all ranks together."""
 
 
 def wire_bytes(operation: str, given: int, gotten: int, ranks: int, on: Arithmetic = NUMBERS) -> int:
@@ -66,11 +64,8 @@ def collective_seconds(
 ) -> float:
     """Seconds of one ``operation`` among ``ranks`` joined by ``link``; 0 for a group of one.
 
-    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``efficiency`` is the fraction of the
-    bandwidth that each operation attains, by default 1; ``on`` as for :func:`wire_bytes`.
-
-    Raises:
-        ShardGraphError: no rule is registered for the operation.
+    ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1. The other arguments and
+    errors are those of :func:`wire_bytes`.
     """
     sent = wire_bytes(operation, given, gotten, ranks, on)
     if ranks == 1:

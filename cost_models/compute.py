@@ -7,7 +7,7 @@ architectures", Communications of the ACM 52(4), 2009.
 from __future__ import annotations
 
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
-from shardgraph.cost_models.cluster import FLOP_KINDS, Device
+from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
 _BLOCK = 128  # keys per block of a flash kernel: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
@@ -30,13 +30,11 @@ def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float, o
     Raises:
         ClusterError: the device has no rate for this kind of work in this dtype.
     """
-    if kind not in FLOP_KINDS:
-        rate = device.rate(kind)
-        assert rate is not None
-        return rate.seconds(moved)
-    rate, memory = device.rate(kind, dtype), device.rate("pointwise")
+    memory = device.rate("pointwise" if kind in FLOP_KINDS else kind)
     assert memory is not None
-    if rate is None:
+    if kind not in FLOP_KINDS:
+        return memory.seconds(moved)
+    if (rate := device.rate(kind, dtype)) is None:
         have = sorted(name for name in device.rates if "/" in name)
         raise ClusterError(
             f"device {device.name!r} has no rate for {kind} in {dtype}; it has {', '.join(have)}. Add "

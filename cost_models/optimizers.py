@@ -31,11 +31,7 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
 
 
 def optimizer_cost(name: str) -> OptimizerCost:
-    """The costs of an optimizer.
-
-    Raises:
-        ShardGraphError: the optimizer is not described.
-    """
+    """The costs of an optimizer; ShardGraphError if it is not described."""
     if name not in OPTIMIZERS:
         raise ShardGraphError(
             f"the costs of the optimizer {name!r} are not described; there are {', '.join(OPTIMIZERS)}"

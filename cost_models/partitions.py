@@ -70,8 +70,6 @@ class Chain:
             ends.append(free[step.stream])
         return np.max(list(free.values()), axis=0)
 
-    # -- initial partitions ------------------------------------------------------------------------
-
     def smallest(self) -> Array:
         """The partition whose largest stage needs the least memory."""
         return _cheapest(self._stage_memory(), np.maximum)[1]

@@ -1,8 +1,4 @@
-"""A simulated pipeline schedule: each rank's timeline, its bubbles and the activations that it holds.
-
-An order lists the actions of every rank; a stage's cost has the seconds of its actions and messages and the bytes that
-it holds. So one simulator serves every schedule, with uniform stages or any others.
-"""
+"""A simulated pipeline schedule, uniform or not: each rank's timeline, its bubbles and the activations it holds."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ class StageCost:
     def seconds(self, work: Kind | Message) -> float:
         """Seconds of an action or a message of the stage."""
         half = self.backward / 2
-        parts: dict[Kind | Message, float] = {
+        seconds: dict[Kind | Message, float] = {
             "F": self.forward,
             "B": self.backward,
             "I": half if self.backward_input is None else self.backward_input,
@@ -47,7 +43,7 @@ class StageCost:
             "send output": self.send_output,
             "send gradient": self.send_gradient,
         }
-        return parts[work]
+        return seconds[work]
 
     def held(self, kind: Kind) -> int:
         """By how many bytes an action changes what the stage holds: a forward at its start, a backward at its end."""
@@ -111,11 +107,10 @@ def simulate_schedule(order: Order, stages: Sequence[StageCost], *, prefetch: bo
         for step in lay_out(order, len(stages), prefetch)
     ]
     timeline = simulate(tasks)
+    spans = [timeline.on(f"rank {rank}") for rank in range(len(order))]
     ranks = tuple(
-        tuple(
-            Ran(action, span.start, span.end) for action, span in zip(actions, timeline.on(f"rank {rank}"), strict=True)
-        )
-        for rank, actions in enumerate(order)
+        tuple(Ran(action, span.start, span.end) for action, span in zip(*of_rank, strict=True))
+        for of_rank in zip(order, spans, strict=True)
     )
     return SimulatedSchedule(ranks, tuple(_memory(spans, stages) for spans in ranks), timeline)
 

@@ -87,20 +87,15 @@ class Timeline:
 
         Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
         """
-        streams = list(dict.fromkeys(span.task.stream for span in self.spans))
+        threads = {stream: tid for tid, stream in enumerate(dict.fromkeys(span.task.stream for span in self.spans))}
         names = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": stream}}
-            for tid, stream in enumerate(streams)
+            for stream, tid in threads.items()
         ]
         events = [
             {
-                "ph": "X",
-                "pid": 0,
-                "tid": streams.index(span.task.stream),
-                "name": span.task.label,
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"node": span.task.node},
+                **{"ph": "X", "pid": 0, "tid": threads[span.task.stream], "name": span.task.label},
+                **{"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": {"node": span.task.node}},
             }
             for span in self.spans
             if span.end > span.start
@@ -121,7 +116,6 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
         if task.stream not in (COMPUTE, *COPIES) and overlap < 1:
             # The cores that move the bytes are not available to the computation.
             free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
-        end = start + task.seconds
-        free[task.stream] = end
-        spans.append(Span(task, start, end))
+        free[task.stream] = start + task.seconds
+        spans.append(Span(task, start, start + task.seconds))
     return Timeline(tuple(spans))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgraph.cost_models.cluster import Cluster, Device
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.compute import causal_part, seconds
 from shardgraph.cost_models.timeline import StepTime
@@ -42,10 +42,14 @@ class Transformer:
     flash: bool = True
 
     @property
+    def keys(self) -> int:
+        """Elements of all keys of one position."""
+        return self.width * self.kv_heads // self.heads
+
+    @property
     def layer_parameters(self) -> int:
         """Elements of the matrices of one layer."""
-        keys = self.width * self.kv_heads // self.heads
-        return self.width * (2 * self.width + 2 * keys + (3 if self.gated else 2) * self.hidden)
+        return self.width * (2 * self.width + 2 * self.keys + (3 if self.gated else 2) * self.hidden)
 
     @property
     def parameters(self) -> int:
@@ -57,20 +61,12 @@ class Transformer:
 class Layout:
     """A parallel layout of ranks.
 
-    ``data``, ``tensor``, ``pipeline``
-        Ranks along each axis; tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
-    ``rows``, ``microbatches``
-        Sequences in one microbatch of one rank, and microbatches in a step.
-    ``interleave``
-        Stages that each pipeline rank holds.
-    ``sharding``
-        One of ``SHARDING``, over the data-parallel ranks; groups of ``shard`` ranks (0: all) share one copy.
-    ``recompute``
-        One of ``RECOMPUTE``: nothing, attention's scores, or every layer.
-    ``sequence_parallel``
-        Norms and residuals are sharded over the tensor-parallel ranks too.
-    ``reduced``
-        Bytes per element of the gradients that are reduced.
+    ``data``, ``tensor`` and ``pipeline`` are ranks along each axis; tensor-parallel ranks are neighbours, pipeline
+    stages are farthest apart. A rank has ``rows`` sequences in each of the ``microbatches`` of a step, and
+    ``interleave`` stages. ``sharding``, one of ``SHARDING``, is over the data-parallel ranks; groups of ``shard`` ranks
+    (0: all) share one copy. ``recompute`` is one of ``RECOMPUTE``: nothing, attention's scores, or every layer. With
+    ``sequence_parallel`` norms and residuals are sharded over the tensor-parallel ranks too. ``reduced`` are bytes per
+    element of the gradients that are reduced.
     """
 
     data: int
@@ -86,9 +82,9 @@ class Layout:
     reduced: int = 2
 
     def __post_init__(self) -> None:
-        for what, known in (("sharding", SHARDING), ("recompute", RECOMPUTE)):
-            if getattr(self, what) not in known:
-                raise ShardGraphError(f"{what}={getattr(self, what)!r} is none of {', '.join(known)}")
+        for name, known in (("sharding", SHARDING), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in known:
+                raise ShardGraphError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
 
     @property
     def mesh(self) -> Mesh:
@@ -106,68 +102,48 @@ def step_time(model: Transformer, sequence: int, layout: Layout, cluster: Cluste
     cluster.check_mesh(layout.mesh)
     price = _Price(model, sequence, layout, cluster, dtype)
     layers = -(-model.layers // layout.pipeline)
-    layer = price.layer()
-    head = price.head()
-    reduce = price.tensor_parallel()
+    layer, reduce = price.layer(), price.tensor_parallel()
     gather, scatter = price.data_parallel()
+
+    def exposed_per_layer(communication: tuple[float, float]) -> float:
+        """Seconds that ``communication`` adds to the forward and the backward that it overlaps with."""
+        blocked = [computation + collective for computation, collective in zip(layer, reduce, strict=True)]
+        return sum(
+            max(beside - computation, (1 - cluster.overlap) * beside)
+            for computation, beside in zip(blocked, communication, strict=True)
+        )
 
     # All-reduces of a tensor-parallel group block the computation; data-parallel collectives overlap with it.
     blocking = layers * sum(reduce) + price.send()
-    beside = {
-        "ddp": (0.0, 0.0),
-        "zero1": (0.0, 0.0),
-        "zero2": (gather, scatter),
-        "fsdp": (gather, gather + scatter),
-    }[layout.sharding]
-    shown = sum(_shown(c + r, b, cluster.overlap) for c, r, b in zip(layer, reduce, beside, strict=True))
+    beside = {"zero2": (gather, scatter), "fsdp": (gather, gather + scatter)}.get(layout.sharding, (0.0, 0.0))
     # Replicas reduce gradients once, after the last microbatch, and gather updated parameters before the first.
     once = (0.0, 0.0) if any(beside) else (gather, scatter)
-    shown_once = sum(_shown(c + r, b, cluster.overlap) for c, r, b in zip(layer, reduce, once, strict=True))
-
-    compute = layers * sum(layer) + sum(head)
-    exposed = blocking + layers * shown
+    compute = layers * sum(layer) + sum(price.head())
+    exposed = blocking + layers * exposed_per_layer(beside)
     return StepTime(
         compute=layout.microbatches * compute,
         optimizer=price.optimizer(),
         communication=layout.microbatches * (blocking + layers * sum(beside)) + layers * sum(once),
-        exposed=layout.microbatches * exposed + layers * shown_once,
+        exposed=layout.microbatches * exposed + layers * exposed_per_layer(once),
         bubble=(layout.pipeline - 1) * (compute + exposed) / layout.interleave,
     )
 
 
-def _shown(computation: float, communication: float, overlap: float) -> float:
-    """Seconds that ``communication`` adds to a ``computation`` that it overlaps with, as in a timeline."""
-    return max(communication - computation, (1 - overlap) * communication)
-
-
-@dataclass(frozen=True)
 class _Price:
     """Seconds of the parts of one microbatch on one rank, and of the work per step."""
 
-    model: Transformer
-    sequence: int
-    layout: Layout
-    cluster: Cluster
-    dtype: str
-
-    @property
-    def device(self) -> Device:
-        return self.cluster.device
-
-    @property
-    def tokens(self) -> int:
-        return self.layout.rows * self.sequence
+    def __init__(self, model: Transformer, sequence: int, layout: Layout, cluster: Cluster, dtype: str) -> None:
+        self.model, self.sequence, self.layout, self.cluster, self.dtype = model, sequence, layout, cluster, dtype
+        self.device, self.ranks, self.tokens = cluster.device, dict(layout.mesh), layout.rows * sequence
 
     def layer(self) -> tuple[float, float]:
         """Seconds of forward, and of backward with its recomputation."""
         model, tensor = self.model, self.layout.tensor
-        keys = model.width * model.kv_heads // model.heads
-        columns = [(model.width, (model.width + 2 * keys) // tensor), (model.width // tensor, model.width)]
+        columns = [(model.width, (model.width + 2 * model.keys) // tensor), (model.width // tensor, model.width)]
         columns += [(model.width, model.hidden // tensor)] * (2 if model.gated else 1)
         columns += [(model.hidden // tensor, model.width)]
         products = sum(self.matmul(self.tokens, inner, outer) for inner, outer in columns)
-        core, core_backward = self.attention()
-        traffic = self.traffic()
+        (core, core_backward), traffic = self.attention(), self.traffic()
         forward = products + core + traffic
         backward = 2 * products + core_backward + _TRAFFIC_BACKWARD * traffic
         recomputed = {"none": 0.0, "selective": 0.0 if model.flash else core, "full": forward}[self.layout.recompute]
@@ -220,8 +196,7 @@ class _Price:
         """Seconds to all-gather one layer's parameters, and to reduce its gradients."""
         layout = self.layout
         whole = self.model.layer_parameters // layout.tensor
-        shard = dict(layout.mesh)["shard"]
-        reduced = layout.reduced * whole
+        shard, reduced = self.ranks["shard"], layout.reduced * whole
         if layout.sharding == "ddp":
             return 0.0, self.collective("all_reduce", reduced, reduced, "shard")
         gather = self.collective("all_gather_into_tensor", 2 * whole // shard, 2 * whole, "shard")
@@ -237,14 +212,14 @@ class _Price:
         return 2 * self.layout.interleave * (link.latency + nbytes / link.bandwidth)
 
     def collective(self, operation: str, given: int, gotten: int, axis: str) -> float:
-        link, ranks = self.cluster.link_of(self.layout.mesh, axis), dict(self.layout.mesh)[axis]
-        return collective_seconds(operation, given, gotten, ranks, link, self.cluster.efficiency)
+        link = self.cluster.link_of(self.layout.mesh, axis)
+        return collective_seconds(operation, given, gotten, self.ranks[axis], link, self.cluster.efficiency)
 
     def optimizer(self) -> float:
         """Seconds of AdamW in float32 on the rank's shard of the parameters."""
         layout = self.layout
-        held = self.model.parameters / (layout.tensor * layout.pipeline)
-        held /= 1 if layout.sharding == "ddp" else dict(layout.mesh)["shard"]
+        shard = self.model.parameters / (layout.tensor * layout.pipeline)
+        shard /= 1 if layout.sharding == "ddp" else self.ranks["shard"]
         rate = self.device.rate("optimizer")
         assert rate is not None
-        return 7 * 4 * held / rate.per_second
+        return 7 * 4 * shard / rate.per_second

@@ -277,7 +277,7 @@ def gradients_of(results: Iterable[tuple[Role | None, Any]]) -> dict[str, Any]:
     }
 
 
-def _taken(gm: fx.GraphModule, kind: type) -> list[torch.Tensor]:
+def _taken(gm: fx.GraphModule, kind: type[Forwarded | Returned]) -> list[torch.Tensor]:
     taken = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
     return [taken[index] for index in sorted(taken)]
 

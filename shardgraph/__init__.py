@@ -14,7 +14,8 @@ from shardgraph.api.compile import compile
 from shardgraph.api.verify import verify
 from shardgraph.api.visualize import visualize
 from shardgraph.calibration import calibrate
-from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Device, Link, Rate
 from shardgraph.errors import (
     CaptureError,
     CheckpointError,

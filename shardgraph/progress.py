@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from tqdm import tqdm
 
 
@@ -34,7 +32,5 @@ class Progress:
         self._started = True
         self._bar.set_description_str(f"{self._title}: {stage}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Device, Link, Rate
 
 GIB = 2**30
 

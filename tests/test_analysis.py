@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardgraph
 from shardgraph import ClusterError, ShardGraphError
-from shardgraph.cost_models.cluster import Rate
+from shardgraph.cost_models.device import Rate
 from shardgraph.report.folding import find_stack
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make

@@ -11,8 +11,9 @@ from shardgraph.api.cli import main
 from shardgraph.calibration import fit, fit_table, measure
 from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Link, Rate
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Link, Rate
 from shardgraph.errors import ClusterError
 
 pytestmark = pytest.mark.timeout(120)

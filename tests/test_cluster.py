@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardgraph.cost_models.cluster import Cluster, Device, Link, Rate
-from shardgraph.cost_models.cluster_files import device, known_devices
+from shardgraph.cost_models.cluster import Cluster, known_devices
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import Device, Link, Rate
 from shardgraph.errors import ClusterError, ShardGraphError
 from shardgraph.sizes import parse_bytes
 from tests.machines import toy_cluster, toy_device
@@ -25,7 +25,7 @@ NAMED = ("A100", "H100", "H200", "B200", "V100", "RTX-4090", "MI300X")
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_known_device_attains_less_than_its_peak(name: str) -> None:
-    known = device(name)
+    known = Cluster.of(name).device
     for kind, rate in known.rates.items():
         if "/" in kind:
             assert 0.2 < rate.per_second / known.peak[kind.split("/")[1]] < 1, kind
@@ -33,25 +33,28 @@ def test_a_known_device_attains_less_than_its_peak(name: str) -> None:
 
 
 def test_newer_devices_are_faster_and_larger() -> None:
-    speeds = [device(name).rates["matmul/float16"].per_second for name in ("V100", "A100", "H100", "B200")]
-    memory = [device(name).memory for name in ("V100", "A100-40GB", "A100", "H200", "B200")]
+    speeds = [Cluster.of(name).device.rates["matmul/float16"].per_second for name in ("V100", "A100", "H100", "B200")]
+    memory = [Cluster.of(name).device.memory for name in ("V100", "A100-40GB", "A100", "H200", "B200")]
     assert speeds == sorted(speeds) and memory == sorted(memory)
-    assert device("H200").rates["pointwise"].per_second > device("H100").rates["pointwise"].per_second
+    assert (
+        Cluster.of("H200").device.rates["pointwise"].per_second
+        > Cluster.of("H100").device.rates["pointwise"].per_second
+    )
 
 
 @pytest.mark.parametrize("name", ["h100", "H100-SXM", "nvidia_h100 sxm5", "NVIDIA H100 80GB HBM3"])
 def test_a_device_is_found_by_its_other_names(name: str) -> None:
-    assert device(name) == known_devices()["H100"]
+    assert Cluster.of(name).device == known_devices()["H100"]
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     with pytest.raises(ClusterError, match=r"no device 'H10'.*did you mean.*'H100'.*calibrate"):
-        device("H10")
+        Cluster.of("H10")
 
 
 def test_devices_that_a_name_does_not_cover_are_unknown() -> None:
     with pytest.raises(ClusterError, match="no device 'NVIDIA H100 PCIe'"):
-        device("NVIDIA H100 PCIe")
+        Cluster.of("NVIDIA H100 PCIe")
 
 
 def test_a_cluster_has_as_many_devices_as_asked() -> None:
@@ -87,7 +90,7 @@ def test_an_all_reduce_across_four_h200_nodes_takes_about_what_was_published() -
 
 @pytest.mark.parametrize(("name", "dtype", "tflops"), [("A100", "float16", 253.7), ("H100", "float8_e4m3fn", 1290.1)])
 def test_a_matmul_takes_about_what_was_published(name: str, dtype: str, tflops: float) -> None:
-    rate = replace(device(name), sustained={}).rate("matmul", dtype)  # of the kernel alone
+    rate = replace(Cluster.of(name).device, sustained={}).rate("matmul", dtype)  # of the kernel alone
     work = 2 * 8192**3
     assert rate is not None and rate.seconds(work) == pytest.approx(work / (tflops * 1e12), rel=0.15)
 
@@ -290,7 +293,7 @@ def test_a_rate_with_traffic_round_trips(tmp_path: Path) -> None:
 
 
 def test_arithmetic_that_a_device_lacks_has_no_rate() -> None:
-    assert device("V100").rate("matmul", "bfloat16") is None
+    assert Cluster.of("V100").device.rate("matmul", "bfloat16") is None
 
 
 # -- this machine ------------------------------------------------------------------------------------------
@@ -314,4 +317,4 @@ def test_a_machine_with_known_gpus_is_described_by_their_name(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     found = Cluster.detect()
     assert (found.name, found.world_size, found.device.memory) == ("A100", 2, 70 * GIB)
-    assert found.device.rates == device("A100").rates
+    assert found.device.rates == Cluster.of("A100").device.rates

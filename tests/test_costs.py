@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardgraph import preset
 from shardgraph.cost_models import compute
-from shardgraph.cost_models.cluster import Device, Rate
+from shardgraph.cost_models.device import Device, Rate
 from shardgraph.errors import ClusterError
 from shardgraph.passes.analysis.costs import EXTRA_FLOPS, count_flops, node_costs
 from shardgraph.passes.lowering import build_program

@@ -162,7 +162,7 @@ def test_copies_have_streams_of_their_own_at_the_rate_of_the_link():
 
 def test_a_device_of_whose_host_nothing_is_known_is_refused():
     gm = graph(there_and_back)
-    with pytest.raises(ClusterError, match=r"says nothing of its host.*calibrate"):
+    with pytest.raises(ClusterError, match=r"does not describe its host.*calibrate"):
         list(rows_of({"graph": gm}, profile_memory(gm), Prices(toy_cluster(), ()), fused=False))
 
 

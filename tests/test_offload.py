@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import shardgraph
 from shardgraph import Offload, OffloadError, ParameterPlan, Plan, PlanError, keep_gathered, offload, preset
-from shardgraph.cost_models.cluster import Host, Link, Rate
+from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.ir import ALL_GATHER, Gradient, Parameter, is_wait, outputs, placeholders
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.places import on_host

@@ -12,7 +12,8 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Offload, PlanError, annotate, ir, offload, preset, recompute
-from shardgraph.cost_models.cluster import Cluster, Host, Link, Rate
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.ir import Input, Saved
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.liveness import profile_memory, profile_step

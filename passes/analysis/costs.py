@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardgraph import ir
-from shardgraph.cost_models.cluster import VIEW
 from shardgraph.cost_models.compute import causal_part
+from shardgraph.cost_models.device import VIEW
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ _KIND = {
 class NodeCost:
     """The work of one node on one rank.
 
-    ``kind`` is one of those of :mod:`shardgraph.cost_models.cluster`, ``"collective"``, ``"copy"`` (between host and
+    ``kind`` is one of those of :mod:`shardgraph.cost_models.device`, ``"collective"``, ``"copy"`` (between host and
     device), or ``"free"`` for waits and nodes that call no operator; ``dtype`` is that of the first floating-point
     result. ``read`` and ``written`` are bytes.
     ``causal`` is the sequence length of causal attention that skips masked blocks, whose FLOPs are counted in full;

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardgraph.cost_models import compute
-from shardgraph.cost_models.cluster import VIEW, Cluster
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import VIEW
 from shardgraph.ir import group_of, is_started, is_wait
 from shardgraph.ir.attributes import SOURCE, SUBJECT
 from shardgraph.ir.copies import DIRECTIONS

@@ -104,8 +104,7 @@ def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], contex
     value = node.meta["val"]
     outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
     shape = [value.shape[dim] for dim in outermost_first]
-    order = {user: i for i, user in enumerate(gm.graph.nodes)}
-    first = min(users, key=order.__getitem__)
+    first = next(user for user in gm.graph.nodes if user in users)
     build = Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=first.prev)
     made = build.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device, pin_memory=False)
     if outermost_first != sorted(outermost_first):

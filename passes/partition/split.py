@@ -8,7 +8,7 @@ that is resharded after forward is gathered a second time. The graph is split on
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,30 +59,35 @@ def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
 
 def forward_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes that forward results depend on, and the pieces of multi-output nodes among them."""
-    stack = [v for role, v in outputs(gm) if not of_backward(role) and isinstance(v, fx.Node)]
-    inside: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in inside:
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
+    inside = _ancestors((value for role, value in outputs(gm) if not of_backward(role)), lambda node: True)
     pieces = {n for n in gm.graph.nodes if n.target is operator.getitem and n.args[0] in inside}
     return inside | pieces
 
 
 def after_tangents(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes that depend on backward's inputs (tangents); all others can run before backward."""
-    found = {node for role, node in placeholders(gm).items() if of_backward(role)}
+    late = {node for role, node in placeholders(gm).items() if of_backward(role)}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _ancestors(values: Iterable[Any], follow: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes among ``values`` and all that they depend on, as far as ``follow`` is true."""
+    stack = [value for value in values if isinstance(value, fx.Node)]
+    reached: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in reached and follow(node):
+            reached.add(node)
+            stack.extend(node.all_input_nodes)
+    return reached
 
 
 def _forward(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> fx.GraphModule:
     set_outputs(gm, results)
-    tangents = {node for role, node in placeholders(gm).items() if of_backward(role)}
-    _erase_dead(gm.graph, tangents)
+    _erase_dead(gm.graph, {node for role, node in placeholders(gm).items() if of_backward(role)})
     return gm
 
 
@@ -100,19 +105,17 @@ class _Backward:
         self.graph = fx.Graph()
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.env: dict[fx.Node, fx.Node] = {}
-        self.saved: dict[fx.Node, None] = {}  # in order
-        self.seen: set[fx.Node] = set()
+        self.saved: list[fx.Node] = []
 
     def build(self, gradients: list[tuple[Role | None, Any]]) -> fx.GraphModule:
-        needed = self._needed(gradients)
+        needed = _ancestors(
+            (value for _, value in gradients),
+            lambda node: node not in self.inside and node.op == "call_function",
+        )
         order = [node for node in self.gm.graph.nodes if node in needed]
         # Placeholders come first in a graph, so the saved values are found before any node is emitted.
-        for node in order:
-            for value in node.all_input_nodes:
-                self._find_saved(value, needed)
-        for _, value in gradients:
-            if isinstance(value, fx.Node):
-                self._find_saved(value, needed)
+        operands = [value for node in order for value in node.all_input_nodes]
+        self._find_saved([*operands, *(value for _, value in gradients if isinstance(value, fx.Node))], needed)
         for index, node in enumerate(self.saved):
             self.env[node] = self._placeholder(f"saved_{node.name}", Saved(index), node)
         for role, node in placeholders(self.gm).items():
@@ -129,38 +132,24 @@ class _Backward:
         _erase_dead(self.graph)
         return UnboundGraph(self.gm, self.graph)
 
-    def _needed(self, gradients: list[tuple[Role | None, Any]]) -> set[fx.Node]:
-        stack = [value for _, value in gradients if isinstance(value, fx.Node)]
-        needed: set[fx.Node] = set()
-        while stack:
-            node = stack.pop()
-            if node not in needed and node not in self.inside and node.op == "call_function":
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
-        return needed
-
-    def _find_saved(self, node: fx.Node, needed: set[fx.Node]) -> None:
-        stack = [node]
+    def _find_saved(self, operands: list[fx.Node], needed: set[fx.Node]) -> None:
+        stack = operands[::-1]
+        seen = set(needed)
         while stack:
             node = stack.pop()
             tangent = node.op == "placeholder" and of_backward(ROLE.of(node))
-            if node in needed or tangent or node.op == "get_attr" or node in self.seen:
+            if tangent or node.op == "get_attr" or node in seen:
                 continue
-            self.seen.add(node)
+            seen.add(node)
             if _again(node):
                 stack.extend(reversed(node.all_input_nodes))
             else:
-                self.saved[node] = None
+                self.saved.append(node)
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The node in the backward graph; nodes that depend on no tangent are emitted at first use."""
         if node not in self.env:
-            missing, stack = {node}, [node]
-            while stack:
-                for value in stack.pop().all_input_nodes:
-                    if value not in self.env and value not in missing:
-                        missing.add(value)
-                        stack.append(value)
+            missing = _ancestors([node], lambda each: each not in self.env)
             for each in sorted(missing, key=self.order.__getitem__):
                 self.env[each] = self.graph.node_copy(each, self.env.__getitem__)
         return self.env[node]

@@ -25,7 +25,8 @@ from torch import fx
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.cost_models.cluster import FLOP_KINDS, Cluster
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import FLOP_KINDS
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir import Parameter

@@ -13,8 +13,9 @@ import torch
 from scipy.optimize import nnls
 
 from shardgraph.calibration.timings import Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import BYTE_KINDS, FLOP_KINDS, VIEW, Cluster, Device, Host, Link, Rate
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Device, Host, Link, Rate
 from shardgraph.sizes import format_seconds
 
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
@@ -26,7 +27,6 @@ def fit(measured: Measurements) -> Cluster:
     by_kind = _by_kind(measured.samples)
     transfers, overlap = behind_computation(measured.transfers)
     link, efficiency = fit_link(transfers, measured.ranks)
-    on_cpu = measured.device.startswith("cpu")
     source = (
         f"measured by shardgraph calibrate on {measured.ranks} ranks at once, {measured.threads} CPU threads each, "
         f"torch {torch.__version__}, {platform.platform()}; peak is the best matmul measured"
@@ -40,20 +40,11 @@ def fit(measured: Measurements) -> Cluster:
             if kind.startswith("matmul/")
         },
         rates={kind: fit_rate(samples) for kind, samples in by_kind.items()},
-        allocation=64 if on_cpu else 512,
+        allocation=64 if measured.device.startswith("cpu") else 512,
         source=source,
         host=fit_host(measured.host),
     )
-    return Cluster(
-        name="measured",
-        device=device,
-        devices_per_node=measured.ranks,
-        nodes=1,
-        intra=link,
-        overlap=overlap,
-        efficiency=efficiency,
-        source=source,
-    )
+    return Cluster("measured", device, measured.ranks, 1, link, None, overlap, efficiency, source)
 
 
 def fit_rate(samples: Sequence[Sample]) -> Rate:
@@ -69,9 +60,9 @@ def fit_rate(samples: Sequence[Sample]) -> Rate:
 
 def fit_host(samples: Sequence[Sample]) -> Host | None:
     """The host that fits timings of copies from its memory and of updates on it; None without timings."""
-    by_kind = _by_kind(samples)
-    if not by_kind:
+    if not samples:
         return None
+    by_kind = _by_kind(samples)
     copies = fit_rate(by_kind["copy"])
     return Host(Link(copies.per_second, copies.overhead), fit_rate(by_kind["optimizer"]))
 
@@ -96,11 +87,10 @@ def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str,
         return NOMINAL_LINK, {}
     latencies: dict[str, float] = {}
     per_byte: dict[str, float] = {}
-    for operation in dict.fromkeys(transfer.operation for transfer in transfers):
-        chosen = [transfer for transfer in transfers if transfer.operation == operation]
-        seconds = [transfer.seconds for transfer in chosen]
-        steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in chosen]
-        sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in chosen]
+    for operation, same in _by_operation(transfers).items():
+        seconds = [transfer.seconds for transfer in same]
+        steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in same]
+        sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in same]
         latency, slope = _solve(list(zip(steps, sent, strict=True)), seconds)
         if not slope:  # noise
             latency, (slope,) = 0.0, _solve([[nbytes] for nbytes in sent], seconds)
@@ -115,28 +105,30 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
 
     ``error`` is the median of ``|fitted - measured| / measured``, over all sizes and over the larger half.
     """
-    rows: list[tuple[str, ...]] = [("kind", "rate", "overhead", "error", "large", "sizes")]
-    for kind, samples in _by_kind(measured.samples).items():
-        rate = cluster.device.rates[kind]
-        unit = "FLOP/s" if "/" in kind else "B/s"
-        pairs = [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples]
-        rows.append(_row(kind, rate.per_second, unit, rate.overhead, pairs))
+    rows = [("kind", "rate", "overhead", "error", "large", "sizes")]
+
+    def add(kind: str, rate: Rate, unit: str, pairs: Sequence[tuple[float, float]]) -> None:
+        errors = [abs(fitted - measured) / measured for measured, fitted in pairs]
+        error, large = statistics.median(errors), statistics.median(errors[len(errors) // 2 :])
+        overhead = format_seconds(rate.overhead) if rate.overhead else "0 s"
+        rows.append(
+            (kind, f"{rate.per_second / 1e9:.3g} G{unit}", overhead, f"{error:.0%}", f"{large:.0%}", str(len(errors)))
+        )
+
+    fitted = dict(cluster.device.rates)
+    samples_of = _by_kind(measured.samples)
     if (host := cluster.device.host) is not None:
-        rates = {"copy": Rate(host.link.bandwidth, host.link.latency), "optimizer": host.optimizer}
-        for kind, samples in _by_kind(measured.host).items():
-            rate = rates[kind]
-            pairs = [(sample.seconds, rate.seconds(sample.work)) for sample in samples]
-            rows.append(_row(f"host/{kind}", rate.per_second, "B/s", rate.overhead, pairs))
-    transfers, _ = behind_computation(measured.transfers)
-    for operation in cluster.efficiency:
-        chosen = [transfer for transfer in transfers if transfer.operation == operation]
-        pairs = [
-            (transfer.seconds, _predict(transfer, measured.ranks, cluster.intra, cluster.efficiency))
-            for transfer in chosen
-        ]
-        bandwidth = cluster.intra.bandwidth * cluster.efficiency[operation]
-        rows.append(_row(operation, bandwidth, "B/s", cluster.intra.latencies[operation], pairs))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        fitted |= {"host/copy": Rate(host.link.bandwidth, host.link.latency), "host/optimizer": host.optimizer}
+        samples_of |= {f"host/{kind}": samples for kind, samples in _by_kind(measured.host).items()}
+    for kind, samples in samples_of.items():
+        rate = fitted[kind]
+        unit = "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"
+        add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
+    link, efficiency = cluster.intra, cluster.efficiency
+    for operation, transfers in _by_operation(behind_computation(measured.transfers)[0]).items():
+        rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
+        add(operation, rate, "B/s", [(t.seconds, _predict(t, measured.ranks, link, efficiency)) for t in transfers])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)])
         for row in rows
@@ -177,13 +169,8 @@ def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     return {kind: kinds[kind] for kind in order + sorted(byte_kinds, key=(*BYTE_KINDS, VIEW, "copy").index)}
 
 
-def _row(kind: str, rate: float, unit: str, overhead: float, pairs: list[tuple[float, float]]) -> tuple[str, ...]:
-    errors = [abs(fitted - measured) / measured for measured, fitted in pairs]
-    return (
-        kind,
-        f"{rate / 1e9:.3g} G{unit}",
-        format_seconds(overhead) if overhead else "0 s",
-        f"{statistics.median(errors):.0%}",
-        f"{statistics.median(errors[len(errors) // 2 :]):.0%}",
-        str(len(errors)),
-    )
+def _by_operation(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
+    operations: dict[str, list[Transfer]] = {}
+    for transfer in transfers:
+        operations.setdefault(transfer.operation, []).append(transfer)
+    return operations

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
-from shardgraph.cost_models.cluster import FLOP_KINDS
 from shardgraph.cost_models.detection import host_memory
+from shardgraph.cost_models.device import FLOP_KINDS
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir.copies import TO_DEVICE, WAIT_COPY
@@ -32,6 +32,7 @@ from shardgraph.runtime.launch import launch
 from shardgraph.runtime.mesh import run_mesh
 
 T = TypeVar("T")
+Timing = TypeVar("Timing", Sample, Transfer)
 
 _TIMING = 1e-3  # minimum seconds of one timing on a GPU: many calls, to hide the cost of synchronizing
 _ROUNDS = (3, 200)  # minimum and maximum number of timings of an operation
@@ -55,41 +56,27 @@ def measure(
             raise ClusterError(f"calibrate cannot measure dtype {dtype!r}: give floating-point ones, such as float32")
     memory = host_memory()  # before the ranks take any
     ranks = nproc or torch.cuda.device_count() or 2
-    measured = launch(_measure_rank, ranks, args=(tuple(dtypes), seconds, memory // ranks, progress))
-    return _merge(measured)
+    by_rank = launch(_measure_rank, ranks, args=(tuple(dtypes), seconds, memory // ranks, progress))
+    return replace(
+        by_rank[0],
+        memory=min(measured.memory for measured in by_rank),
+        samples=_mean([measured.samples for measured in by_rank], "seconds"),
+        transfers=_mean([measured.transfers for measured in by_rank], "seconds", "added"),
+        host=_mean([measured.host for measured in by_rank], "seconds"),
+    )
 
 
-def _merge(measured: Sequence[Measurements]) -> Measurements:
-    """The mean over ranks, which timed the same operations in the same order."""
-    first = measured[0]
-
-    def mean(values: Iterable[float]) -> float:
-        return statistics.fmean(values)
-
-    return Measurements(
-        first.device,
-        first.ranks,
-        first.threads,
-        min(each.memory for each in measured),
-        tuple(
-            replace(same[0], seconds=mean(sample.seconds for sample in same))
-            for same in zip(*(each.samples for each in measured), strict=True)
-        ),
-        tuple(
-            replace(same[0], seconds=mean(each.seconds for each in same), added=mean(each.added for each in same))
-            for same in zip(*(each.transfers for each in measured), strict=True)
-        ),
-        tuple(
-            replace(same[0], seconds=mean(sample.seconds for sample in same))
-            for same in zip(*(each.host for each in measured), strict=True)
-        ),
+def _mean(by_rank: Sequence[tuple[Timing, ...]], *times: str) -> tuple[Timing, ...]:
+    """The mean of ``times`` over ranks, which timed the same operations in the same order."""
+    return tuple(
+        replace(same[0], **{name: statistics.fmean(getattr(timing, name) for timing in same) for name in times})
+        for same in zip(*by_rank, strict=True)
     )
 
 
 def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress: bool | None) -> Measurements:
     ranks = dist.get_world_size()
     device = current_device(group_device_type())
-    on_cuda = device.type == "cuda"
     mesh = run_mesh(None, (("dp", ranks),)) if ranks > 1 else None
     share = seconds / (len(dtypes) + (ranks > 1))
     samples: list[Sample] = []
@@ -103,14 +90,13 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
             # Memory traffic is measured in the first dtype.
             samples += [sample for sample in timed if dtype == dtypes[0] or "/" in sample.kind]
         if mesh is not None:
-            group = mesh.get_group().group_name
             show("collectives")
-            transfers = _time_collectives(group, ranks, share, device)
+            transfers = _time_collectives(mesh.get_group().group_name, ranks, share, device)
         show("host")
         host = _time_host(share / 10, device)
-    if on_cuda:
-        memory = torch.cuda.get_device_properties(device).total_memory
-    name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
+    name = "cpu"
+    if device.type == "cuda":
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     return Measurements(name, ranks, torch.get_num_threads(), memory, tuple(samples), tuple(transfers), tuple(host))
 
 
@@ -127,7 +113,9 @@ class Training:
         readings, gradients = self.step.run(clock)
         for name, gradient in gradients.items():
             self.parameters[name].grad = self._placed(gradient)
-        readings.append((clock(), self._update(clock)))
+        start = clock()
+        self.optimizer.step()
+        readings.append((start, clock()))
         self.optimizer.zero_grad()
         return readings
 
@@ -142,10 +130,6 @@ class Training:
         count = len(self.parameters)
         nbytes = sum(parameter.nbytes for parameter in self.step.model.parameters())
         yield Sample("optimizer", optimizer_cost("adamw").moved * nbytes / count, update / count)
-
-    def _update(self, clock: Callable[[], T]) -> T:
-        self.optimizer.step()
-        return clock()
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.mesh is None else DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
@@ -227,27 +211,25 @@ def _slowest(times: list[float], device: torch.device) -> list[float]:
 
 def _time_host(budget: float, device: torch.device) -> list[Sample]:
     """Copies of 16 KiB to 16 MiB from host memory to the device, and updates of parameters of those sizes there."""
-    samples: list[Sample] = []
+    work: list[tuple[str, int]] = []
     runs: list[Callable[[], object]] = []
+
+    def copy(source: torch.Tensor) -> torch.Tensor:
+        return WAIT_COPY(TO_DEVICE(source, device), source)
+
     for exponent in range(14, 25, 2):
         source = empty_on_host((2**exponent // 4,), torch.float32, device).fill_(1.0)
-        samples.append(Sample("copy", source.nbytes, 0.0))
-        runs.append(partial(_copied, source, device))
         parameter = nn.Parameter(source)
         parameter.grad = torch.ones_like(source)
-        samples.append(Sample("optimizer", optimizer_cost("adamw").moved * source.nbytes, 0.0))
-        runs.append(torch.optim.AdamW([parameter], lr=1e-5).step)
+        work += [("copy", source.nbytes), ("optimizer", optimizer_cost("adamw").moved * source.nbytes)]
+        runs += [partial(copy, source), torch.optim.AdamW([parameter], lr=1e-5).step]
     times = _time_all(runs, budget, device)
-    return [replace(sample, seconds=taken) for sample, taken in zip(samples, times, strict=True)]
-
-
-def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return WAIT_COPY(TO_DEVICE(source, device), source)
+    return [Sample(kind, nbytes, taken) for (kind, nbytes), taken in zip(work, times, strict=True)]
 
 
 def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:
     """Timings of collectives alone, and as in a step: several in flight, overlapped with as long a computation."""
-    plain: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     runs: list[Callable[[], object]] = []
     rows = 256 if device.type == "cpu" else 2048
     x, weight = torch.ones(rows, 512, device=device), torch.ones(512, 512, device=device)
@@ -261,33 +243,25 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
             whole = 2**exponent // 4 // ranks * ranks
             given = whole // ranks if operation == "all_gather_into_tensor" else whole
             gotten = whole // ranks if operation == "reduce_scatter_tensor" else whole
-            plain.append((operation, 4 * given, 4 * gotten))
+            calls.append((operation, 4 * given, 4 * gotten))
             start = _starter(operation, torch.ones(given, device=device), group, ranks)
             _in_flight(start, partial(compute, 1))  # the first run is slow
-            sending, computing = _slowest(
-                [_seconds(partial(_alone, start), 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3],
-                device,
-            )
+            alone = partial(_alone, start)
+            times = [_seconds(alone, 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3]
+            sending, computing = _slowest(times, device)
             count = max(1, round(sending / computing))  # about as long as the collective
-            runs += [
-                partial(_alone, start),
-                partial(compute, _STARTED * count),
-                partial(_in_flight, start, partial(compute, count)),
-            ]
-    times = iter(_time_all(runs, budget, device))
+            runs += [alone, partial(compute, _STARTED * count), partial(_in_flight, start, partial(compute, count))]
+    taken = iter(_time_all(runs, budget, device))
     return [
-        Transfer(*which, sending / _STARTED, (together - computing) / _STARTED)
-        for which, sending, computing, together in zip(plain, times, times, times, strict=True)
+        Transfer(*call, sending / _STARTED, (together - computing) / _STARTED)
+        for call, sending, computing, together in zip(calls, taken, taken, taken, strict=True)
     ]
 
 
-def _starter(operation: str, given: torch.Tensor, group: str, ranks: int) -> Callable[[], torch.Tensor]:
-    collective = getattr(torch.ops._c10d_functional, operation)
-    if operation == "all_gather_into_tensor":
-        return lambda: collective(given, ranks, group)
-    if operation == "reduce_scatter_tensor":
-        return lambda: collective(given, "sum", ranks, group)
-    return lambda: collective(given, "sum", group)
+def _starter(operation: str, tensor: torch.Tensor, group: str, ranks: int) -> Callable[[], torch.Tensor]:
+    reduction = [] if operation == "all_gather_into_tensor" else ["sum"]
+    size = [] if operation == "all_reduce" else [ranks]
+    return partial(getattr(torch.ops._c10d_functional, operation), tensor, *reduction, *size, group)
 
 
 def _alone(start: Callable[[], torch.Tensor]) -> None:

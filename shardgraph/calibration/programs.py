@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from shardgraph import torch_api
 from shardgraph.ir import Buffer, Gradient, Input, Parameter, Role, Tangent, outputs, placeholders
-from shardgraph.passes.analysis.costs import NodeCost, node_costs
+from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.presets import preset
 from shardgraph.runtime.bind import bind
@@ -120,55 +120,43 @@ class Step:
         self.model, self.args = model, args
         program = build_program(model, preset("single", ()), args, device=args[0].device)
         assert program.backward is not None
-        self._halves = [_Timed(program.forward), _Timed(program.backward)]
-
-    @property
-    def costs(self) -> list[NodeCost]:
+        graphs = [program.forward, program.backward]
+        self.costs = [c for gm in graphs for node, c in node_costs(gm).items() if node.op == "call_function"]
         """The work of each operation in execution order."""
-        return [cost for half in self._halves for cost in half.costs]
-
-    def run(self, clock: Callable[[], T]) -> tuple[list[tuple[T, T]], dict[str, torch.Tensor]]:
-        """The readings of ``clock`` before and after each operation, and the gradients by parameter name."""
-        given: dict[Role | None, Any] = {}
-
-        def value(role: Role, like: torch.Tensor) -> Any:
-            if isinstance(role, Tangent):
-                return torch.ones(like.shape, dtype=like.dtype, device=self.args[0].device)
-            return self.args[role.index] if isinstance(role, Input) else given.pop(role)
-
-        readings: list[tuple[T, T]] = []
-        with torch.no_grad(), torch_api.below_autograd():
-            for half in self._halves:
-                given |= {Parameter(name): parameter.detach() for name, parameter in self.model.named_parameters()}
-                given |= {Buffer(name): buffer for name, buffer in self.model.named_buffers()}
-                times, given = half.run(value, clock)
-                readings += times
-        gradients = {role.of: gradient for role, gradient in given.items() if isinstance(role, Gradient)}
-        return readings, {owner.fqn: each for owner, each in gradients.items() if isinstance(owner, Parameter)}
-
-
-class _Timed:
-    """A graph that reads a clock after each operation, in the code that the executor runs."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.costs = [cost for node, cost in node_costs(gm).items() if node.op == "call_function"]
-        self._module = bind(gm, None)
         self._clock: Callable[[], Any] = float
         self._readings: list[Any] = []
-        for node in list(self._module.graph.nodes):
+        self._halves = [self._timed(gm) for gm in graphs]
+
+    def _timed(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Callable[[list[Any]], Any]]:
+        """The graph with a reading of the clock after each operation, and the code of it that the executor runs."""
+        bound = bind(gm, None)
+        for node in list(bound.graph.nodes):
             if node.op == "call_function":
-                with self._module.graph.inserting_after(node):
-                    self._module.graph.call_function(self._read)
-        self._call = torch_api.boxed(self._module)
+                with bound.graph.inserting_after(node):
+                    bound.graph.call_function(self._read)
+        return bound, torch_api.boxed(bound)
 
     def _read(self) -> None:
         self._readings.append(self._clock())
 
-    def run(
-        self, value: Callable[[Role, Any], Any], clock: Callable[[], T]
-    ) -> tuple[list[tuple[T, T]], dict[Any, Any]]:
-        inputs = [value(role, node.meta["val"]) for role, node in placeholders(self._module).items()]
-        self._clock, self._readings = clock, [clock()]
-        results = self._call(inputs)
-        roles = [role for role, _ in outputs(self._module)]
-        return list(pairwise(self._readings)), dict(zip(roles, results, strict=True))
+    def run(self, clock: Callable[[], T]) -> tuple[list[tuple[T, T]], dict[str, torch.Tensor]]:
+        """The readings of ``clock`` before and after each operation, and the gradients by parameter name."""
+        values: dict[Role | None, Any] = {}
+
+        def value(role: Role, like: torch.Tensor) -> Any:
+            if isinstance(role, Tangent):
+                return torch.ones(like.shape, dtype=like.dtype, device=self.args[0].device)
+            return self.args[role.index] if isinstance(role, Input) else values.pop(role)
+
+        pairs: list[tuple[T, T]] = []
+        with torch.no_grad(), torch_api.below_autograd():
+            for bound, call in self._halves:
+                values |= {Parameter(name): parameter.detach() for name, parameter in self.model.named_parameters()}
+                values |= {Buffer(name): buffer for name, buffer in self.model.named_buffers()}
+                inputs = [value(role, node.meta["val"]) for role, node in placeholders(bound).items()]
+                self._clock, self._readings = clock, [clock()]
+                results = call(inputs)
+                values = dict(zip((role for role, _ in outputs(bound)), results, strict=True))
+                pairs += pairwise(self._readings)
+        gradients = {role.of: gradient for role, gradient in values.items() if isinstance(role, Gradient)}
+        return pairs, {owner.fqn: each for owner, each in gradients.items() if isinstance(owner, Parameter)}

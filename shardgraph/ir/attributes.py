@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch import fx
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 Labels = Mapping["Attribute[Any]", Any]
 """Attributes and their values."""
+
+Modules = Mapping[str, tuple[str, Any]]
+"""Nested modules, as torch records them."""
 
 
 class Change(Enum):
@@ -34,6 +37,8 @@ class Change(Enum):
 
 _ALL = frozenset(Change)
 _COMPUTED = frozenset({Change.COPIED, Change.REWRITTEN, Change.DIVIDED, Change.CHUNKED})
+_WHOLE = _COMPUTED - {Change.CHUNKED}
+_SINGLE = _ALL - {Change.MERGED}
 _COPIED = frozenset({Change.COPIED})
 
 
@@ -56,26 +61,17 @@ class Attribute(Generic[T]):
         return self.key in node.meta
 
     def of(self, node: fx.Node) -> T:
-        """The attribute of a node.
-
-        Raises:
-            GraphInvariantError: the node has none.
-        """
+        """The attribute of a node; GraphInvariantError if it has none."""
         if self.key not in node.meta:
             raise GraphInvariantError(f"the node {node.name!r} has no {self.key!r}, {self.meaning}")
-        found: T = node.meta[self.key]
-        return found
+        return cast(T, node.meta[self.key])
 
     def get(self, node: fx.Node, default: Any = None) -> Any:
         """The attribute of a node, or ``default``."""
         return node.meta.get(self.key, default)
 
     def set(self, node: fx.Node, value: T) -> None:
-        """Write the attribute of a node.
-
-        Raises:
-            TypeError: ``value`` has another type.
-        """
+        """Write the attribute of a node; TypeError if ``value`` has another type."""
         if not isinstance(value, self.type):
             raise TypeError(f"{self.key!r} of {node.name!r} is {self.meaning}, not {value!r}")
         node.meta[self.key] = value
@@ -84,90 +80,64 @@ class Attribute(Generic[T]):
 REGISTRY: dict[str, Attribute[Any]] = {}
 """All attributes by key."""
 
-# -- the meaning of a value ------------------------------------------------------------------------
+# The meaning of a value
+ROLE = Attribute[Any]("role", object, "what an input means (shardgraph.ir.roles)", _COPIED)
+ROLES = Attribute[list[Any]]("roles", list, "what each of a graph's results means, on its output", _COPIED)
+SOURCE = Attribute[str]("source", str, "the user's line that it serves, as file:line", _ALL)
+SUBJECT = Attribute[str]("subject", str, "the value that a node made by a pass moves or reduces, in words", _SINGLE)
+MADE_BY = Attribute[str]("made_by", str, "the pass that made the node; captured nodes have none", _WHOLE)
 
-ROLE: Attribute[Any] = Attribute("role", object, "what an input means (shardgraph.ir.roles)", _COPIED)
-ROLES: Attribute[list[Any]] = Attribute("roles", list, "what each of a graph's results means, on its output", _COPIED)
-SOURCE: Attribute[str] = Attribute("source", str, "the user's line that it serves, as file:line", _ALL)
-SUBJECT: Attribute[str] = Attribute(
-    "subject", str, "the value that a node made by a pass moves or reduces, in words", _ALL - {Change.MERGED}
-)
-MADE_BY: Attribute[str] = Attribute(
-    "made_by", str, "the pass that made the node; captured nodes have none", _COMPUTED - {Change.CHUNKED}
-)
-
-# -- equality with values of the captured graph, for comparisons ----------------------------------------
-
-EQUALS: Attribute[str] = Attribute("equals", str, "the captured node whose value it has", _COPIED | {Change.PASSED})
-MEAN_OF: Attribute[str] = Attribute("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
-CAST_OF: Attribute[str] = Attribute("cast_of", str, "the captured gradient that it casts", _COPIED)
-PLACEMENTS: Attribute[Mapping[str, Any]] = Attribute(
-    "placements", Mapping, "how it lies along mesh axes of operators, by axis", _ALL - {Change.CHUNKED, Change.MERGED}
+# Equality with values of the captured graph, for comparisons
+EQUALS = Attribute[str]("equals", str, "the captured node whose value it has", _COPIED | {Change.PASSED})
+MEAN_OF = Attribute[str]("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
+CAST_OF = Attribute[str]("cast_of", str, "the captured gradient that it casts", _COPIED)
+PLACEMENTS = Attribute[Mapping[str, Any]](
+    "placements", Mapping, "how it lies along mesh axes of operators, by axis", _SINGLE - {Change.CHUNKED}
 )
 
-# -- decisions -------------------------------------------------------------------------------------
-
-RECOMPUTE: Attribute[bool] = Attribute(
-    "recomputed", bool, "whether backward recomputes it, or it is saved", _COMPUTED - {Change.CHUNKED}
-)
-OFFLOADED_BY: Attribute[frozenset[str]] = Attribute(
+# Decisions
+RECOMPUTE = Attribute[bool]("recomputed", bool, "whether backward recomputes it, or it is saved", _WHOLE)
+OFFLOADED_BY = Attribute[frozenset[str]](
     "offloaded_by", frozenset, "the annotations by which it is saved in host memory, as patterns", _COMPUTED
 )
-SCORES: Attribute[int] = Attribute(
-    "scores", int, "which loss's scores it normalises, in the order of the graph", _COMPUTED - {Change.CHUNKED}
-)
-CHUNK: Attribute[int] = Attribute(
-    "chunk", int, "the number of the chunk of rows that it is done for", _COMPUTED - {Change.CHUNKED}
-)
+SCORES = Attribute[int]("scores", int, "which loss's scores it normalises, in the order of the graph", _WHOLE)
+CHUNK = Attribute[int]("chunk", int, "the number of the chunk of rows that it is done for", _WHOLE)
 
-# -- parameters and gradients ------------------------------------------------------------------------
-
-MEMORY_KIND: Attribute[str] = Attribute(
+# Parameters and gradients
+MEMORY_KIND = Attribute[str](
     "memory_kind", str, "what its memory counts as: 'gathered' for parameters, 'saved' for backward", _COMPUTED
 )
-REDUCES: Attribute[str] = Attribute("reduces", str, "the parameter whose gradient it reduces", _COPIED)
-ON_HOST: Attribute[bool] = Attribute("on_host", bool, "whether an input is in host memory", _COPIED)
-ON_DISK: Attribute[bool] = Attribute("on_disk", bool, "whether host memory of an input is a mapped file", _COPIED)
-AXIS: Attribute[str] = Attribute("axis", str, "the mesh axis of a collective that is bound to a process group", _COPIED)
+REDUCES = Attribute[str]("reduces", str, "the parameter whose gradient it reduces", _COPIED)
+ON_HOST = Attribute[bool]("on_host", bool, "whether an input is in host memory", _COPIED)
+ON_DISK = Attribute[bool]("on_disk", bool, "whether host memory of an input is a mapped file", _COPIED)
+AXIS = Attribute[str]("axis", str, "the mesh axis of a collective that is bound to a process group", _COPIED)
 
-# -- torch's ---------------------------------------------------------------------------------------
-
-VALUE: Attribute[Any] = Attribute("val", object, "the value on fake tensors", _COPIED | {Change.PASSED})
-MODULES: Attribute[Mapping[str, tuple[str, Any]]] = Attribute(
-    "nn_module_stack", Mapping, "the modules that it is in, outermost first", _ALL - {Change.MERGED}
-)
-FORWARD_MODULES: Attribute[Mapping[str, tuple[str, Any]]] = Attribute(
-    "fwd_nn_module_stack", Mapping, "the modules whose derivative it is in", _ALL - {Change.MERGED}
-)
-SEQUENCE: Attribute[int] = Attribute(
-    "seq_nr", int, "the number that an operation and its derivative have in common", _COMPUTED
-)
-STACK_TRACE: Attribute[str] = Attribute("stack_trace", (str, type(None)), "the user's lines, as Python has them", _ALL)
-PARTITIONER_TAG: Attribute[str] = Attribute("partitioner_tag", str, "forward or backward, by the tracer", _COMPUTED)
+# Those of torch
+VALUE = Attribute[Any]("val", object, "the value on fake tensors", _COPIED | {Change.PASSED})
+MODULES = Attribute[Modules]("nn_module_stack", Mapping, "the modules that it is in, outermost first", _SINGLE)
+FORWARD_MODULES = Attribute[Modules]("fwd_nn_module_stack", Mapping, "the modules whose derivative it is in", _SINGLE)
+SEQUENCE = Attribute[int]("seq_nr", int, "the number that an operation and its derivative have in common", _COMPUTED)
+STACK_TRACE = Attribute[str]("stack_trace", (str, type(None)), "the user's lines, as Python has them", _ALL)
+PARTITIONER_TAG = Attribute[str]("partitioner_tag", str, "forward or backward, by the tracer", _COMPUTED)
 
 
 def carried(change: Change, *nodes: fx.Node) -> dict[Attribute[Any], Any]:
     """The attributes that hold after ``change`` for nodes derived from ``nodes``; if several have one, the first's.
 
-    Raises:
-        GraphInvariantError: a node has something in ``meta`` that is not an attribute.
+    GraphInvariantError if a node has something in ``meta`` that is not an attribute.
     """
-    found: dict[Attribute[Any], Any] = {}
+    attributes: dict[Attribute[Any], Any] = {}
     for node in nodes:
         for key, value in node.meta.items():
             if key not in REGISTRY:
                 raise GraphInvariantError(f"the node {node.name!r} has meta[{key!r}], which is no attribute")
             if change in REGISTRY[key].kept:
-                found.setdefault(REGISTRY[key], value)
-    return found
+                attributes.setdefault(REGISTRY[key], value)
+    return attributes
 
 
 def write(node: fx.Node, labels: Labels) -> None:
-    """Write attributes of a node.
-
-    Raises:
-        TypeError: one has another type.
-    """
+    """Write attributes of a node; TypeError if one has another type."""
     for attribute, value in labels.items():
         attribute.set(node, value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -10,6 +10,7 @@ from torch import fx
 from shardgraph.ir.attributes import AXIS, SOURCE, SUBJECT
 from shardgraph.ir.copies import DIRECTIONS, WAIT_COPY
 from shardgraph.ir.fake_values import fake
+from shardgraph.ir.rank_operations import Ranks, symbolic
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
@@ -19,46 +20,40 @@ ALL_TO_ALL = _c10d.all_to_all_single.default
 WAIT = _c10d.wait_tensor.default
 
 
-def send(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """Send ``tensor`` to the next rank on the ring of mesh ``axis``; returns the tensor of the previous rank.
-
-    Symbolic: :mod:`shardgraph.runtime.bind` replaces it by an all-to-all in which a rank sends everything to one other.
-    """
-    raise RuntimeError(f"send({axis!r}) has no meaning before the graph is bound to a rank")
-
-
 # Every collective writes to a new contiguous tensor.
 
 
+@symbolic
+def send(ranks: Ranks, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Send ``tensor`` to the next rank on the ring of mesh ``axis``; returns the tensor of the previous rank.
+
+    :mod:`shardgraph.runtime.bind` replaces it by an all-to-all in which a rank sends everything to one other.
+    """
+    return tensor.new_empty(tensor.shape)
+
+
 @fake(ALL_GATHER)
-def _(ranks: Callable[[str], int], shard: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def _(ranks: Ranks, shard: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return shard.new_empty((shard.shape[0] * size, *shard.shape[1:]))
 
 
 @fake(REDUCE_SCATTER)
-def _(ranks: Callable[[str], int], full: torch.Tensor, operation: str, size: int, group: str) -> torch.Tensor:
+def _(ranks: Ranks, full: torch.Tensor, operation: str, size: int, group: str) -> torch.Tensor:
     return full.new_empty((full.shape[0] // size, *full.shape[1:]))
 
 
 @fake(ALL_REDUCE)
-def _(ranks: Callable[[str], int], tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+def _(ranks: Ranks, tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
     return tensor.new_empty(tensor.shape)
 
 
 @fake(ALL_TO_ALL)
-def _(
-    ranks: Callable[[str], int], rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str
-) -> torch.Tensor:
+def _(ranks: Ranks, rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> torch.Tensor:
     return rows.new_empty((sum(received), *rows.shape[1:]))
 
 
-@fake(send)
-def _(ranks: Callable[[str], int], tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    return tensor.new_empty(tensor.shape)
-
-
 @fake(WAIT)
-def _(ranks: Callable[[str], int], started: torch.Tensor) -> torch.Tensor:
+def _(ranks: Ranks, started: torch.Tensor) -> torch.Tensor:
     return started.view_as(started)
 
 
@@ -97,9 +92,9 @@ def group_of(node: fx.Node) -> str:
 
 def describe_collective(node: fx.Node) -> str:
     """A readable description of a collective or a copy: the operation, the value and the source line."""
-    what = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
+    operation = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
     where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
     over = f" over {AXIS.get(node, group_of(node))!r}" if is_collective(node) else ""
-    return f"{what} of {SUBJECT.get(node, node.name)}{shape}{over}{where}"
+    return f"{operation} of {SUBJECT.get(node, node.name)}{shape}{over}{where}"

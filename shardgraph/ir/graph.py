@@ -84,20 +84,11 @@ class OutputAlias:
 class JointGraph:
     """A captured program.
 
-    ``module``
-        The forward and backward computation as one FX graph with roles. When nothing requires a
-        gradient it is the forward alone.
-    ``out_spec``
-        The pytree spec of the model's output.
-    ``aliases``
-        Outputs that are views of something else, by output index.
-    ``fake_mode``
-        The mode that the graph's ``meta["val"]`` tensors belong to.
-    ``stored``
-        The dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of the
-        computation.
-    ``placed``
-        Results of :mod:`shardgraph.passes.placing` for this graph.
+    ``module`` is the forward and backward computation as one FX graph with roles, or the forward alone if nothing
+    requires a gradient. ``out_spec`` is the pytree spec of the model's output, and ``aliases`` are the outputs that are
+    views of something else, by output index. ``fake_mode`` is the mode of the graph's ``meta["val"]`` tensors.
+    ``stored`` is the dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of
+    the computation. ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph.
     """
 
     module: fx.GraphModule

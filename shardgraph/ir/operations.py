@@ -9,20 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-_KERNELS = {
+_KERNELS = {  # those of a backward have the suffix _backward
     "attention": (
         "scaled_dot_product_flash_attention_for_cpu",
         "scaled_dot_product_flash_attention",
         "scaled_dot_product_efficient_attention",
         "scaled_dot_product_cudnn_attention",
         "scaled_dot_product_fused_attention_overrideable",
-    ),
-    "attention_backward": (
-        "scaled_dot_product_flash_attention_for_cpu_backward",
-        "scaled_dot_product_flash_attention_backward",
-        "scaled_dot_product_efficient_attention_backward",
-        "scaled_dot_product_cudnn_attention_backward",
-        "scaled_dot_product_fused_attention_overrideable_backward",
     ),
     "batch_norm": (
         "native_batch_norm_legit_functional",
@@ -31,9 +24,7 @@ _KERNELS = {
         "cudnn_batch_norm",
         "miopen_batch_norm",
     ),
-    "batch_norm_backward": ("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
     "rms_norm": ("fused_rms_norm",),
-    "rms_norm_backward": ("fused_rms_norm_backward",),
     "convolution": ("cudnn_convolution", "mkldnn_convolution", "miopen_convolution"),
 }
 _CANONICAL = {kernel: name for name, kernels in _KERNELS.items() for kernel in kernels}
@@ -41,7 +32,9 @@ _CANONICAL = {kernel: name for name, kernels in _KERNELS.items() for kernel in k
 
 def canonical(name: str) -> str:
     """The device-independent name for a kernel's name; any other name unchanged."""
-    return _CANONICAL.get(name.strip("_"), name)
+    forward = name.strip("_").removesuffix("_backward")
+    suffix = "_backward" if name.strip("_").endswith("_backward") else ""
+    return _CANONICAL[forward] + suffix if forward in _CANONICAL else name
 
 
 def operation_name(target: Any) -> str:

@@ -5,112 +5,79 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class Role:
+    """The meaning of a value; two roles are equal if they are of one class and have the same fields."""
+
+
 @dataclass(frozen=True)
-class Parameter:
+class _Named(Role):
+    fqn: str
+
+
+@dataclass(frozen=True)
+class _Indexed(Role):
+    index: int
+
+
+class Parameter(_Named):
     """The parameter ``fqn`` (its local shard, once a pass has sharded it)."""
 
-    fqn: str
 
-
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(_Named):
     """The buffer ``fqn``, replicated on every rank."""
 
-    fqn: str
+
+class Gathered(_Named):
+    """The full parameter ``fqn``, all-gathered once for all microbatches of a step."""
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(_Indexed):
     """The ``index``-th leaf of the flattened ``(args, kwargs)`` of a call."""
 
-    index: int
 
-
-@dataclass(frozen=True)
-class Tangent:
+class Tangent(_Indexed):
     """The incoming gradient of the :class:`Output` of the same index."""
 
-    index: int
 
-
-@dataclass(frozen=True)
-class Saved:
+class Saved(_Indexed):
     """The ``index``-th value saved for backward."""
 
-    index: int
 
-
-@dataclass(frozen=True)
-class Output:
+class Output(_Indexed):
     """The ``index``-th leaf of the model's output."""
 
-    index: int
 
-
-@dataclass(frozen=True)
-class IntermediateBase:
+class IntermediateBase(_Indexed):
     """A hidden output, of which user outputs are views (``index`` counts the hidden ones)."""
 
-    index: int
+
+class Forwarded(_Indexed):
+    """The ``index``-th value that a pipeline stage sends to the next in forward: its result, the next one's input."""
+
+
+class Returned(_Indexed):
+    """The ``index``-th value that a pipeline stage sends to the previous one in backward, as a tangent there."""
 
 
 @dataclass(frozen=True)
-class Mutation:
+class Mutation(Role):
     """The new value of an input that the model writes in place."""
 
     of: Buffer | Input | Parameter
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(Role):
     """The gradient of a parameter or of an input."""
 
     of: Parameter | Buffer | Input
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Role):
     """The unreduced gradient of a parameter, summed over earlier microbatches under ``no_sync``."""
 
     of: Parameter
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The full parameter ``fqn``, all-gathered once for all microbatches of a step."""
-
-    fqn: str
-
-
-@dataclass(frozen=True)
-class Forwarded:
-    """The ``index``-th value that a pipeline stage sends to the next in forward: its result, the next one's input."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Returned:
-    """The ``index``-th value that a pipeline stage sends to the previous one in backward, as a tangent there."""
-
-    index: int
-
-
-Role = (
-    Parameter
-    | Buffer
-    | Input
-    | Tangent
-    | Saved
-    | Output
-    | IntermediateBase
-    | Mutation
-    | Gradient
-    | Accumulated
-    | Gathered
-    | Forwarded
-    | Returned
-)
 
 
 def of_backward(role: Role | None) -> bool:

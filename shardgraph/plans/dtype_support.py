@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardgraph.cost_models.cluster import Device
+from shardgraph.cost_models.device import Device
 from shardgraph.errors import PlanError
 from shardgraph.plans.annotations.kinds import precision
 from shardgraph.plans.plan import Plan

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardgraph.cost_models.cluster import VIEW, Cluster
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import VIEW
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.schedules import StageCost
 from shardgraph.ir import JointGraph, Parameter, Saved, copy_graph, outputs, placeholders

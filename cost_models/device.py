@@ -1,0 +1,145 @@
+"""Devices as data: the rate of each kind of work, the link to other devices, and the host.
+
+Work takes ``overhead + work / per_second`` seconds by its :class:`Rate`, so small operations run below the rate and
+large ones approach it, like an efficiency that depends on size. The rates of known devices are datasheet peaks times
+fitted efficiencies (``devices.yaml`` cites the source of each number); those of this machine are measured
+(``shardgraph calibrate``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardgraph.errors import ClusterError
+
+FLOP_KINDS = ("matmul", "convolution", "attention")
+"""Kinds of work counted in FLOPs; their rates are by dtype, as ``"matmul/bfloat16"``."""
+
+BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "optimizer")
+"""Kinds of work counted in bytes read and written."""
+
+VIEW = "view"
+"""Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
+
+MEMORY = "memory"
+"""All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes.
+
+    Work counted in FLOPs may have an additional cost per byte read and written, at ``moved_per_second``: CPU kernels
+    that first repack their operands.
+    """
+
+    per_second: float
+    overhead: float = 0.0
+    moved_per_second: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.per_second > 0 or not self.overhead >= 0 or not self.moved_per_second > 0:
+            raise ClusterError(
+                "a rate has a positive per_second and moved_per_second and an overhead of at least 0 seconds, but this "
+                f"has {self.per_second}, {self.moved_per_second} and {self.overhead}"
+            )
+
+    def seconds(self, work: float, moved: float = 0.0) -> float:
+        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes."""
+        return self.overhead + work / self.per_second + moved / self.moved_per_second
+
+
+@dataclass(frozen=True)
+class Link:
+    """A device's link: ``bandwidth`` in bytes/s in one direction, ``latency`` in seconds per message.
+
+    ``latencies`` overrides the latency, in seconds, for individual operations (such as ``all_reduce``).
+    """
+
+    bandwidth: float
+    latency: float
+    latencies: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
+            raise ClusterError(
+                "a link has a positive bandwidth and latencies of at least 0, but this has "
+                f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
+            )
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of a device: the ``link`` to its memory, and the rate of ``optimizer`` updates on it in bytes read and
+    written."""
+
+    link: Link
+    optimizer: Rate
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one rank's share of a CPU.
+
+    ``memory`` is in bytes; the allocator rounds every tensor's size up to a multiple of ``allocation`` bytes. ``peak``
+    is dense FLOP/s by dtype name as the manufacturer states them, the denominator of MFU. ``rates`` are what a kernel
+    attains: by ``kind/dtype`` for kinds counted in FLOPs, by kind for those counted in bytes. ``sustained`` is the
+    fraction of those rates that a whole training step attains, by kind for kinds counted in FLOPs and as ``"memory"``
+    for all counted in bytes: a kernel timed alone runs at a higher clock, and in favourable shapes. The default is 1,
+    also after ``shardgraph calibrate``, which times operations in place in a program. ``source`` says where the numbers
+    come from. Without a ``host``, plans that offload cannot be priced.
+    """
+
+    name: str
+    memory: int
+    peak: Mapping[str, float]
+    rates: Mapping[str, Rate]
+    sustained: Mapping[str, float] = field(default_factory=dict)
+    allocation: int = 512
+    source: str = ""
+    host: Host | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "allocation"):
+            if not (nbytes := getattr(self, name)) > 0:
+                raise ClusterError(f"device {self.name!r} has {name} {nbytes}: a positive number of bytes is needed")
+        if "pointwise" not in self.rates:
+            raise ClusterError(f"device {self.name!r} has no rate 'pointwise', the price of what has no other")
+        for kind, part in self.sustained.items():
+            if kind not in (*FLOP_KINDS, MEMORY) or not 0 < part <= 1:
+                raise ClusterError(
+                    f"device {self.name!r} sustains {part} of {kind!r}: it may be a part above 0, at most 1, of "
+                    f"{', '.join(FLOP_KINDS)} or {MEMORY}"
+                )
+
+    @property
+    def linked_host(self) -> Host:
+        """The host of the device.
+
+        Raises:
+            ClusterError: the device does not describe one.
+        """
+        if self.host is None:
+            raise ClusterError(
+                f"device {self.name!r} does not describe its host, so offloading cannot be priced: add to it "
+                "host: {link: {bandwidth: 2.5e+10, latency: 6.0e-6}, optimizer: {per_second: 2.0e+10}} with your "
+                "figures, or measure this machine with `shardgraph calibrate`"
+            )
+        return self.host
+
+    def rate(self, kind: str, dtype: str = "") -> Rate | None:
+        """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.
+
+        A kind without a rate of its own falls back to a simpler one: attention and convolution to matmul, every kind
+        counted in bytes to pointwise. Views without a rate cost nothing.
+        """
+        if kind == VIEW:
+            return self.rates.get(VIEW, Rate(1.0))
+        if kind in FLOP_KINDS:
+            part = kind if f"{kind}/{dtype}" in self.rates else "matmul"
+            rate = self.rates.get(f"{part}/{dtype}")
+        else:
+            rate, part = self.rates.get(kind, self.rates["pointwise"]), MEMORY
+        return rate and replace(rate, per_second=rate.per_second * self.sustained.get(part, 1.0))
