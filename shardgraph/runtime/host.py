@@ -21,9 +21,6 @@ library.define("empty_on_host(SymInt[] size, ScalarType dtype, bool pinned) -> T
 
 EMPTY_ON_HOST = torch.ops.shardgraph.empty_on_host.default
 
-
-# -- host tensors ----------------------------------------------------------------------------------
-
 _on_host: Any = WeakIdKeyDictionary()  # storages, with whether they take memory
 
 
@@ -52,8 +49,6 @@ def empty_on_host(size: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 def _empty(size: Any, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     return known_on_host(torch.empty(size, dtype=dtype, pin_memory=pinned))
 
-
-# -- copies ----------------------------------------------------------------------------------------
 
 _under_way: Any = WeakTensorKeyDictionary()  # copies in flight, by destination tensor
 

@@ -11,15 +11,15 @@ from shardgraph.torch_api import pytree
 
 
 def batch_size(call: Any) -> int:
-    """The length of dimension 0 of the first tensor of a call that has one; 0 where none has."""
-    leaves = pytree.tree_leaves(call)
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+    """The length of dimension 0 of a call's first tensor that is not a scalar; 0 if there is none."""
+    tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
 
 def microbatches(call: Any, count: int) -> list[Any]:
     """``call``, with every tensor whose dimension 0 is the batch's cut into ``count`` parts; all else is in each.
 
-    Parts are of a size, but for the last, which may be smaller.
+    Parts have equal sizes, except that the last may be smaller.
 
     Raises:
         PlanError: the batch cannot be cut so; the message has the numbers that work.
@@ -29,8 +29,8 @@ def microbatches(call: Any, count: int) -> list[Any]:
         raise PlanError(f"{count} microbatches are cut from a batch, and no input of this call is a tensor with rows")
     size = -(-rows // count)
     if -(-rows // size) != count:
-        works = sorted({-(-rows // each) for each in range(1, rows + 1)})
-        near = sorted(works, key=lambda each: abs(each - count))[:4]
+        possible = sorted({-(-rows // each) for each in range(1, rows + 1)})
+        near = sorted(possible, key=lambda each: abs(each - count))[:4]
         raise PlanError(
             f"a batch of {rows} rows cannot be cut into {count} microbatches of a size, but for a smaller last: "
             f"{', '.join(map(str, sorted(near)))} microbatches work for it, or batches of a multiple of {count} rows"

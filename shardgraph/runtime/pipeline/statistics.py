@@ -1,4 +1,4 @@
-"""What buffers become in a step, from what each microbatch would have written."""
+"""The buffers after a step, from what each microbatch would have written."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def combined(
     other floating-point values the mean over microbatches, and whole numbers what the first microbatch wrote, so that
     a count of batches counts one.
     """
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for stages in zip(*(program.stages for program in programs), strict=True):
         for norms in zip(*(stage.batch_norms for stage in stages), strict=True):
             norm, counts = norms[0], [each.count for each in norms]
             pairs = [(values[norm.mean], values[norm.variance]) for values in written if norm.mean in values]
             if pairs:
-                begun = start[norm.mean], start[norm.variance]
-                found[norm.mean], found[norm.variance] = whole_batch(norm, begun, pairs, counts)
+                before = start[norm.mean], start[norm.variance]
+                buffers[norm.mean], buffers[norm.variance] = whole_batch(norm, before, pairs, counts)
     for name in written[0]:
-        if name not in found:
+        if name not in buffers:
             values = [each[name] for each in written]
-            found[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
-    return found
+            buffers[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+    return buffers
