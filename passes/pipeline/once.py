@@ -29,7 +29,7 @@ class GatherOnce:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "forward"):
-            gather = take_gathers(graphs[name])
+            gather = _take_gathers(graphs[name])
             if gather is not None:  # the same, whether forward is recomputed or not
                 graphs[sibling(name.replace("/recompute/", "/"), "gather")] = gather
 
@@ -47,7 +47,7 @@ class ReduceOnce:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
-            reduce = None if "/recompute/" in name else reductions_of(graphs[name])
+            reduce = None if "/recompute/" in name else _reductions_of(graphs[name])
             if reduce is not None:
                 graphs[sibling(name, "reduce")] = reduce
 
@@ -70,12 +70,8 @@ class DropUntrained:
                 del graphs[name]
 
 
-def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
-    """Move the gathers of parameters that are kept for backward out of ``forward``; returns the graph that runs them.
-
-    It takes ``Parameter`` shards and returns ``Gathered`` parameters, which ``forward`` takes instead. None if no
-    parameter is kept gathered. Gathers that backward repeats stay, for every microbatch.
-    """
+def _take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
+    """Move gathers from ``forward``, which then takes ``Gathered`` parameters, to a graph that returns them, if any."""
     named = {node.name: role for role, node in ir.placeholders(forward).items() if isinstance(role, ir.Parameter)}
     kept = [
         node
@@ -107,11 +103,8 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     return chain[::-1]
 
 
-def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph that reduces gradients accumulated over microbatches: ``Accumulated`` to ``Gradient``.
-
-    It covers the parameters whose gradient ``backward`` reduces; None if there are none.
-    """
+def _reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph from ``Accumulated`` to each ``Gradient`` that ``backward`` reduces; None if it reduces none."""
     inputs: list[tuple[str, ir.Role, fx.Node]] = []
     results: list[tuple[ir.Role, fx.Node]] = []
     for role, value in ir.outputs(backward):

@@ -21,6 +21,11 @@ from shardgraph.passes.pipeline.subgraph import subgraph
 class SplitBackward:
     """Takes the backward graphs of stages; splits each into two halves, ``inputs`` and ``weights``.
 
+    ``inputs`` returns what the previous stage waits for (``Returned``) and, as further ``Saved`` values, the
+    intermediates that ``weights`` needs; ``weights`` returns all other results. Each takes the inputs that it uses. If
+    a previous stage waits, chunked computation is in ``inputs``, weight gradients included: saving the chunks would
+    mean saving the whole.
+
     Must not change: what the halves compute together.
     """
 
@@ -31,17 +36,10 @@ class SplitBackward:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
-            graphs[sibling(name, "inputs")], graphs[sibling(name, "weights")] = split_backward(graphs.pop(name))
+            graphs[sibling(name, "inputs")], graphs[sibling(name, "weights")] = _split_backward(graphs.pop(name))
 
 
-def split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """``(inputs, weights)``: the two halves of a stage's backward graph.
-
-    ``inputs`` returns what the previous stage waits for (``Returned``) and, as further ``Saved`` values, the
-    intermediates that ``weights`` needs; ``weights`` returns all other results. Each takes the inputs that it uses. If
-    a previous stage waits, chunked computation is in ``inputs``, weight gradients included: saving the chunks would
-    mean saving the whole.
-    """
+def _split_backward(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     results = [(role, value) for role, value in ir.outputs(gm) if isinstance(value, fx.Node)]
     returned = [(role, value) for role, value in results if isinstance(role, ir.Returned)]
     rest = [(role, value) for role, value in results if not isinstance(role, ir.Returned)]

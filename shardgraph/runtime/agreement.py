@@ -30,14 +30,10 @@ _made: Counter[str] = Counter()  # number of agreements so far, by name of their
 class Agreement:
     """A series of points that all ranks of a group pass together or not at all.
 
-    All ranks create their agreements in the same order, and call :meth:`agree` equally often. Each call is a round: a
-    rank posts a digest of its value, and the last one to arrive compares the digests and posts the verdict for which
-    the others wait. So a round costs a few store operations per rank. The first verdict is final: a rank that fails,
-    or that has waited too long, posts its own, and every rank raises.
-
-    Args:
-        group: the ranks; None, a group of one and a fake group always agree.
-        timeout: seconds that a rank waits for the others in each round.
+    All ranks of ``group`` create their agreements in the same order, and call :meth:`agree` equally often. Each call is
+    a round: a rank posts a digest of its value, and the last one to arrive compares the digests and posts the verdict,
+    for which the others wait up to ``timeout`` seconds. The first verdict is final: a rank that fails, or that has
+    waited too long, posts its own, and every rank raises. None, a group of one and a fake group always agree.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -56,14 +52,10 @@ class Agreement:
     def agree(self, topic: str, value: str | None = None, error: BaseException | None = None) -> None:
         """Return when all ranks have arrived here with the same ``topic`` and ``value`` and without error.
 
-        Args:
-            topic: the subject of the agreement, as a noun for messages: "the compiled program".
-            value: the text that must be equal; a message shows the lines that differ.
-            error: the reason why this rank cannot continue; the others raise at once.
+        ``topic`` is a noun for messages: "the compiled program"; ``error`` is why this rank cannot continue.
 
         Raises:
-            RankMismatchError: on every rank: values or topics differ, a rank has an error, or a rank did not
-                arrive in time.
+            RankMismatchError: on every rank: values or topics differ, a rank has an error, or did not arrive in time.
             BaseException: ``error``, on the rank that has it.
         """
         verdict = _AGREED
@@ -79,11 +71,7 @@ class Agreement:
             raise RankMismatchError(verdict)
 
     def from_first_rank(self, topic: str, make: Callable[[], str]) -> str:
-        """Call ``make()`` on the first rank of the group only, and return its result on every rank.
-
-        Args:
-            topic: what is made, as a noun for messages.
-            make: returns the text; the other ranks wait for it as long as the agreement's timeout.
+        """Call ``make()`` on the first rank only, and return its result, called ``topic`` in messages, on every rank.
 
         Raises:
             RankMismatchError: on every rank: the first rank did not arrive, or did not finish, in time.

@@ -61,6 +61,7 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
             Also: ``fn`` or ``args`` cannot be sent to another process, ``nproc`` is below 1, or ``launch``
             was called by a rank.
     """
+    global _inside_rank
     if _inside_rank:
         raise LaunchError(
             "launch was called by a rank of another launch, and ranks do not start ranks: "
@@ -69,7 +70,13 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
     if nproc < 1:
         raise LaunchError(f"launch(nproc={nproc}) would run nothing: nproc is the number of ranks, 1 or more")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return [_call_in_this_rank(fn, args, timeout)]
+        if not dist.is_initialized():
+            _join_group(timeout)  # never destroyed: a second group on the same store would read the first's addresses
+        _inside_rank = True
+        try:
+            return [fn(*args)]
+        finally:
+            _inside_rank = False
     with tempfile.TemporaryDirectory(prefix="shardgraph-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _send_task(fn, tuple(args), folder)
@@ -221,17 +228,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _call_in_this_rank(fn: Callable[..., Any], args: Sequence[Any], timeout: float) -> Any:
-    global _inside_rank
-    if not dist.is_initialized():
-        _join_group(timeout)  # never destroyed: a second group on the same store would read the first one's addresses
-    _inside_rank = True
-    try:
-        return fn(*args)
-    finally:
-        _inside_rank = False
 
 
 def _join_group(timeout: float) -> None:

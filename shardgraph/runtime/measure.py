@@ -66,14 +66,14 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self._gpu is not None:
-            self._gpu.__enter__()
+            self._gpu.start()
         self._cpu.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._cpu.__exit__(*error)
         if self._gpu is not None:
-            self._gpu.__exit__(*error)
+            self._gpu.stop()
 
 
 def _plain(value: Any) -> Iterator[torch.Tensor]:
@@ -153,9 +153,9 @@ class _CudaMeter:
             return self.final
         return torch.cuda.max_memory_allocated(self.device) - self.before + self.tracked
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.before = torch.cuda.memory_allocated(self.device)
 
-    def __exit__(self, *error: Any) -> None:
+    def stop(self) -> None:
         self.final = self.peak

@@ -8,7 +8,7 @@ from it; the default generator advances by that one draw.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -23,17 +23,12 @@ def rank_seed(seed: int, rank: int) -> int:
     return (seed + _GOLDEN * rank) % 2**63
 
 
-@contextmanager
-def rank_generator(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
+def rank_generator(rank: int, world_size: int, device: torch.device) -> AbstractContextManager[None]:
     """Run the body with ``device``'s (and the CPU's) generator seeded for ``rank`` of ``world_size``.
 
     With one rank the default generators are used unchanged, so that the body draws what the original model would.
     """
-    if world_size == 1:
-        yield
-        return
-    with seeded(rank_seed(common_draw(), rank), device):
-        yield
+    return seeded(None if world_size == 1 else rank_seed(common_draw(), rank), device)
 
 
 def common_draw() -> int:

@@ -60,9 +60,8 @@ def merged(outputs: list[Any], shares: list[float], rows: list[int]) -> Any:
     """
     if len(outputs) == 1:
         return outputs[0]
-    flat = [pytree.tree_flatten(output) for output in outputs]
 
-    def merge(leaves: tuple[Any, ...]) -> Any:
+    def merge(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
             return leaves[0]
         if all(leaf.dim() and count and leaf.shape[0] % count == 0 for leaf, count in zip(leaves, rows, strict=True)):
@@ -71,5 +70,4 @@ def merged(outputs: list[Any], shares: list[float], rows: list[int]) -> Any:
             return torch.stack([leaf * share for leaf, share in zip(leaves, shares, strict=True)]).sum(0)
         return leaves[0]
 
-    together = [merge(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return pytree.tree_unflatten(together, flat[0][1])
+    return pytree.tree_map(merge, *outputs)
