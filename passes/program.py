@@ -1,18 +1,13 @@
 """A program: the result of lowering a captured graph for one kind of call, the same text on every rank.
 
-It is a set of named graphs and a schedule of actions, each of which runs one graph. Without a pipeline there is one
-stage, which runs forward, then backward::
-
-    forward, backward
-
-With a pipeline every stage has graphs of its own, ``stage0/forward`` and ``stage0/backward``, which run for each
-microbatch; ``stage0/recompute/forward`` and ``.../backward`` are for microbatches that recompute forward in backward.
-``stage0/gather`` gathers parameters once per step, and ``stage0/reduce`` reduces gradients. Further graphs are derived
-from a backward graph when a step first needs them; see :meth:`Program.graph`.
+It has named graphs, and actions that each run one of them: ``forward`` and ``backward`` or, with a pipeline, graphs of
+each stage, such as ``stage0/forward``. Those run for each microbatch, ``stage0/gather`` and ``stage0/reduce`` once per
+step, and ``stage0/recompute/forward`` and ``.../backward`` for microbatches that recompute forward in backward.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,13 +116,13 @@ class StageProgram:
 
     @cached_property
     def received(self) -> list[torch.Tensor]:
-        """What the stage receives from the previous one, as fake tensors in order."""
-        return _taken(self.kept.forward, ir.Forwarded)
+        """The values from the previous stage, as fake tensors in order."""
+        return _inputs_of(self.kept.forward, ir.Forwarded)
 
     @cached_property
     def returned(self) -> list[torch.Tensor]:
-        """What it receives from the next one in backward, as fake tensors in order."""
-        return [] if self.kept.backward is None else _taken(self.kept.backward, ir.Returned)
+        """The gradients from the next stage in backward, as fake tensors in order."""
+        return [] if self.kept.backward is None else _inputs_of(self.kept.backward, ir.Returned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,11 +217,8 @@ class Program:
     @cached_property
     def text(self) -> str:
         """All graphs as text, the same on every rank: what ranks compare before they run."""
-        return "\n".join(
-            line
-            for name, gm in self.graphs.items()
-            for line in (f"graph {name}:", *(node.format_node() or "" for node in gm.graph.nodes))
-        )
+        graphs = ((f"graph {name}:", *map(fx.Node.format_node, gm.graph.nodes)) for name, gm in self.graphs.items())
+        return "\n".join(line or "" for line in itertools.chain.from_iterable(graphs))
 
     @cached_property
     def communication(self) -> str:
@@ -256,9 +248,9 @@ def gradients_of(results: Iterable[tuple[ir.Role | None, Any]]) -> dict[str, Any
     }
 
 
-def _taken(gm: fx.GraphModule, kind: type) -> list[torch.Tensor]:
-    taken = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
-    return [taken[index] for index in sorted(taken)]
+def _inputs_of(gm: fx.GraphModule, kind: type) -> list[torch.Tensor]:
+    inputs = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
+    return [inputs[index] for index in sorted(inputs)]
 
 
 def _form(value: Any) -> str:

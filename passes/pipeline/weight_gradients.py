@@ -1,7 +1,4 @@
-"""Backward in two halves for zero-bubble schedules: gradients of a stage's inputs, then gradients of its weights.
-
-Qi et al., 2023, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241.
-"""
+"""Backward in two halves for zero-bubble schedules (Qi et al., 2023, https://arxiv.org/abs/2401.10241)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from shardgraph.passes.pipeline.subgraph import subgraph
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Takes the backward graphs of stages; splits each into two halves, ``inputs`` and ``weights``.
+    """Takes the backward graphs of stages; splits each into gradients of the stage's ``inputs`` and of its ``weights``.
 
     ``inputs`` returns what the previous stage waits for (``Returned``) and, as further ``Saved`` values, the
     intermediates that ``weights`` needs; ``weights`` returns all other results. Each takes the inputs that it uses. If

@@ -1,7 +1,6 @@
 """Ranks check that they agree before they continue, so that a potential hang becomes an error on all of them.
 
-The check uses the key-value store of the process group instead of a collective: it works with any backend, waits have
-a time limit, and a rank that fails can report it while others still work.
+It uses the process group's store and no collective: for any backend, and a failed rank can report while others work.
 """
 
 from __future__ import annotations
@@ -116,13 +115,11 @@ class Agreement:
 
     def is_present(self, rank: int, seconds: float) -> bool:
         """Whether ``rank`` posts its presence within ``seconds``."""
-        if self._store is None:
+        with contextlib.suppress(RuntimeError):  # it does not, or the store is gone
+            if self._store is not None:
+                self._store.wait([f"present/{rank}"], timedelta(seconds=seconds))
             return True
-        try:
-            self._store.wait([f"present/{rank}"], timedelta(seconds=seconds))
-        except RuntimeError:  # it does not, or the store is gone
-            return False
-        return True
+        return False
 
     def first_failure(self, text: str, within: float = 0.0) -> str:
         """The text of the first rank that failed: ``text``, unless another rank posts one ``within`` seconds."""

@@ -1,7 +1,6 @@
 """Host memory and the copies between host and device on this rank (:mod:`shardgraph.ir.copies`).
 
-With an accelerator, host memory is pinned, each direction has a stream of its own, and the computation's stream waits;
-:func:`settle` blocks this thread until all copies are done. If the device is the CPU, both are the same memory: each
+With an accelerator, host memory is pinned, and each direction has a stream of its own. If the device is the CPU, each
 direction has a thread that copies while this one computes, and host tensors are recognised by their storage.
 """
 

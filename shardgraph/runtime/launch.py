@@ -160,17 +160,14 @@ def _end(context: ProcessContext) -> None:
 
 
 def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> str:
-    """The first failure in full, and the last line of each later one, which is usually its consequence.
-
-    A rank that raised recorded the time. One that died without a record died at most ``_NOTICE`` before ``noticed``.
-    """
+    """The first failure in full, and the last line of each later one, which is usually its consequence."""
     failures = []
     for rank in range(nproc):
         if (file := folder / f"{rank}.error").exists():
             record = json.loads(file.read_text())
             failures.append((record["time"], rank, f"raised:\n\n{record['traceback'].rstrip()}"))
         elif rank in died:
-            failures.append((noticed - _NOTICE, rank, _cause_of_death(died[rank])))
+            failures.append((noticed - _NOTICE, rank, _cause_of_death(died[rank])))  # it may have died so long before
     (_, rank, report), *later = sorted(failures)
     lines = [f"rank {rank} of {nproc} {report}"]
     lines += [f"Then rank {rank} failed: {report.splitlines()[-1]}" for _, rank, report in later]

@@ -60,10 +60,9 @@ def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceM
     if not axes or not dist.is_initialized():
         return None
     names, sizes = zip(*axes, strict=True)
-    if (device_type := group_device_type()) != "cpu":
-        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    override: dict[Any, Any] = dict.fromkeys(names, ordered_gloo())
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=override)
+    device_type = group_device_type()
+    override: Any = dict.fromkeys(names, ordered_gloo()) if device_type == "cpu" else None
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
 
 
 def run_device(mesh: DeviceMesh | Mapping[str, int] | None) -> torch.device | None:

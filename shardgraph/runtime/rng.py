@@ -1,8 +1,7 @@
 """Random numbers on data-parallel ranks: different on each, reproducible on all.
 
-Users seed every rank alike, so that initialisation agrees, but dropout must differ between ranks with different data.
-So each forward draws one number from the default generator (the same on every rank) and derives a seed for its rank
-from it; the default generator advances by that one draw.
+Users seed every rank alike, but dropout must differ between ranks with different data. So each forward draws one number
+from the default generator, the same on every rank, and derives the seed of its rank from it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of ``rank`` in a step whose common draw was ``seed``; for rank 0 it is ``seed`` itself.
-
-    ``rank`` is the data-parallel rank, or the index of anything else that draws independently.
-    """
+    """The seed of ``rank``, or of anything else that draws independently, in a step whose common draw was ``seed``."""
     return (seed + _GOLDEN * rank) % 2**63
 
 

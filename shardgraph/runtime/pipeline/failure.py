@@ -19,7 +19,9 @@ _PATIENCE = 10.0  # seconds that a rank without a dead neighbour waits for anoth
 
 
 @contextmanager
-def told(agreement: Agreement, group: dist.ProcessGroup | None, neighbours: Sequence[int]) -> Iterator[None]:
+def failures_reported(
+    agreement: Agreement, group: dist.ProcessGroup | None, neighbours: Sequence[int]
+) -> Iterator[None]:
     """Run a step; if it fails, report on every rank which rank was the first to fail.
 
     A rank with an error of its own posts it and raises it. One that loses the connection to a neighbour posts its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,14 +37,11 @@ def microbatches(call: Any, count: int) -> list[Any]:
             f"{', '.join(map(str, sorted(near)))} microbatches work for it, or batches of a multiple of {count} rows"
         )
 
-    def part(number: int) -> Any:
-        def cut(leaf: torch.Tensor) -> torch.Tensor:
-            is_batch = leaf.dim() > 0 and leaf.shape[0] == rows
-            return leaf[number * size : (number + 1) * size].contiguous() if is_batch else leaf
+    def cut(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        is_batch = tensor.dim() > 0 and tensor.shape[0] == rows
+        return tensor[start : start + size].contiguous() if is_batch else tensor
 
-        return pytree.tree_map_only(torch.Tensor, cut, call)
-
-    return [part(number) for number in range(count)]
+    return [pytree.tree_map_only(torch.Tensor, partial(cut, start=i * size), call) for i in range(count)]
 
 
 def shares(calls: list[Any]) -> list[float]:
@@ -53,10 +51,10 @@ def shares(calls: list[Any]) -> list[float]:
 
 
 def merged(outputs: list[Any], shares: list[float], rows: list[int]) -> Any:
-    """What a model returns for the whole batch, from what it returns for each microbatch of so many ``rows``.
+    """The model's output for the whole batch, from the outputs for microbatches of so many ``rows``.
 
-    Tensors with as many rows as a microbatch, or a multiple of that (tokens in one row), are put together; of other
-    floating-point tensors, such as a mean loss, it is the mean by shares; of all else the first.
+    Tensors with as many rows as a microbatch, or a multiple of that (tokens in one row), are concatenated; of other
+    floating-point tensors, such as a mean loss, it is the mean weighted by shares; of all else the first.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -206,9 +206,9 @@ class RunningPipeline:
     def to_first_rank(
         self, tensor: torch.Tensor, place: int, gathered: Callable[[torch.Tensor, bool], torch.Tensor]
     ) -> torch.Tensor:
-        """The whole of a tensor, of which the ranks at ``place`` along the pipeline have parts, on global rank 0.
+        """The whole of a tensor, from the ranks at ``place`` along the pipeline, in CPU memory of global rank 0.
 
-        It is in CPU memory there, and empty on other ranks. All ranks must call it.
+        It is empty on other ranks. All ranks must call it.
         """
         first_column = self.state.mesh is None or mesh_rank(self.state.mesh) == 0
         whole = gathered(tensor, first_column) if self.rank == place else tensor.new_empty(0, device="cpu")

@@ -17,9 +17,8 @@ def combined(
 ) -> dict[str, torch.Tensor]:
     """The buffers after a step in which microbatch ``i``, of ``programs[i]``, would have written ``written[i]``.
 
-    Every microbatch begins with ``start``. Running statistics of batch norms become what the whole batch makes of them;
-    other floating-point values the mean over microbatches, and whole numbers what the first microbatch wrote, so that
-    a count of batches counts one.
+    Running statistics of batch norms, from those at the ``start``, are of the whole batch; other floating-point values
+    are the mean over microbatches, and integers those of the first microbatch, so that a count of batches counts one.
     """
     buffers: dict[str, torch.Tensor] = {}
     for stages in zip(*(program.stages for program in programs), strict=True):
