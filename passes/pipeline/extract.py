@@ -64,11 +64,11 @@ def _check_buffers(stages: Sequence[fx.GraphModule]) -> None:
             if isinstance(role, ir.Buffer):
                 readers[role.fqn].add(number)
     for number, gm in enumerate(stages):
-        for role, _ in ir.outputs(gm):
-            written = isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer)
-            if written and (others := readers[role.of.fqn] - {number}):
+        for result, _ in ir.outputs(gm):
+            written = isinstance(result, ir.Mutation) and isinstance(result.of, ir.Buffer)
+            if written and (others := readers[result.of.fqn] - {number}):
                 raise PlanError(
-                    f"the buffer {role.of.fqn!r} is written in stage {number} and read in stage {min(others)}, whose "
+                    f"the buffer {result.of.fqn!r} is written in stage {number} and read in stage {min(others)}, whose "
                     "ranks would not see what is written: let stages begin so that both are in one"
                 )
 

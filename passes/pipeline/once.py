@@ -29,8 +29,7 @@ class GatherOnce:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "forward"):
-            gather = _take_gathers(graphs[name])
-            if gather is not None:  # the same, whether forward is recomputed or not
+            if gather := _take_gathers(graphs[name]):  # the same, whether forward is recomputed or not
                 graphs[sibling(name.replace("/recompute/", "/"), "gather")] = gather
 
 
@@ -47,8 +46,7 @@ class ReduceOnce:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
-            reduce = None if "/recompute/" in name else _reductions_of(graphs[name])
-            if reduce is not None:
+            if "/recompute/" not in name and (reduce := _reductions_of(graphs[name])):
                 graphs[sibling(name, "reduce")] = reduce
 
 

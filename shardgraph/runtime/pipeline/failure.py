@@ -19,9 +19,7 @@ _PATIENCE = 10.0  # seconds that a rank without a dead neighbour waits for anoth
 
 
 @contextmanager
-def failures_reported(
-    agreement: Agreement, group: dist.ProcessGroup | None, neighbours: Sequence[int]
-) -> Iterator[None]:
+def report_failure(agreement: Agreement, group: dist.ProcessGroup | None, neighbours: Sequence[int]) -> Iterator[None]:
     """Run a step; if it fails, report on every rank which rank was the first to fail.
 
     A rank with an error of its own posts it and raises it. One that loses the connection to a neighbour posts its
@@ -34,24 +32,21 @@ def failures_reported(
     try:
         yield
     except Exception as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
         if not _of_communication(error) or group is None:
-            agreement.first_failure(f"rank {_rank()} failed: {type(error).__name__}: {error}")
+            agreement.first_failure(f"rank {rank} failed: {type(error).__name__}: {error}")
             raise
         agreement.post_presence()
-        closed = [rank for rank in neighbours if _closed(rank, group)]
-        lost = [rank for rank in closed if not agreement.is_present(rank, _GRACE)]
-        who = " and ".join(f"rank {rank} has ended" for rank in lost) or (
-            f"rank {_rank()} waited in vain for its neighbours in the pipeline, {' and '.join(map(str, neighbours))}"
+        closed = [neighbour for neighbour in neighbours if _closed(neighbour, group)]
+        lost = [neighbour for neighbour in closed if not agreement.is_present(neighbour, _GRACE)]
+        cause = " and ".join(f"rank {neighbour} has ended" for neighbour in lost) or (
+            f"rank {rank} waited in vain for its neighbours in the pipeline, {' and '.join(map(str, neighbours))}"
         )
-        first = agreement.first_failure(who, within=0.0 if lost else _PATIENCE)
+        first = agreement.first_failure(cause, within=0.0 if lost else _PATIENCE)
         raise CollectiveError(
             f"the pipeline stopped in the middle of a step: {first}. Look at the output of that rank first; rank "
-            f"{_rank()} saw: {error}"
+            f"{rank} saw: {error}"
         ) from error
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _of_communication(error: BaseException) -> bool:
