@@ -1,22 +1,13 @@
 """A program: the result of lowering a captured graph for one kind of call, the same text on every rank.
 
-It is a set of named graphs and a schedule of actions, each of which runs one graph. Without a pipeline there is one
-stage, which runs forward, then backward::
-
-    forward, backward
-
-With a pipeline every stage has graphs of its own, which run for each microbatch, except those that gather parameters
-and reduce gradients once per step::
-
-    stage0/gather, stage0/forward, stage0/backward, stage0/reduce, stage1/gather, ...
-    stage0/recompute/forward, stage0/recompute/backward
-
-The latter are for microbatches that recompute forward in backward. Further graphs are derived from a backward graph
-when a step first needs them; see :meth:`Program.graph`.
+It has named graphs, and actions that each run one of them: ``forward`` and ``backward`` or, with a pipeline, graphs of
+each stage, such as ``stage0/forward``. Those run for each microbatch, ``stage0/gather`` and ``stage0/reduce`` once per
+step, and ``stage0/recompute/forward`` and ``.../backward`` for microbatches that recompute forward in backward.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +18,6 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.cost_models.actions import Action, Kind, Order
-from shardgraph.ir import Buffer, Forwarded, Gradient, JointGraph, Mutation, Parameter, Returned, Role, Tangent
 from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
@@ -48,11 +38,7 @@ _GRAPH_OF: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "inputs", "W
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """The graphs of one stage for one microbatch, whose names begin with ``prefix``.
-
-    ``backward`` returns this rank's gradients, in a pipeline whole and unreduced; it is None if neither the stage nor
-    an earlier one is trained. ``parts`` are its two halves: gradients of the stage's inputs, and of its weights.
-    """
+    """The graphs of one stage for one microbatch, whose names begin with ``prefix``."""
 
     program: Program
     prefix: str
@@ -68,21 +54,20 @@ class Halves:
 
     @property
     def backward(self) -> fx.GraphModule | None:
-        """Backward, if anything is trained."""
+        """This rank's gradients, in a pipeline whole and unreduced; None if no stage up to this one is trained."""
         return self.program.graphs.get(self.prefix + "backward")
 
     @property
     def parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """See :class:`shardgraph.passes.pipeline.weight_gradients.SplitBackward`."""
+        """The two halves of backward: gradients of the stage's inputs, and of its weights."""
         return self.program.graph(self.name("I")), self.program.graph(self.name("W"))
 
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """One stage, the same text on all its ranks: a view of the program's graphs whose names begin with ``prefix``.
+    """One stage, the same text on all its ranks: the program's graphs whose names begin with ``prefix``.
 
-    ``kept`` are the graphs of microbatches whose activations are saved for backward, ``again`` of those that recompute
-    them. ``batch_norms`` are those whose running statistics a training step of a pipeline updates.
+    ``batch_norms`` are those whose running statistics a training step of a pipeline updates.
     """
 
     program: Program
@@ -102,12 +87,12 @@ class StageProgram:
 
     @cached_property
     def kept(self) -> Halves:
-        """For a microbatch whose activations are saved."""
+        """The graphs of microbatches whose activations are saved for backward."""
         return Halves(self.program, self.prefix)
 
     @cached_property
     def again(self) -> Halves:
-        """For a microbatch whose forward is recomputed in backward."""
+        """The graphs of microbatches whose forward is recomputed in backward."""
         prefix = self.prefix + "recompute/"
         return Halves(self.program, prefix) if prefix + "forward" in self.program.graphs else self.kept
 
@@ -115,7 +100,7 @@ class StageProgram:
     def parameters(self) -> list[str]:
         """The names of the parameters that the stage uses."""
         graphs = [graph for graph in (self.gather, self.kept.forward) if graph is not None]
-        return [role.fqn for graph in graphs for role in ir.placeholders(graph) if isinstance(role, Parameter)]
+        return [role.fqn for graph in graphs for role in ir.placeholders(graph) if isinstance(role, ir.Parameter)]
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -127,17 +112,17 @@ class StageProgram:
     def written(self) -> list[str]:
         """The names of the buffers that the stage writes."""
         roles = [role for role, _ in ir.outputs(self.kept.forward)]
-        return [role.of.fqn for role in roles if isinstance(role, Mutation) and isinstance(role.of, Buffer)]
+        return [role.of.fqn for role in roles if isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer)]
 
     @cached_property
     def received(self) -> list[torch.Tensor]:
-        """What the stage receives from the previous one, as fake tensors in order."""
-        return _taken(self.kept.forward, Forwarded)
+        """The values from the previous stage, as fake tensors in order."""
+        return _inputs_of(self.kept.forward, ir.Forwarded)
 
     @cached_property
     def returned(self) -> list[torch.Tensor]:
-        """What it receives from the next one in backward, as fake tensors in order."""
-        return [] if self.kept.backward is None else _taken(self.kept.backward, Returned)
+        """The gradients from the next stage in backward, as fake tensors in order."""
+        return [] if self.kept.backward is None else _inputs_of(self.kept.backward, ir.Returned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,16 +134,14 @@ class Program:
     context of the passes.
     """
 
-    joint: JointGraph
+    joint: ir.JointGraph
     graphs: Mapping[str, fx.GraphModule]
     actions: Order
     plan: Plan
     parameters: Mapping[str, ParameterPlan]
     shapes: Mapping[str, torch.Size]
     context: Context
-    _made: dict[tuple[str, frozenset[Tangent]], fx.GraphModule] = field(default_factory=dict, init=False, repr=False)
-
-    # -- graphs ------------------------------------------------------------------------------------
+    _made: dict[tuple[str, frozenset[ir.Tangent]], fx.GraphModule] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def forward(self) -> fx.GraphModule:
@@ -178,12 +161,10 @@ class Program:
         norms = self.context.batch_norms
         return tuple(StageProgram(self, i, prefix, norms.get(i, ())) for i, prefix in enumerate(prefixes))
 
-    def graph(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
-        """A graph by name; some are derived from the backward graph beside them on first use.
+    def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> fx.GraphModule:
+        """A graph by name; ``local``, ``accumulate``, ``inputs`` and ``weights`` are made from backward on first use.
 
-        Those are ``local`` (inside ``no_sync``), ``accumulate`` (ends it), ``inputs`` and ``weights`` (the two halves
-        of a stage's backward). ``absent`` are the tangents that are undefined because the loss does not depend on
-        their outputs.
+        ``absent`` are the tangents that are undefined because the loss does not depend on their outputs.
         """
         if name in self.graphs and not absent:
             return self.graphs[name]
@@ -196,11 +177,9 @@ class Program:
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
         return self._made[name, absent]
 
-    def backward_variant(self, name: str, absent: frozenset[Tangent] = frozenset()) -> fx.GraphModule:
+    def backward_variant(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> fx.GraphModule:
         """The backward graph ``"reduce"``, ``"local"`` or ``"accumulate"`` of a program without a pipeline."""
         return self.graph("backward" if name == "reduce" else name, absent)
-
-    # -- what is needed to call them ---------------------------------------------------------------
 
     @property
     def out_spec(self) -> Any:
@@ -232,22 +211,14 @@ class Program:
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each parameter or compute a partial gradient of it; unused ones belong to the first."""
-        found: dict[str, tuple[int, ...]] = {}
-        for stage in self.stages:
-            for fqn in dict.fromkeys([*stage.parameters, *sorted(stage.trained)]):
-                found[fqn] = (*found.get(fqn, ()), stage.number)
-        return {fqn: found.get(fqn, (0,)) for fqn in self.shapes}
-
-    # -- what ranks compare ------------------------------------------------------------------------
+        used = [{*stage.parameters, *stage.trained} for stage in self.stages]
+        return {fqn: tuple(i for i, names in enumerate(used) if fqn in names) or (0,) for fqn in self.shapes}
 
     @cached_property
     def text(self) -> str:
         """All graphs as text, the same on every rank: what ranks compare before they run."""
-        return "\n".join(
-            line
-            for name, gm in self.graphs.items()
-            for line in (f"graph {name}:", *(node.format_node() or "" for node in gm.graph.nodes))
-        )
+        graphs = ((f"graph {name}:", *map(fx.Node.format_node, gm.graph.nodes)) for name, gm in self.graphs.items())
+        return "\n".join(line or "" for line in itertools.chain.from_iterable(graphs))
 
     @cached_property
     def communication(self) -> str:
@@ -268,18 +239,18 @@ def schedule(plan: Plan, trains: bool) -> Order:
     return order if trains else tuple(tuple(a for a in actions if a.kind == "F") for actions in order)
 
 
-def gradients_of(results: Iterable[tuple[Role | None, Any]]) -> dict[str, Any]:
+def gradients_of(results: Iterable[tuple[ir.Role | None, Any]]) -> dict[str, Any]:
     """The gradients of parameters among results by role, by the parameter's name."""
     return {
         role.of.fqn: value
         for role, value in results
-        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and value is not None
+        if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and value is not None
     }
 
 
-def _taken(gm: fx.GraphModule, kind: type[Forwarded | Returned]) -> list[torch.Tensor]:
-    taken = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
-    return [taken[index] for index in sorted(taken)]
+def _inputs_of(gm: fx.GraphModule, kind: type[Forwarded | Returned]) -> list[torch.Tensor]:
+    inputs = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
+    return [inputs[index] for index in sorted(inputs)]
 
 
 def _form(value: Any) -> str:

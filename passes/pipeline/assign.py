@@ -52,27 +52,21 @@ def assign_stages(gm: fx.GraphModule, begins: Sequence[fx.Node]) -> Assignment:
 
 def computed_anywhere(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes that each stage computes for itself; see :class:`Assignment`."""
-    free = {node for role, node in placeholders(gm).items() if isinstance(role, (Input, Buffer, Parameter))}
+    anywhere = {node for role, node in placeholders(gm).items() if isinstance(role, (Input, Buffer, Parameter))}
+    anywhere |= {node for node in gm.graph.nodes if node.op == "get_attr"}
     of_parameters = {node for role, node in placeholders(gm).items() if isinstance(role, Parameter)}
-    written = {v for role, v in outputs(gm) if isinstance(role, Mutation)}
+    written = {value for role, value in outputs(gm) if isinstance(role, Mutation)}
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            free.add(node)
-        if node.op != "call_function" or node in written or not _repeatable(node):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op != "call_function" or node in written or random or is_collective(node) or node.target is WAIT:
             continue
-        if not all(value in free for value in node.all_input_nodes):
-            continue
-        if of_parameters.isdisjoint(node.all_input_nodes):
-            free.add(node)
-        elif _moves_data(node):
-            free.add(node)
-            of_parameters.add(node)
-    return free
-
-
-def _repeatable(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded not in tags and not is_collective(node) and node.target is not WAIT
+        if anywhere.issuperset(node.all_input_nodes):
+            if of_parameters.isdisjoint(node.all_input_nodes):
+                anywhere.add(node)
+            elif _moves_data(node):
+                anywhere.add(node)
+                of_parameters.add(node)
+    return anywhere
 
 
 def _moves_data(node: fx.Node) -> bool:
@@ -89,13 +83,10 @@ def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], an
             continue
         operands = [value for value in node.all_input_nodes if value not in anywhere]
         light = _moves_data(node) or is_collective(node) or node.target in (WAIT, aten.expand.default)
-        if light and len(operands) == 1 and operands[0] in home and _bytes(operands[0]) <= _bytes(node):
-            home[node] = min(users)
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        if light and len(operands) == 1 and operands[0] in home:
+            before, after = (getattr(value.meta.get("val"), "nbytes", 0) for value in (operands[0], node))
+            if before <= after:
+                home[node] = min(users)
 
 
 def _assign_backward(
@@ -112,10 +103,11 @@ def _assign_backward(
             home[node] = last  # a tangent
         if node.op != "call_function" or node in inside or node in anywhere:
             continue
-        gradients = [home[value] for value in node.all_input_nodes if value not in inside and value in home]
-        own = None if node.target is aten.add.Tensor else forward.get(SEQUENCE.get(node))
-        if gradients or own is not None:
-            home[node] = min([*gradients, *([] if own is None else [own])])
+        stages = [home[value] for value in node.all_input_nodes if value not in inside and value in home]
+        if node.target is not aten.add.Tensor and SEQUENCE.get(node) in forward:
+            stages.append(forward[SEQUENCE.of(node)])
+        if stages:
+            home[node] = min(stages)
         else:
             waiting.append(node)
     for node in reversed(waiting):  # computed from forward values alone: in the stage that uses it

@@ -41,11 +41,8 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[BatchNorm]:
     for node in dict.fromkeys(node for node, _ in written):
         mean, variance = (fqn for (of, _), fqn in sorted(written.items(), key=lambda item: item[0][1]) if of is node)
         shape = node.args[0].meta["val"].shape
-        yield BatchNorm(mean, variance, _momentum(node), shape.numel() // shape[1])
-
-
-def _momentum(node: fx.Node) -> float:
-    return float(node.args[6] if node.target is _BATCH_NORM else node.args[5])
+        momentum = node.args[6 if node.target is _BATCH_NORM else 5]
+        yield BatchNorm(mean, variance, float(momentum), shape.numel() // shape[1])
 
 
 def whole_batch(
@@ -54,13 +51,9 @@ def whole_batch(
     written: Sequence[tuple[torch.Tensor, torch.Tensor]],
     counts: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The running mean and variance after all microbatches.
+    """The running mean and variance after all microbatches, from those before the step.
 
-    Args:
-        norm: the batch norm.
-        start: running mean and variance before the step.
-        written: the mean and variance that each microbatch would have written, starting from ``start``.
-        counts: values per channel in each microbatch.
+    ``written`` is what each microbatch, of ``counts`` values per channel, would have written from ``start``.
     """
     kept, moved = 1 - norm.momentum, norm.momentum
     total = sum(counts)

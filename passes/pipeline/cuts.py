@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,25 +29,23 @@ def cut_points(gm: fx.GraphModule) -> list[CutPoint]:
 
     The first operation of forward is not a cut point: the stage before it would be empty.
     """
-    first: dict[str, fx.Node] = {}
-    for path, node in _beginnings(gm):
-        first.setdefault(path, node)
-    start = first.get("")
+    first = _first_operations(gm)
     outermost: dict[fx.Node, str] = {}
     for path, node in first.items():
         if node not in outermost or len(path) < len(outermost[node]):
             outermost[node] = path
-    return [CutPoint(path, node) for node, path in outermost.items() if node is not start and path]
+    return [CutPoint(path, node) for node, path in outermost.items() if node is not first.get("") and path]
 
 
-def _beginnings(gm: fx.GraphModule) -> Iterable[tuple[str, fx.Node]]:
-    """The modules around each forward operation, in order, without operations that every stage computes itself."""
+def _first_operations(gm: fx.GraphModule) -> dict[str, fx.Node]:
+    """The first forward operation of each module, in order, apart from those that every stage computes itself."""
     inside, anywhere = forward_nodes(gm), computed_anywhere(gm)
+    first: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         if node in inside and node not in anywhere and node.op == "call_function":
-            yield "", node
-            for path, _ in MODULES.get(node, {}).values():
-                yield path, node
+            for path in ("", *(path for path, _ in MODULES.get(node, {}).values())):
+                first.setdefault(path, node)
+    return first
 
 
 def beginnings_of(gm: fx.GraphModule, names: Sequence[str]) -> list[fx.Node]:
@@ -55,25 +54,22 @@ def beginnings_of(gm: fx.GraphModule, names: Sequence[str]) -> list[fx.Node]:
     Raises:
         PlanError: forward computes nothing in such a module, or the modules do not run in this order.
     """
-    known: dict[str, fx.Node] = {}
-    for path, node in _beginnings(gm):
-        known.setdefault(path, node)
-    found = []
+    first = _first_operations(gm)
     for name in names:
-        if name not in known:
+        if name not in first:
             raise PlanError(
                 f"a stage is to begin with the module {name!r}, in which nothing is computed"
-                f"{nearest(name, known) or ''}; {_possible(gm)}"
+                f"{nearest(name, first) or ''}; {_possible(gm)}"
             )
-        found.append(known[name])
+    begins = [first[name] for name in names]
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for earlier, later, name in zip([known.get(""), *found], found, names, strict=False):
+    for earlier, later, name in zip([first.get(""), *begins], begins, names, strict=False):
         if earlier is None or order[later] <= order[earlier]:
             raise PlanError(
                 f"the stage that begins with the module {name!r} would be empty or before the one that precedes it: "
                 f"name modules in the order in which forward runs them; {_possible(gm)}"
             )
-    return found
+    return begins
 
 
 def _possible(gm: fx.GraphModule) -> str:
@@ -90,24 +86,25 @@ def annotated_stages(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> tu
     Raises:
         PlanError: a stage number is missing, or an earlier stage follows a later one.
     """
-    said = [((pattern, each), each.index) for pattern, each in annotations if isinstance(each, stage)]
+    stages = [(pattern, each) for pattern, each in annotations if isinstance(each, stage)]
     begins: dict[int, str] = {}
-    latest, latest_said = 0, None
-    for path in dict.fromkeys(path for path, _ in _beginnings(gm)) if said else ():
-        for each, number in said:
+    latest: tuple[str, stage] | None = None  # the annotation of the last stage so far
+    for path in _first_operations(gm) if stages else ():
+        for each in stages:
+            number, last = each[1].index, 0 if latest is None else latest[1].index
             if not matches(each[0], path):
                 continue
-            if number < latest and latest_said is not None:
+            if latest is not None and number < last:
                 raise PlanError(
-                    f"{written(each)} and {written(latest_said)} contradict each other: {path!r} runs after what is in "
-                    f"stage {latest}, and stages follow each other"
+                    f"{written(each)} and {written(latest)} contradict each other: {path!r} runs after what is in "
+                    f"stage {last}, and stages follow each other"
                 )
-            if number > latest:
-                latest, latest_said = number, each
-                begins[number] = path
-    if missing := [number for number in range(1, latest) if number not in begins]:
+            if number > last:
+                latest, begins[number] = each, path
+    if missing := [number for number in range(1, max(begins, default=0)) if number not in begins]:
         raise PlanError(
-            f"stages up to {latest} are annotated and none is stage({missing[0]}): every stage from 1 needs a module"
+            f"stages up to {max(begins)} are annotated and none is stage({missing[0]}): every stage from 1 needs a "
+            "module"
         )
     return tuple(begins[number] for number in sorted(begins))
 
@@ -127,14 +124,13 @@ def balanced(gm: fx.GraphModule, balance: Sequence[int]) -> tuple[str, ...]:
             f"{len(layers)} ({', '.join(map(repr, layers[:3]))}{', ...' if len(layers) > 3 else ''}): give each stage "
             "one or more, so that they add up"
         )
-    starts = [sum(balance[:i]) for i in range(1, len(balance))]
-    return tuple(layers[at] for at in starts)
+    return tuple(layers[start] for start in itertools.accumulate(balance[:-1]))
 
 
 def stack_of_layers(gm: fx.GraphModule) -> list[str]:
     """The layer names of the longest numbered stack that forward runs, in forward order."""
     stacks: dict[str, list[str]] = {}
-    for path in dict.fromkeys(path for path, _ in _beginnings(gm)):
+    for path in _first_operations(gm):
         parent, _, number = path.rpartition(".")
         if number.isdigit():
             stacks.setdefault(parent, []).append(path)

@@ -7,20 +7,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from shardgraph.ir import (
-    Accumulated,
-    Gathered,
-    Gradient,
-    Parameter,
-    Role,
-    UnboundGraph,
-    add_output,
-    outputs,
-    placeholders,
-)
+from shardgraph import ir
 from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, REDUCES, new_placeholder
 from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 from shardgraph.passes.parameters.accumulate_gradients import local_gradient
+from shardgraph.passes.pipeline.subgraph import subgraph
 
 
 @dataclass(frozen=True)
@@ -38,8 +29,7 @@ class GatherOnce:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "forward"):
-            gather = take_gathers(graphs[name])
-            if gather is not None:  # the same, whether forward is recomputed or not
+            if gather := _take_gathers(graphs[name]):  # the same, whether forward is recomputed or not
                 graphs[sibling(name.replace("/recompute/", "/"), "gather")] = gather
 
 
@@ -56,8 +46,7 @@ class ReduceOnce:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
-            reduce = None if "/recompute/" in name else reductions_of(graphs[name])
-            if reduce is not None:
+            if "/recompute/" not in name and (reduce := _reductions_of(graphs[name])):
                 graphs[sibling(name, "reduce")] = reduce
 
 
@@ -75,43 +64,33 @@ class DropUntrained:
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
-            if not any(isinstance(value, fx.Node) for _, value in outputs(graphs[name])):
+            if not any(isinstance(value, fx.Node) for _, value in ir.outputs(graphs[name])):
                 del graphs[name]
 
 
-def take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
-    """Move the gathers of parameters that are kept for backward out of ``forward``; returns the graph that runs them.
-
-    It takes ``Parameter`` shards and returns ``Gathered`` parameters, which ``forward`` takes instead. None if no
-    parameter is kept gathered. Gathers that backward repeats stay, for every microbatch.
-    """
-    named = {node.name: role for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
-    kept = [node for node in forward.graph.nodes if _is_whole(node) and not RECOMPUTE.of(node)]
+def _take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
+    """Move gathers from ``forward``, which then takes ``Gathered`` parameters, to a graph that returns them, if any."""
+    named = {node.name: role for role, node in ir.placeholders(forward).items() if isinstance(role, ir.Parameter)}
+    kept = [
+        node
+        for node in forward.graph.nodes
+        if MEMORY_KIND.get(node) == "gathered" and node in EQUALS and not RECOMPUTE.of(node)
+    ]
     if not kept:
         return None
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    chains = [(named[EQUALS.of(node)], node, _chain(node)) for node in kept]
-    for _, _, chain in chains:
-        env[chain[0]] = graph.node_copy(chain[0])
-    for _, _, chain in chains:
-        for node in chain[1:]:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    add_output(graph, [(Gathered(role.fqn), env[node]) for role, node, _ in chains])
-    for role, node, chain in chains:
+    roles = [ir.Gathered(named[EQUALS.of(node)].fqn) for node in kept]
+    chains = [_chain(node) for node in kept]
+    gather = subgraph(forward, [node for chain in chains for node in chain], (), list(zip(roles, kept, strict=True)))
+    for role, node, chain in zip(roles, kept, chains, strict=True):
         with forward.graph.inserting_before(chain[0]):
-            whole = new_placeholder(forward.graph, f"gathered_{chain[0].name}", Gathered(role.fqn), node)
+            whole = new_placeholder(forward.graph, f"gathered_{chain[0].name}", role, node)
         MEMORY_KIND.set(whole, "gathered")
         node.replace_all_uses_with(whole)
         for each in reversed(chain):
             if not each.users:
                 forward.graph.erase_node(each)
     forward.graph.lint()
-    return UnboundGraph(forward, graph)
-
-
-def _is_whole(node: fx.Node) -> bool:
-    return MEMORY_KIND.get(node) == "gathered" and node in EQUALS
+    return gather
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
@@ -122,25 +101,16 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     return chain[::-1]
 
 
-def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph that reduces gradients accumulated over microbatches: ``Accumulated`` to ``Gradient``.
-
-    It covers the parameters whose gradient ``backward`` reduces; None if there are none.
-    """
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    results: list[tuple[Role, fx.Node]] = []
-    for role, value in outputs(backward):
-        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
+def _reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph from ``Accumulated`` to each ``Gradient`` that ``backward`` reduces; None if it reduces none."""
+    inputs: list[tuple[str, ir.Role, fx.Node]] = []
+    results: list[tuple[ir.Role, fx.Node]] = []
+    for role, value in ir.outputs(backward):
+        if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and isinstance(value, fx.Node):
             local = local_gradient(value)
             if local is not value:
-                env[local] = new_placeholder(graph, f"accumulated_{local.name}", Accumulated(role.of), local)
+                inputs.append((f"accumulated_{local.name}", ir.Accumulated(role.of), local))
                 results.append((role, value))
     if not results:
         return None
-    for node in backward.graph.nodes:
-        if node in REDUCES:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    add_output(graph, [(role, env[value]) for role, value in results])
-    graph.lint()
-    return UnboundGraph(backward, graph)
+    return subgraph(backward, [node for node in backward.graph.nodes if node in REDUCES], inputs, results)

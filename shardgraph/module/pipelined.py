@@ -18,7 +18,7 @@ from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.executor import Executor
-from shardgraph.runtime.pipeline.failure import told
+from shardgraph.runtime.pipeline.failure import report_failure
 from shardgraph.runtime.pipeline.microbatches import batch_size, merged, microbatches, shares
 from shardgraph.runtime.pipeline.running import RunningPipeline, Work
 from shardgraph.torch_api import pytree
@@ -76,7 +76,7 @@ class PipelinedModule(ShardedModule):
             )
         with torch.no_grad():
             work = self._work(args, kwargs, None)
-            with told(self._agreement, self._running.group, self._running.neighbours):
+            with report_failure(self._agreement, self._running.group, self._running.neighbours):
                 results = self._running.infer(work)
             outputs = [item.executor.rebuild(result, item.leaves) for item, result in zip(work, results, strict=True)]
             return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
@@ -90,7 +90,7 @@ class PipelinedModule(ShardedModule):
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
-        with told(self._agreement, self._running.group, self._running.neighbours):
+        with report_failure(self._agreement, self._running.group, self._running.neighbours):
             return self._running.train(work, reduce=self._sync, scale=scale)
 
     def clip_grad_norm_(

@@ -1,7 +1,6 @@
 """Ranks check that they agree before they continue, so that a potential hang becomes an error on all of them.
 
-The check uses the key-value store of the process group instead of a collective: it works with any backend, waits have
-a time limit, and a rank that fails can report it while others still work.
+It uses the process group's store and no collective: for any backend, and a failed rank can report while others work.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import contextlib
 import difflib
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from types import ModuleType
 
 import torch.distributed as dist
 
@@ -31,14 +29,10 @@ _made: Counter[str] = Counter()  # number of agreements so far, by name of their
 class Agreement:
     """A series of points that all ranks of a group pass together or not at all.
 
-    All ranks create their agreements in the same order, and call :meth:`agree` equally often. Each call is a round: a
-    rank posts a digest of its value, and the last one to arrive compares the digests and posts the verdict for which
-    the others wait. So a round costs a few store operations per rank. The first verdict is final: a rank that fails,
-    or that has waited too long, posts its own, and every rank raises.
-
-    Args:
-        group: the ranks; None, a group of one and a fake group always agree.
-        timeout: seconds that a rank waits for the others in each round.
+    All ranks of ``group`` create their agreements in the same order, and call :meth:`agree` equally often. Each call is
+    a round: a rank posts a digest of its value, and the last one to arrive compares the digests and posts the verdict,
+    for which the others wait up to ``timeout`` seconds. The first verdict is final: a rank that fails, or that has
+    waited too long, posts its own, and every rank raises. None, a group of one and a fake group always agree.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -57,14 +51,10 @@ class Agreement:
     def agree(self, topic: str, value: str | None = None, error: BaseException | None = None) -> None:
         """Return when all ranks have arrived here with the same ``topic`` and ``value`` and without error.
 
-        Args:
-            topic: the subject of the agreement, as a noun for messages: "the compiled program".
-            value: the text that must be equal; a message shows the lines that differ.
-            error: the reason why this rank cannot continue; the others raise at once.
+        ``topic`` is a noun for messages: "the compiled program"; ``error`` is why this rank cannot continue.
 
         Raises:
-            RankMismatchError: on every rank: values or topics differ, a rank has an error, or a rank did not
-                arrive in time.
+            RankMismatchError: on every rank: values or topics differ, a rank has an error, or did not arrive in time.
             BaseException: ``error``, on the rank that has it.
         """
         verdict = _AGREED
@@ -80,11 +70,7 @@ class Agreement:
             raise RankMismatchError(verdict)
 
     def from_first_rank(self, topic: str, make: Callable[[], str]) -> str:
-        """Call ``make()`` on the first rank of the group only, and return its result on every rank.
-
-        Args:
-            topic: what is made, as a noun for messages.
-            make: returns the text; the other ranks wait for it as long as the agreement's timeout.
+        """Call ``make()`` on the first rank only, and return its result, called ``topic`` in messages, on every rank.
 
         Raises:
             RankMismatchError: on every rank: the first rank did not arrive, or did not finish, in time.
@@ -93,25 +79,20 @@ class Agreement:
         if self._store is None:
             return make()
         self._texts += 1
-        first, failure = self._rank == self._ranks[0], None
+        key, first, failure = f"text {self._texts}", self._rank == self._ranks[0], None
         try:
-            made = json.dumps({"text": make()}) if first else ""
+            post = json.dumps({"text": make()}) if first else ""
         except Exception as error:  # of any kind: the other ranks must not wait for this one
-            made, failure = json.dumps({"error": _class_of(error), "message": str(error)}), error
-        try:
-            post = self._post(self._store, made) if first else self._await_post(self._store, topic)
+            post, failure = _error_post(error), error
+        try:  # if the other ranks have given up, their post is the final one
+            post = self._store.compare_set(key, "", post).decode() if first else self._wait(self._store, key, topic)
         except dist.DistError as lost:
-            post = json.dumps({"error": RankMismatchError.__name__, "message": self._lost(topic, lost)})
+            post = _error_post(RankMismatchError(self._lost(topic, lost)))
         if failure is not None:
             raise failure
-        return _unpacked(post)
+        return _text_of(post)
 
-    def _post(self, store: dist.Store, made: str) -> str:
-        """Post what was made; returns the final post, which is another one if the other ranks have given up."""
-        return store.compare_set(f"text {self._texts}", "", made).decode()
-
-    def _await_post(self, store: dist.Store, topic: str) -> str:
-        key = f"text {self._texts}"
+    def _wait(self, store: dist.Store, key: str, topic: str) -> str:
         try:
             store.wait([key], timedelta(seconds=self._timeout))
         except dist.DistError:  # a timeout, or the store is gone: the next line tells which
@@ -119,11 +100,11 @@ class Agreement:
                 f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
                 "ended, or is still busy: allow more time with timeout="
             )
-            store.compare_set(key, "", json.dumps({"error": RankMismatchError.__name__, "message": late}))
+            store.compare_set(key, "", _error_post(RankMismatchError(late)))
         post = store.get(key).decode()
         if "text" in json.loads(post) and store.add(f"{key}/read", 1) == len(self._ranks) - 1:
-            for spent in (key, f"{key}/read"):
-                store.delete_key(spent)
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
         return post
 
     def post_presence(self) -> None:
@@ -134,13 +115,11 @@ class Agreement:
 
     def is_present(self, rank: int, seconds: float) -> bool:
         """Whether ``rank`` posts its presence within ``seconds``."""
-        if self._store is None:
+        with contextlib.suppress(RuntimeError):  # it does not, or the store is gone
+            if self._store is not None:
+                self._store.wait([f"present/{rank}"], timedelta(seconds=seconds))
             return True
-        try:
-            self._store.wait([f"present/{rank}"], timedelta(seconds=seconds))
-        except RuntimeError:  # it does not, or the store is gone
-            return False
-        return True
+        return False
 
     def first_failure(self, text: str, within: float = 0.0) -> str:
         """The text of the first rank that failed: ``text``, unless another rank posts one ``within`` seconds."""
@@ -166,10 +145,10 @@ class Agreement:
             store.compare_set(key, "", f"rank {self._rank} failed at {topic}: {type(error).__name__}: {error}")
         # Posts are overwritten in the next round, which a rank enters only with the verdict of this one.
         store.set(f"text/{self._rank}", value)
-        store.set(f"post/{self._rank}", json.dumps([self._round, topic, _digest(value)]))
+        store.set(f"post/{self._rank}", json.dumps([self._round, topic, hashlib.sha256(value.encode()).hexdigest()]))
         if store.add(f"{self._round}/arrived", 1) == len(self._ranks):
-            for spent in ("verdict", "arrived"):
-                store.delete_key(f"{self._round - 1}/{spent}")
+            store.delete_key(f"{self._round - 1}/verdict")
+            store.delete_key(f"{self._round - 1}/arrived")
             if not store.check([key]):
                 store.compare_set(key, "", self._compare(store))
         try:
@@ -181,57 +160,56 @@ class Agreement:
 
     def _compare(self, store: dist.Store) -> str:
         posts = [json.loads(post) for post in store.multi_get([f"post/{rank}" for rank in self._ranks])]
-        points = _camps(self._ranks, [topic for _, topic, _ in posts])
-        if len(points) > 1:
-            where = "; ".join(f"{_named(ranks)} at {topic}" for topic, ranks in points.items())
+        topics = _ranks_by_value(self._ranks, [topic for _, topic, _ in posts])
+        if len(topics) > 1:
+            where = "; ".join(f"{_named(ranks)} at {topic}" for topic, ranks in topics.items())
             return f"the ranks are not at the same point: {where}. All ranks must make the same calls in the same order"
-        usual, *others = _camps(self._ranks, [digest for _, _, digest in posts]).values()
+        majority, *others = _ranks_by_value(self._ranks, [digest for _, _, digest in posts]).values()
         if not others:
             return _AGREED
-        topic, one, other = posts[0][1], usual[0], others[0][0]
+        one, other = majority[0], others[0][0]
         left, right = (text.decode().splitlines() for text in store.multi_get([f"text/{one}", f"text/{other}"]))
         lines = list(difflib.unified_diff(left, right, f"rank {one}", f"rank {other}", n=0, lineterm=""))
         more = ["..."] if len(lines) > _SHOWN else []
         differing = sorted(rank for ranks in others for rank in ranks)
-        return "\n".join(
-            [
-                f"the ranks differ in {topic}: {_named(differing)} from {_named(usual)}. "
-                "Give every rank the same; what may differ is the content of its batch",
-                *lines[:_SHOWN],
-                *more,
-            ]
+        message = (
+            f"the ranks differ in {posts[0][1]}: {_named(differing)} from {_named(majority)}. Give every rank the "
+            "same; only the content of its batch may differ"
         )
+        return "\n".join([message, *lines[:_SHOWN], *more])
 
     def _overdue(self, store: dist.Store, topic: str) -> str:
-        absent = [rank for rank in self._ranks if not self._came(store, rank)]
-        who = f"{_named(absent)} did not come" if absent else "all ranks came, but one stopped on its way"
+        absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
+        who = f"{_named(absent)} did not come" if absent else "all ranks came, but one then stopped"
         return (
             f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank was given a batch of "
             "another shape, or none, or has ended, or is still busy: give all ranks batches of the same shapes and "
             "equally many, or allow more time with timeout="
         )
 
-    def _came(self, store: dist.Store, rank: int) -> bool:
+    def _has_posted(self, store: dist.Store, rank: int) -> bool:
         post = f"post/{rank}"
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
 
 
-def _class_of(error: Exception) -> str:
-    """The name of the most specific class of an error that every rank knows."""
-    return next(kind.__name__ for kind in type(error).__mro__ if getattr(_module_of(kind), kind.__name__, None) is kind)
+def _error_class(name: str) -> type[Exception] | None:
+    """The error class of this name that every rank knows."""
+    return getattr(errors, name, None) or getattr(builtins, name, None)
 
 
-def _module_of(kind: type) -> ModuleType:
-    return errors if issubclass(kind, errors.ShardGraphError) else builtins
+def _error_post(error: Exception) -> str:
+    """What is posted instead of a text: the most specific class of the error that every rank knows, and its message."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if _error_class(kind.__name__) is kind)
+    return json.dumps({"error": name, "message": str(error)})
 
 
-def _unpacked(post: str) -> str:
+def _text_of(post: str) -> str:
     """The posted text; a posted error is raised."""
     record = json.loads(post)
     if "text" in record:
         return str(record["text"])
     name, message = record["error"], record["message"]
-    kind = getattr(errors, name, None) or getattr(builtins, name)
+    kind = _error_class(name) or RuntimeError
     try:
         error = kind(message)
     except TypeError:  # a class whose constructor needs more than a message
@@ -239,16 +217,12 @@ def _unpacked(post: str) -> str:
     raise error
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _camps(ranks: Iterable[int], values: Iterable[str]) -> dict[str, list[int]]:
+def _ranks_by_value(ranks: Iterable[int], values: Iterable[str]) -> dict[str, list[int]]:
     """The ranks by their value, the largest group first; among equal sizes the one with the lowest rank."""
-    camps: dict[str, list[int]] = {}
+    groups: defaultdict[str, list[int]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
-        camps.setdefault(value, []).append(rank)
-    return dict(sorted(camps.items(), key=lambda camp: -len(camp[1])))
+        groups[value].append(rank)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -9,20 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from shardgraph import torch_api
-from shardgraph.ir import (
-    Accumulated,
-    Gradient,
-    IntermediateBase,
-    Mutation,
-    Output,
-    Parameter,
-    Role,
-    Saved,
-    Tangent,
-    outputs,
-    placeholders,
-)
+from shardgraph import ir, torch_api
 from shardgraph.passes.program import Program
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.rng import rank_generator
@@ -36,14 +23,14 @@ class Differentiable(Executor):
         self.forward = self.graph("forward")
         self.inputs = [role for role, _ in self.forward.takes]
         self.results = [role for role, _ in self.forward.gives]
-        self.saved = [i for i, role in enumerate(self.results) if isinstance(role, Saved)]
-        self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, Mutation)]
-        wanted = () if program.backward is None else placeholders(program.backward)
+        self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
+        self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
+        inputs = () if program.backward is None else ir.placeholders(program.backward)
         # Position and tangent of each result that autograd returns, because the user sees it or a view of it; the
         # tangent is None if backward does not take it.
         self.returned = [
-            (i, tangent if tangent in wanted else None)
-            for i, (role, value) in enumerate(outputs(self.forward.module))
+            (i, tangent if tangent in inputs else None)
+            for i, (role, value) in enumerate(ir.outputs(self.forward.module))
             if isinstance(value, fx.Node) and (tangent := _tangent_of(role, program)) is not None
         ]
 
@@ -73,31 +60,30 @@ class Differentiable(Executor):
             torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
         return results
 
-    def run_backward(self, saved: list[Any], tangents: dict[Tangent, Any], sync: bool) -> list[torch.Tensor | None]:
-        """Run the backward graph on the saved values and incoming gradients, and consume both; returns the gradient of
-        each input, for autograd."""
+    def run_backward(self, saved: list[Any], tangents: dict[ir.Tangent, Any], sync: bool) -> list[torch.Tensor | None]:
+        """Run the backward graph, consuming ``saved`` and ``tangents``; returns each input's gradient for autograd."""
         state = self.state
         local = not sync and state.mesh is not None and self.program.plan.data_size > 1
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         bound = self.graph("local" if local else "accumulate" if state.unreduced else "backward", absent)
         inputs = []
         for role, traced in bound.takes:
-            if isinstance(role, Saved):
+            if isinstance(role, ir.Saved):
                 inputs.append(saved[role.index])
-            elif isinstance(role, Tangent):
+            elif isinstance(role, ir.Tangent):
                 inputs.append(_in_layout(tangents.pop(role), traced))
-            elif isinstance(role, Accumulated):
+            elif isinstance(role, ir.Accumulated):
                 earlier = state.unreduced.pop(role.of.fqn, None)
                 inputs.append(torch.zeros_like(traced, device=state.device) if earlier is None else earlier)
         saved.clear()
         tangents.clear()
-        given = zip(bound.gives, bound(inputs), strict=True)
-        values: dict[Role, Any] = {role.of: value for (role, _), value in given if isinstance(role, Gradient)}
+        results = zip(bound.gives, bound(inputs), strict=True)
+        values: dict[ir.Role, Any] = {role.of: value for (role, _), value in results if isinstance(role, ir.Gradient)}
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 
-    def _gradient(self, role: Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
+    def _gradient(self, role: ir.Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
         """The gradient of an input for autograd: a DTensor for a DTensor; None while a gradient is kept local."""
-        if value is None or not isinstance(role, Parameter):
+        if value is None or not isinstance(role, ir.Parameter):
             return value
         parameter: torch.Tensor = self.state.layout.parameter(role.fqn)
         if not isinstance(parameter, DTensor):
@@ -109,11 +95,11 @@ class Differentiable(Executor):
         return torch_api.as_placed(value, parameter)
 
 
-def _tangent_of(role: Role | None, program: Program) -> Tangent | None:
+def _tangent_of(role: ir.Role | None, program: Program) -> ir.Tangent | None:
     """The incoming gradient of a result, if autograd returns that result."""
-    if isinstance(role, Output):
-        return None if role.index in program.aliases else Tangent(role.index)
-    return Tangent(-1 - role.index) if isinstance(role, IntermediateBase) else None
+    if isinstance(role, ir.Output):
+        return None if role.index in program.aliases else ir.Tangent(role.index)
+    return ir.Tangent(-1 - role.index) if isinstance(role, ir.IntermediateBase) else None
 
 
 def _in_layout(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

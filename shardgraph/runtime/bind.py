@@ -1,7 +1,4 @@
-"""Binding: turns a graph that is the same on every rank into this rank's.
-
-Mesh axes become process group names, and symbolic operations of :mod:`shardgraph.ir` become slices.
-"""
+"""Binding to a rank: mesh axes become process group names, and symbolic operations of the IR become slices."""
 
 from __future__ import annotations
 
@@ -28,7 +25,10 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
             elif ir.is_collective(node):
                 node.args = (*node.args[:-1], torch_api.group_along(mesh, axes_of(node.args[-1])).group_name)
             elif node.target in (ir.trim_shard, ir.local_chunk):
-                _cut(node, mesh)
+                tensor, rows, axis = node.args
+                start, stop = ir.chunk_bounds(rows, mesh[axis].size(), mesh.get_local_rank(axis))
+                bounds = (0, stop - start) if node.target is ir.trim_shard else (start, stop)
+                node.target, node.args = aten.slice.Tensor, (tensor, 0, *bounds)
             elif node.target is ir.local_part:
                 tensor, dim, blocks, axis, *back = node.args
                 node.target = ir.take_part
@@ -38,13 +38,9 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
                 tensor, axis = node.args
                 node.target = aten.zeros_like.default if mesh.get_local_rank(axis) else aten.clone.default
                 node.args = (tensor,)
-            elif node.target is ir.first_row:
-                rows, axis = node.args
-                node.replace_all_uses_with(rows * mesh.get_local_rank(axis))
-                bound.graph.erase_node(node)
-            elif node.target is ir.from_later:
-                steps, axis = node.args
-                node.replace_all_uses_with(int(mesh.get_local_rank(axis) < steps))
+            elif node.target in (ir.first_row, ir.from_later):
+                number, rank = node.args[0], mesh.get_local_rank(node.args[1])
+                node.replace_all_uses_with(number * rank if node.target is ir.first_row else int(rank < number))
                 bound.graph.erase_node(node)
     return fx.GraphModule(bound, bound.graph)
 
@@ -53,16 +49,7 @@ def _send(node: fx.Node, mesh: DeviceMesh) -> None:
     tensor, axis = node.args
     size, here = mesh[axis].size(), mesh.get_local_rank(axis)
     rows = tensor.meta["val"].shape[0]
-    given, gotten = [0] * size, [0] * size
-    given[(here + 1) % size] = gotten[(here - 1) % size] = rows
+    sent, received = [0] * size, [0] * size
+    sent[(here + 1) % size] = received[(here - 1) % size] = rows
     node.target = ir.ALL_TO_ALL
-    node.args = (tensor, gotten, given, mesh.get_group(axis).group_name)
-
-
-def _cut(node: fx.Node, mesh: DeviceMesh) -> None:
-    tensor, rows, axis = node.args
-    start, stop = ir.chunk_bounds(rows, mesh[axis].size(), mesh.get_local_rank(axis))
-    if node.target is ir.trim_shard:
-        start, stop = 0, stop - start
-    node.target = torch.ops.aten.slice.Tensor
-    node.args = (tensor, 0, start, stop)
+    node.args = (tensor, received, sent, mesh.get_group(axis).group_name)

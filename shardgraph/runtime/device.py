@@ -24,8 +24,7 @@ def current_device(device_type: str) -> torch.device:
 def device_type_of(backends: Mapping[str, str], accelerator: str | None) -> str:
     """The device type that ranks compute on: the accelerator's, if their group communicates its tensors, else cpu.
 
-    ``backends`` has the group's backend for each device type, as ``{"cpu": "gloo", "cuda": "nccl"}``;
-    ``accelerator`` is None on a machine without one.
+    ``backends`` has the group's backend for each device type, as ``{"cpu": "gloo", "cuda": "nccl"}``.
     """
     if accelerator is None or backends.get(accelerator, "gloo") in _NOT_ON_THE_DEVICE:
         return "cpu"

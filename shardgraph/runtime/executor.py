@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import ir, torch_api
 from shardgraph.errors import CollectiveError, ShardGraphError
-from shardgraph.ir import Buffer, Input, Output, Parameter, Role, Saved, Tangent
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host
@@ -31,13 +31,13 @@ class State:
         self.layout = Layout(model)
         self.unreduced: dict[str, torch.Tensor] = {}
 
-    def value(self, role: Role, leaves: Sequence[Any]) -> Any:
+    def value(self, role: ir.Role, leaves: Sequence[Any]) -> Any:
         """The value of a placeholder with this role."""
-        if isinstance(role, Parameter):
+        if isinstance(role, ir.Parameter):
             return self.layout.parameter(role.fqn)
-        if isinstance(role, Buffer):
+        if isinstance(role, ir.Buffer):
             return self.layout.buffer(role.fqn)
-        assert isinstance(role, Input)
+        assert isinstance(role, ir.Input)
         return leaves[role.index]
 
 
@@ -46,9 +46,9 @@ class Executor:
 
     def __init__(self, program: Program, state: State) -> None:
         self.program, self.state = program, state
-        self._bound: dict[tuple[str, frozenset[Tangent]], Bound] = {}
+        self._bound: dict[tuple[str, frozenset[ir.Tangent]], Bound] = {}
 
-    def graph(self, name: str, absent: frozenset[Tangent] = frozenset()) -> Bound:
+    def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> Bound:
         """The bound graph ``name``; see :meth:`Program.graph`."""
         if (name, absent) not in self._bound:
             forward = self.program.graphs.get(sibling(name, "forward"))
@@ -57,10 +57,10 @@ class Executor:
 
     def rebuild(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
         """The model's output, from the results of its program by role."""
-        values = {role.index: value for role, value in by_role.items() if isinstance(role, Output)}
+        values = {role.index: value for role, value in by_role.items() if isinstance(role, ir.Output)}
         for index, alias in self.program.aliases.items():
-            base = leaves[alias.base.index] if isinstance(alias.base, Input) else by_role.get(alias.base)
-            base = self.state.value(alias.base, leaves) if isinstance(alias.base, Buffer) else base
+            is_input = isinstance(alias.base, (ir.Input, ir.Buffer))
+            base = self.state.value(alias.base, leaves) if is_input else by_role.get(alias.base)
             if alias.size is None:
                 values[index] = base
             else:
@@ -85,15 +85,15 @@ class Bound:
 
     def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None, after: fx.GraphModule | None = None) -> None:
         self.module = bind(gm, mesh)
-        self.takes: list[tuple[Role, Any]] = [
+        self.takes: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
         ]
-        self.gives: list[tuple[Role | None, Any]] = [
+        self.gives: list[tuple[ir.Role | None, Any]] = [
             (role, value.meta.get("val") if isinstance(value, fx.Node) else value)
             for role, value in ir.outputs(self.module)
         ]
         self._call = torch_api.boxed(self.module)
-        continues = any(isinstance(role, Saved) for role, _ in self.gives)
+        continues = any(isinstance(role, ir.Saved) for role, _ in self.gives)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
         # After a step's last graph the caller may change parameters, and read gradients, in host memory.
         self.settles = copies and not continues
@@ -113,15 +113,13 @@ class Bound:
 
     def _failing_collective(self, error: BaseException) -> fx.Node | None:
         """The collective whose line of generated code raised, or None if another operation did."""
-        trace, found = error.__traceback__, None
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            if "eval_with_key" in code.co_filename:
-                line = re.match(r"\s*(\w+)", linecache.getline(code.co_filename, trace.tb_lineno))
-                found = line.group(1) if line else found
-            trace = trace.tb_next
+        name = None
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            file = frame.f_code.co_filename
+            if "eval_with_key" in file and (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
+                name = line.group(1)
         for node in self.module.graph.nodes:
-            if node.name == found:
+            if node.name == name:
                 if node.target is ir.WAIT:
                     node = node.args[0]
                 return node if ir.is_collective(node) else None

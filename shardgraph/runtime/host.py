@@ -1,15 +1,13 @@
 """Host memory and the copies between host and device on this rank (:mod:`shardgraph.ir.copies`).
 
-With an accelerator, host memory is pinned, each direction has a stream of its own, and the computation's stream waits;
-:func:`settle` blocks this thread until all copies are done. If the device is the CPU, both are the same memory: each
+With an accelerator, host memory is pinned, and each direction has a stream of its own. If the device is the CPU, each
 direction has a thread that copies while this one computes, and host tensors are recognised by their storage.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,9 +18,6 @@ from shardgraph.ir.copies import library
 library.define("empty_on_host(SymInt[] size, ScalarType dtype, bool pinned) -> Tensor")
 
 EMPTY_ON_HOST = torch.ops.shardgraph.empty_on_host.default
-
-
-# -- host tensors ----------------------------------------------------------------------------------
 
 _on_host: Any = WeakIdKeyDictionary()  # storages, with whether they take memory
 
@@ -53,9 +48,8 @@ def _empty(size: Any, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     return known_on_host(torch.empty(size, dtype=dtype, pin_memory=pinned))
 
 
-# -- copies ----------------------------------------------------------------------------------------
-
-_under_way: Any = WeakTensorKeyDictionary()  # copies in flight, by destination tensor
+_waits: Any = WeakTensorKeyDictionary()  # by the destination of a copy in flight, the function that waits for it
+_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
 @torch.library.impl(library, "to_host", "CompositeExplicitAutograd")
@@ -71,8 +65,8 @@ def _to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.library.impl(library, "wait_copy", "CompositeExplicitAutograd")
 def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    if (started := _under_way.pop(copy, None)) is not None:
-        started.wait()
+    if (wait := _waits.pop(copy, None)) is not None:
+        wait()
     return copy
 
 
@@ -83,72 +77,33 @@ def settle() -> None:
 
 
 def _start(direction: str, copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    on_gpu = copy.is_cuda or source.is_cuda
-    _under_way[copy] = _Streamed(direction, copy, source) if on_gpu else _Threaded(direction, copy, source)
+    """Start the copy of ``source`` to ``copy`` on the CUDA stream, or in the thread, of its direction.
+
+    A stream first waits for all work issued by the computation: the source may not be computed yet, and the
+    destination's memory may still be read by its previous owner.
+    """
+    if not (copy.is_cuda or source.is_cuda):
+        _waits[copy] = _thread(direction).submit(_copy, [copy, source.detach()]).result
+        return copy
+    device = copy.device if copy.is_cuda else source.device
+    if (direction, device) not in _streams:
+        _streams[direction, device] = torch.cuda.Stream(device)
+    computing, stream = torch.cuda.current_stream(device), _streams[direction, device]
+    stream.wait_stream(computing)
+    with torch.cuda.stream(stream), torch.no_grad():
+        copy.copy_(source, non_blocking=True)
+    _waits[copy] = partial(computing.wait_event, stream.record_event())
     return copy
 
 
-class _Streamed:
-    """A copy on the CUDA stream of its direction.
-
-    The stream first waits for all work issued by the computation: the source may not be computed yet, and the
-    destination's memory may still be read by its previous owner.
-    """
-
-    def __init__(self, direction: str, copy: torch.Tensor, source: torch.Tensor) -> None:
-        device = copy.device if copy.is_cuda else source.device
-        self.computing, stream = torch.cuda.current_stream(device), _stream(direction, device)
-        stream.wait_stream(self.computing)
-        with torch.cuda.stream(stream), torch.no_grad():
-            copy.copy_(source, non_blocking=True)
-        self.event = stream.record_event()
-
-    def wait(self) -> None:
-        self.computing.wait_event(self.event)
-
-
-_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
-
-
-def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
-    if (direction, device) not in _streams:
-        _streams[direction, device] = torch.cuda.Stream(device)
-    return _streams[direction, device]
-
-
-class _Threaded:
-    """A copy in the thread of its direction. It releases both tensors before it signals completion."""
-
-    def __init__(self, direction: str, copy: torch.Tensor, source: torch.Tensor) -> None:
-        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (copy, source.detach())
-        self.error: Exception | None = None
-        self.done = threading.Event()
-        _jobs(direction).put(self)
-
-    def run(self) -> None:
-        assert self.tensors is not None
-        try:
-            with torch.no_grad():
-                self.tensors[0].copy_(self.tensors[1])
-        except Exception as error:  # raised in the thread that waits
-            self.error = error
-        self.tensors = None
-        self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-
-
 @cache
-def _jobs(direction: str) -> queue.SimpleQueue[_Threaded]:
-    """The queue of copies in one direction, which a thread executes one at a time, in order."""
-    jobs: queue.SimpleQueue[_Threaded] = queue.SimpleQueue()
+def _thread(direction: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, f"shardgraph copies {direction}")
 
-    def work() -> None:
-        while True:
-            jobs.get().run()
 
-    threading.Thread(target=work, name=f"shardgraph copies {direction}", daemon=True).start()
-    return jobs
+def _copy(tensors: list[torch.Tensor]) -> None:
+    """Copy the second of two tensors to the first; this thread keeps neither once the copy counts as done."""
+    copy, source = tensors
+    tensors.clear()
+    with torch.no_grad():
+        copy.copy_(source)

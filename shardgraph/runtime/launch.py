@@ -61,6 +61,7 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
             Also: ``fn`` or ``args`` cannot be sent to another process, ``nproc`` is below 1, or ``launch``
             was called by a rank.
     """
+    global _inside_rank
     if _inside_rank:
         raise LaunchError(
             "launch was called by a rank of another launch, and ranks do not start ranks: "
@@ -69,50 +70,52 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
     if nproc < 1:
         raise LaunchError(f"launch(nproc={nproc}) would run nothing: nproc is the number of ranks, 1 or more")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return [_call_here(fn, args, timeout)]
+        if not dist.is_initialized():
+            _join_group(timeout)  # never destroyed: a second group on the same store would read the first's addresses
+        _inside_rank = True
+        try:
+            return [fn(*args)]
+        finally:
+            _inside_rank = False
     with tempfile.TemporaryDirectory(prefix="shardgraph-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _send_task(fn, tuple(args), folder)
         deadline = time.monotonic() + timeout
         store = _serve_store(timeout)  # served from here, so that it outlives every rank
-        given = (nproc, store.port, folder, timeout, dict(os.environ))  # a fork server has the environment of its start
-        context = start_processes(_run_rank, given, nproc, join=False, start_method=_start_method())
+        rank_args = (nproc, store.port, folder, timeout, dict(os.environ))  # a fork server may have another environment
+        method = "forkserver" if multiprocessing.get_start_method(allow_none=True) == "forkserver" else "spawn"
+        context = start_processes(_run_rank, rank_args, nproc, join=False, start_method=method)
         try:
             _wait(context, folder, deadline, timeout)
         finally:
             _end(context)
-        return [torch.load(_result(folder, rank), map_location="cpu", weights_only=False) for rank in range(nproc)]
-
-
-# -- in the launching process --------------------------------------------------------------------------
+        results = [folder / f"{rank}.result" for rank in range(nproc)]
+        return [torch.load(file, map_location="cpu", weights_only=False) for file in results]
 
 
 def _send_task(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
-    if _typed(fn):
+    name = getattr(fn, "__qualname__", repr(fn))
+    if _is_interactive(fn):
         raise LaunchError(
-            f"launch cannot send {_name(fn)} to its ranks: it was typed into a notebook, a prompt or a pipe, where "
+            f"launch cannot send {name} to its ranks: it was typed into a notebook, a prompt or a pipe, where "
             "other processes cannot import it. Write it to a file (in a notebook: %%writefile work.py) and import it"
         )
     try:
         torch.save((fn, args), folder / "task")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(
-            f"launch cannot send {_name(fn)} and its arguments to other processes: {error}. Define the function "
+            f"launch cannot send {name} and its arguments to other processes: {error}. Define the function "
             "at module level (no lambda, no function inside a function) and give it what it needs through args"
         ) from error
 
 
-def _typed(fn: Callable[..., Any]) -> bool:
+def _is_interactive(fn: Callable[..., Any]) -> bool:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if getattr(main, "__spec__", None) is not None or (file is not None and Path(file).is_file()):
         return False
     # Ranks run the main program's file first, so a program without one ("<stdin>") stops them, whatever fn is.
     return file is not None or getattr(fn, "__module__", None) == "__main__"
-
-
-def _start_method() -> str:
-    return "forkserver" if multiprocessing.get_start_method(allow_none=True) == "forkserver" else "spawn"
 
 
 def _serve_store(timeout: float) -> dist.TCPStore:
@@ -135,14 +138,18 @@ def _wait(context: ProcessContext, folder: Path, deadline: float, timeout: float
         connection.wait([process.sentinel for process in running.values()], max(0.0, deadline - time.monotonic()))
         noticed = time.time()
         codes = {rank: process.exitcode for rank, process in running.items() if process.exitcode is not None}
-        died = {rank: code for rank, code in codes.items() if code != 0 or not _result(folder, rank).exists()}
+        died = {rank: code for rank, code in codes.items() if code != 0 or not (folder / f"{rank}.result").exists()}
         if died:
             _end(context)
             raise LaunchError(_first_failure(died, noticed, len(context.processes), folder))
         for rank in codes:
             del running[rank]
         if running and time.monotonic() >= deadline:
-            raise LaunchError(_overtime(list(running), len(context.processes), timeout))
+            ranks = f"rank{'s' if len(running) > 1 else ''} {', '.join(map(str, running))} of {len(context.processes)}"
+            raise LaunchError(
+                f"{ranks} still ran after {timeout:g} s, so the run was ended. Either the work needs longer, "
+                "launch(..., timeout=seconds), or these ranks wait for a collective that another rank never calls"
+            )
 
 
 def _end(context: ProcessContext) -> None:
@@ -153,24 +160,21 @@ def _end(context: ProcessContext) -> None:
 
 
 def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> str:
-    """The first failure in full, and the last line of each later one, which is usually its consequence.
-
-    A rank that raised recorded the time. One that died without a record died at most ``_NOTICE`` before ``noticed``.
-    """
+    """The first failure in full, and the last line of each later one, which is usually its consequence."""
     failures = []
     for rank in range(nproc):
-        if _error(folder, rank).exists():
-            record = json.loads(_error(folder, rank).read_text())
+        if (file := folder / f"{rank}.error").exists():
+            record = json.loads(file.read_text())
             failures.append((record["time"], rank, f"raised:\n\n{record['traceback'].rstrip()}"))
         elif rank in died:
-            failures.append((noticed - _NOTICE, rank, _epitaph(died[rank])))
-    (_, rank, story), *later = sorted(failures)
-    lines = [f"rank {rank} of {nproc} {story}"]
-    lines += [f"Then rank {rank} failed: {story.splitlines()[-1]}" for _, rank, story in later]
+            failures.append((noticed - _NOTICE, rank, _cause_of_death(died[rank])))  # it may have died so long before
+    (_, rank, report), *later = sorted(failures)
+    lines = [f"rank {rank} of {nproc} {report}"]
+    lines += [f"Then rank {rank} failed: {report.splitlines()[-1]}" for _, rank, report in later]
     return "\n\n".join(lines)
 
 
-def _epitaph(code: int) -> str:
+def _cause_of_death(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL: by somebody, or by the system because memory ran out (see its log)"
     if code < 0:
@@ -179,17 +183,6 @@ def _epitaph(code: int) -> str:
         f"ended with exit code {code} before its function returned; what it last wrote is on standard error. "
         'If the function never began: a script must call launch under `if __name__ == "__main__":`'
     )
-
-
-def _overtime(running: list[int], nproc: int, timeout: float) -> str:
-    still = f"rank{'s' if len(running) > 1 else ''} {', '.join(map(str, running))} of {nproc}"
-    return (
-        f"{still} still ran after {timeout:g} s, so the run was ended. Either the work needs longer, "
-        "launch(..., timeout=seconds), or these ranks wait for a collective that another rank never calls"
-    )
-
-
-# -- in the ranks ---------------------------------------------------------------------------------------
 
 
 def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, environment: Mapping[str, str]) -> None:
@@ -210,17 +203,18 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
         )
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a hostname that resolves elsewhere does no harm
-        torch.set_num_threads(max(1, _cpus() // nproc))
+        # In a container this process may use fewer cores than the machine has.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // nproc))
         _join_group(timeout)
         fn, args = torch.load(folder / "task", map_location="cpu", weights_only=False)
-        torch.save(fn(*args), _result(folder, rank))
+        torch.save(fn(*args), folder / f"{rank}.result")
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        record = json.dumps({"time": time.time(), "traceback": traceback.format_exc()})
         draft = folder / f"{rank}.draft"
-        draft.write_text(record)
-        draft.rename(_error(folder, rank))  # atomic: this process may be killed at any moment
+        draft.write_text(json.dumps({"time": time.time(), "traceback": traceback.format_exc()}))
+        draft.rename(folder / f"{rank}.error")  # atomic: this process may be killed at any moment
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an orderly exit can wait for ever for threads of a broken process group
@@ -233,40 +227,9 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _call_here(fn: Callable[..., Any], args: Sequence[Any], timeout: float) -> Any:
-    global _inside_rank
-    if not dist.is_initialized():
-        _join_group(timeout)  # never destroyed: a second group on the same store would read the first one's addresses
-    _inside_rank = True
-    try:
-        return fn(*args)
-    finally:
-        _inside_rank = False
-
-
 def _join_group(timeout: float) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     if gpu_each:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
-
-
-def _cpus() -> int:
-    """Cores that this process may use, which in a container can be fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# -- names that both sides share -------------------------------------------------------------------------
-
-
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.result"
-
-
-def _error(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.error"
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", repr(fn))

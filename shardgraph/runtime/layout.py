@@ -23,9 +23,9 @@ class Layout:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._find()
+        self._look_up()
 
-    def _find(self) -> None:
+    def _look_up(self) -> None:
         self._modules = list(self._model.modules())
         self._parameters = list(self._model.parameters())
         self._places: dict[str, tuple[nn.Module, str]] = {}
@@ -42,7 +42,7 @@ class Layout:
         now = self._present()
         # The recorded objects are kept alive, so no other object can have one of their ids.
         if len(now) != len(self._objects) or list(map(id, now)) != list(map(id, self._objects)):
-            self._find()
+            self._look_up()
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -55,21 +55,18 @@ class Layout:
         return tuple(map(_trained, self._parameters))
 
     def parameter(self, fqn: str) -> nn.Parameter:
-        """The parameter named ``fqn``."""
+        """The parameter of this name."""
         module, key = self._place(fqn)
-        found: nn.Parameter = module._parameters[key]  # type: ignore[assignment]  # a program's names exist
-        return found
+        return module._parameters[key]  # type: ignore[return-value]  # a program's names exist
 
     def buffer(self, fqn: str) -> torch.Tensor:
         """The buffer or plain tensor attribute named ``fqn``."""
-        module, key = self._place(fqn)
-        found: torch.Tensor = getattr(module, key)
-        return found
+        tensor: torch.Tensor = getattr(*self._place(fqn))
+        return tensor
 
     def _place(self, fqn: str) -> tuple[nn.Module, str]:
         """The module that has a parameter or buffer, and its key there."""
-        place = self._places.get(fqn)
-        if place is None:
+        if fqn not in self._places:
             path, _, key = fqn.rpartition(".")
-            place = self._places[fqn] = self._model.get_submodule(path), key
-        return place
+            self._places[fqn] = self._model.get_submodule(path), key
+        return self._places[fqn]

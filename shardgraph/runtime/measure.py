@@ -66,14 +66,14 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self._gpu is not None:
-            self._gpu.__enter__()
+            self._gpu.start()
         self._cpu.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._cpu.__exit__(*error)
         if self._gpu is not None:
-            self._gpu.__exit__(*error)
+            self._gpu.stop()
 
 
 def _plain(value: Any) -> Iterator[torch.Tensor]:
@@ -127,11 +127,11 @@ class _DispatchMeter(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass runs first, and its operations on plain tensors are intercepted
         # A view of, or a write to, a tensor from before the block must not count: its storage is an argument's.
-        given = {tensor.untyped_storage(): tensor for tensor in _plain((args, kwargs))}
-        host = func in (TO_HOST, EMPTY_ON_HOST) or (func is not TO_DEVICE and any(map(is_on_host, given.values())))
+        inputs = {tensor.untyped_storage(): tensor for tensor in _plain((args, kwargs))}
+        host = func in (TO_HOST, EMPTY_ON_HOST) or (func is not TO_DEVICE and any(map(is_on_host, inputs.values())))
         result = func(*args, **kwargs)
         for tensor in _plain(result) if func is not _FROM_FILE else ():
-            if tensor.untyped_storage() not in given:
+            if tensor.untyped_storage() not in inputs:
                 self.track(known_on_host(tensor) if host else tensor)
         return result
 
@@ -153,9 +153,9 @@ class _CudaMeter:
             return self.final
         return torch.cuda.max_memory_allocated(self.device) - self.before + self.tracked
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.before = torch.cuda.memory_allocated(self.device)
 
-    def __exit__(self, *error: Any) -> None:
+    def stop(self) -> None:
         self.final = self.peak

@@ -33,22 +33,21 @@ def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> M
                 "the mesh has no dimension names: make it with init_device_mesh(..., mesh_dim_names=('dp',))"
             )
         return tuple(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    wanted = dict(mesh) if mesh is not None else dict(plan.whole_mesh) if isinstance(plan, Plan) else None
+    sizes = dict(mesh) if mesh is not None else dict(plan.whole_mesh) if isinstance(plan, Plan) else {}
     if not dist.is_initialized():
-        if wanted and math.prod(wanted.values()) > 1:
+        if (ranks := math.prod(sizes.values())) > 1:
             raise PlanError(
-                f"the mesh {wanted} needs {math.prod(wanted.values())} ranks and there is no process group: start with "
+                f"the mesh {sizes} needs {ranks} ranks and there is no process group: start with "
                 "shardgraph.launch(fn, nproc=...) or torchrun, or check the plan in one process with shardgraph.verify"
             )
         return ()
     world = dist.get_world_size()
-    wanted = wanted or _default_mesh(world, plan)
-    if math.prod(wanted.values()) != world:
+    sizes = sizes or _default_mesh(world, plan)
+    if (ranks := math.prod(sizes.values())) != world:
         raise PlanError(
-            f"the mesh {wanted} is for {math.prod(wanted.values())} ranks and {world} are running: "
-            f"axis sizes must multiply to {world}"
+            f"the mesh {sizes} is for {ranks} ranks and {world} are running: axis sizes must multiply to {world}"
         )
-    return tuple(wanted.items())
+    return tuple(sizes.items())
 
 
 def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceMesh | None:
@@ -61,10 +60,9 @@ def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceM
     if not axes or not dist.is_initialized():
         return None
     names, sizes = zip(*axes, strict=True)
-    if (device_type := group_device_type()) != "cpu":
-        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    override: dict[Any, Any] = dict.fromkeys(names, ordered_gloo())
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=override)
+    device_type = group_device_type()
+    override: Any = dict.fromkeys(names, ordered_gloo()) if device_type == "cpu" else None
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
 
 
 def run_device(mesh: DeviceMesh | Mapping[str, int] | None) -> torch.device | None:

@@ -1,14 +1,13 @@
 """Random numbers on data-parallel ranks: different on each, reproducible on all.
 
-Users seed every rank alike, so that initialisation agrees, but dropout must differ between ranks with different data.
-So each forward draws one number from the default generator (the same on every rank) and derives a seed for its rank
-from it; the default generator advances by that one draw.
+Users seed every rank alike, but dropout must differ between ranks with different data. So each forward draws one number
+from the default generator, the same on every rank, and derives the seed of its rank from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -16,24 +15,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of ``rank`` in a step whose common draw was ``seed``; for rank 0 it is ``seed`` itself.
-
-    ``rank`` is the data-parallel rank, or the index of anything else that draws independently.
-    """
+    """The seed of ``rank``, or of anything else that draws independently, in a step whose common draw was ``seed``."""
     return (seed + _GOLDEN * rank) % 2**63
 
 
-@contextmanager
-def rank_generator(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
+def rank_generator(rank: int, world_size: int, device: torch.device) -> AbstractContextManager[None]:
     """Run the body with ``device``'s (and the CPU's) generator seeded for ``rank`` of ``world_size``.
 
     With one rank the default generators are used unchanged, so that the body draws what the original model would.
     """
-    if world_size == 1:
-        yield
-        return
-    with seeded(rank_seed(common_draw(), rank), device):
-        yield
+    return seeded(None if world_size == 1 else rank_seed(common_draw(), rank), device)
 
 
 def common_draw() -> int:

@@ -7,17 +7,15 @@ import torch
 
 def empty_like_traced(traced: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a value that was traced as ``traced``, in its layout; contiguous where elements share memory."""
-    if not _dense(traced):
-        return torch.empty(traced.shape, dtype=traced.dtype, device=device)
-    return torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=device)
+    return torch.empty_strided(traced.shape, _strides(traced), dtype=traced.dtype, device=device)
 
 
 def in_layout(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
     """``value`` in the layout of ``traced``, as :func:`empty_like_traced` makes memory for it."""
-    wanted = traced.stride() if _dense(traced) else torch.empty(traced.shape, device="meta").stride()
-    if value.stride() == wanted:
+    strides = _strides(traced)
+    if value.stride() == strides:
         return value
-    return torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,11 +23,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether elements fill a stretch of memory, each once."""
+def _strides(traced: torch.Tensor) -> tuple[int, ...]:
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
+    for stride, size in sorted((s, n) for s, n in zip(traced.stride(), traced.shape, strict=True) if n != 1):
+        if stride != expected:  # elements do not fill a stretch of memory, each once
+            return torch.empty(traced.shape, device="meta").stride()
         expected *= size
-    return True
+    return traced.stride()

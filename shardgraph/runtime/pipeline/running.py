@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from shardgraph import ir, torch_api
-from shardgraph.ir import Accumulated, IntermediateBase, Output
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
@@ -48,27 +48,21 @@ class RunningPipeline:
     @property
     def neighbours(self) -> list[int]:
         """The global ranks that have the stages before and after this rank's."""
-        beside = {number + step for number in self.numbers for step in (-1, 1)} & set(range(self.pipeline.count))
-        places = [place for place in self.pipeline.places_of(beside) if place != self.rank]
+        stages = {number + step for number in self.numbers for step in (-1, 1)} & set(range(self.pipeline.count))
+        places = [place for place in self.pipeline.places_of(stages) if place != self.rank]
         return [] if self.group is None else [dist.get_global_rank(self.group, place) for place in places]
 
-    # -- training ----------------------------------------------------------------------------------
-
     def train(self, work: Sequence[Work], reduce: bool, scale: float = 1.0) -> torch.Tensor:
-        """Forward and backward of all microbatches; gives the loss of the whole batch, detached, on every rank.
+        """Forward and backward of all microbatches; returns the loss of the whole batch, detached, on every rank.
 
-        Gradients are those of ``scale`` times the loss.
-        With ``reduce`` gradients are reduced and given to the parameters; else they are kept for the next step.
+        Gradients are those of ``scale`` times the loss. With ``reduce`` they are reduced and become the parameters'
+        ``grad``; else they are kept for the next step.
         """
         self._begin(work, train=True, scale=scale)
-        losses: list[torch.Tensor] = []
-        if self.group is None:
-            losses = self._one_after_the_other(len(work))
-        else:
-            self._by_schedule(len(work), losses)
+        losses = self._one_by_one(len(work)) if self.group is None else self._by_schedule(len(work))
         self._write_buffers(work)
         program = work[0].executor.program
-        (traced,) = [v.meta["val"] for role, v in ir.outputs(program.joint.module) if role == Output(0)]
+        (traced,) = [v.meta["val"] for role, v in ir.outputs(program.joint.module) if role == ir.Output(0)]
         loss = torch.zeros((), dtype=traced.dtype, device=self.state.device)
         if losses:
             loss = torch.stack([each.detach() * item.share for each, item in zip(losses, work, strict=True)]).sum()
@@ -79,28 +73,28 @@ class RunningPipeline:
         return self._from_last_stage(loss)
 
     def _begin(self, work: Sequence[Work], train: bool, scale: float = 1.0) -> None:
-        count, data_rank = self.pipeline.count, 0 if self.state.mesh is None else mesh_rank(self.state.mesh)
-        alone = count == 1 and self.plan.data_size == 1
+        count, data_size = self.pipeline.count, self.plan.data_size
+        data_rank = self.plan.data_rank(0 if self.state.mesh is None else mesh_rank(self.state.mesh))
+        alone = count == 1 and data_size == 1
         common = common_draw() if work[0].executor.program.random and not alone else None
         for stage in self.stages:
-            mine = []
+            microbatches = []
             for number, item in enumerate(work):
-                again = train and self.pipeline.recomputes(number, len(work))
-                place = (number * count + stage.stage_index) * self.plan.data_size + self.plan.data_rank(data_rank)
+                recomputes = train and self.pipeline.recomputes(number, len(work))
+                place = (number * count + stage.stage_index) * data_size + data_rank
                 seed = None if common is None else rank_seed(common, place)
                 program, share = item.executor.program.stages[stage.stage_index], item.share * scale
-                mine.append(Microbatch(item.executor, program, item.leaves, share, again, seed))
-            stage.has_backward = train
-            stage.begin(mine)
+                microbatches.append(Microbatch(item.executor, program, item.leaves, share, recomputes, seed))
+            stage.begin(microbatches)
 
-    def _one_after_the_other(self, count: int) -> list[torch.Tensor]:
+    def _one_by_one(self, count: int) -> list[torch.Tensor]:
         losses = []
         for number in range(count):
-            given: Any = ()
+            results: Any = ()
             for stage in self.stages:
-                stage.set_local_fwd_input(given, number)
-                given = stage.forward_one_chunk(number)
-            losses.append(given)
+                stage.set_local_fwd_input(results, number)
+                results = stage.forward_one_chunk(number)
+            losses.append(results)
             gradients: Any = ()
             for stage in reversed(self.stages):
                 stage.set_local_bwd_input(gradients, number)
@@ -108,13 +102,15 @@ class RunningPipeline:
                 gradients = stage.get_local_bwd_output(number)
         return losses
 
-    def _by_schedule(self, count: int, losses: list[torch.Tensor]) -> None:
+    def _by_schedule(self, count: int) -> list[torch.Tensor]:
         if count not in self._schedules:
             kind: Any = get_schedule_class(find_schedule(self.pipeline.schedule).torch_name)
             stages: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
             self._schedules[count] = kind(stages, count, loss_fn=lambda loss, _: loss)
-        with torch.enable_grad():  # which torch asks for, though our graphs need it not
+        losses: list[torch.Tensor] = []
+        with torch.enable_grad():  # required by torch, though not by our graphs
             self._schedules[count].step(target=torch.zeros(count), losses=losses, return_outputs=False)
+        return losses
 
     def _write_buffers(self, work: Sequence[Work]) -> None:
         written = [{f: v for stage in self.stages for f, v in stage.written[i].items()} for i in range(len(work))]
@@ -130,13 +126,12 @@ class RunningPipeline:
             start[fqn].copy_(value)
 
     def _finish_gradients(self, program: Program) -> None:
-        """Reduce the gradients of this rank's stages, add up those of shared parameters, and give them out."""
+        """Reduce the gradients of this rank's stages, add up those of shared parameters, and set ``grad``."""
         totals: dict[str, torch.Tensor] = {}
         for stage in self.stages:
             own = stage.take_gradients()
-            reduce = stage.work[0].once("reduce")
-            if reduce is not None:
-                inputs = [own.pop(role.of.fqn) for role, _ in reduce.takes if isinstance(role, Accumulated)]
+            if reduce := stage.work[0].once("reduce"):
+                inputs = [own.pop(role.of.fqn) for role, _ in reduce.takes if isinstance(role, ir.Accumulated)]
                 own |= gradients_of(zip([role for role, _ in reduce.gives], reduce(inputs), strict=True))
             for fqn, value in own.items():
                 totals[fqn] = totals[fqn] + value if fqn in totals else value
@@ -144,59 +139,46 @@ class RunningPipeline:
             ranks = self.pipeline.places_of(program.owners[fqn])
             if len(ranks) > 1 and self.rank in ranks:
                 local = torch_api.local_tensor(self.state.layout.parameter(fqn))
-                total = torch.zeros_like(local)  # not every stage that uses a parameter need have a gradient of it
+                total = torch.zeros_like(local)  # a stage may use a parameter without computing a gradient of it
                 totals[fqn] = total.copy_(totals[fqn]) if fqn in totals else total
                 dist.all_reduce(total, group=self._sharing[ranks])
-        taken: set[int] = set()
-        for fqn, value in totals.items():
-            self._give(fqn, value, taken)
-
-    def _give(self, fqn: str, gradient: torch.Tensor, taken: set[int]) -> None:
-        parameter = self.state.layout.parameter(fqn)
-        local = torch_api.local_tensor(parameter)
-        memory = gradient.untyped_storage().data_ptr()
-        if gradient.stride() != local.stride() or memory in taken:  # as backward left it: a view, or another's too
-            gradient = torch.empty_like(local).copy_(gradient)
-        taken.add(gradient.untyped_storage().data_ptr())
-        placed = gradient if local is parameter else torch_api.as_placed(gradient, parameter)  # type: ignore[arg-type]
-        parameter.grad = placed if parameter.grad is None else parameter.grad + placed
+        taken: set[int] = set()  # memory of other parameters' gradients
+        for fqn, gradient in totals.items():
+            parameter = self.state.layout.parameter(fqn)
+            local = torch_api.local_tensor(parameter)
+            if gradient.stride() != local.stride() or gradient.untyped_storage().data_ptr() in taken:
+                gradient = torch.empty_like(local).copy_(gradient)
+            taken.add(gradient.untyped_storage().data_ptr())
+            placed = gradient if local is parameter else torch_api.as_placed(gradient, parameter)  # type: ignore[arg-type]
+            parameter.grad = placed if parameter.grad is None else parameter.grad + placed
 
     def prepare(self, owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make the groups over which the gradients of shared parameters are added up; all ranks must call it."""
         for fqn in sorted(owners):
             ranks = self.pipeline.places_of(owners[fqn])
-            if len(ranks) > 1 and self.mesh is not None and ranks not in self._sharing:
-                self._sharing[ranks] = self._group_of(ranks, self.mesh)
-
-    def _group_of(self, ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The group of these places along the pipeline, at this rank's place along all other axes."""
-        if len(ranks) == self.pipeline.ranks:
-            return self.group
-        found = None
-        for column in mesh.mesh.reshape(self.pipeline.ranks, -1).t().tolist():  # the pipeline's axis is the outermost
-            group = dist.new_group([column[place] for place in ranks], backend=dist.get_backend(self.group))
-            found = group if column[self.rank] == dist.get_rank() else found
-        return found
-
-    # -- forward alone -----------------------------------------------------------------------------
+            if len(ranks) == self.pipeline.ranks:
+                self._sharing[ranks] = self.group
+            elif len(ranks) > 1 and self.mesh is not None and ranks not in self._sharing:
+                columns = self.mesh.mesh.reshape(self.pipeline.ranks, -1).t()  # the pipeline's axis is the outermost
+                groups, backend = columns[:, list(ranks)].tolist(), dist.get_backend(self.group)
+                self._sharing[ranks], _ = dist.new_subgroups_by_enumeration(groups, backend=backend)
 
     def infer(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
-        """Forward of all microbatches; gives what the model returns for each, by role, on every rank."""
+        """Forward of all microbatches; returns the model's outputs for each, by role, on every rank."""
         self._begin(work, train=False)
-        sent: list[Any] = []
-        for stage in self.stages:
-            for number in range(len(work)):
-                if not stage.is_first and stage.stage_index - 1 in self.numbers:
-                    before = self.stages[self.numbers.index(stage.stage_index - 1)]
-                    stage.set_local_fwd_input(before.leaving.pop(("forward", number)), number)
-                else:
-                    for each in _start(stage.get_fwd_recv_ops(number)):
-                        each.wait()
-                stage.forward_one_chunk(number)
-                if not stage.is_last and stage.stage_index + 1 not in self.numbers:
-                    sent += _start(stage.get_fwd_send_ops(number))
-        for each in sent:
-            each.wait()
+        local = dict(zip(self.numbers, self.stages, strict=True))
+        sends: list[Any] = []
+        for stage, number in itertools.product(self.stages, range(len(work))):
+            if previous := local.get(stage.stage_index - 1):
+                stage.set_local_fwd_input(previous.leaving.pop(("forward", number)), number)
+            else:
+                for receive in _start(stage.get_fwd_recv_ops(number)):
+                    receive.wait()
+            stage.forward_one_chunk(number)
+            if stage.stage_index + 1 not in local:
+                sends += _start(stage.get_fwd_send_ops(number))
+        for send in sends:
+            send.wait()
         results = [self._outputs(number, item) for number, item in enumerate(work)]
         for stage in self.stages:
             stage.end()
@@ -204,42 +186,39 @@ class RunningPipeline:
 
     def _outputs(self, number: int, item: Work) -> dict[Any, Any]:
         last = next((stage for stage in self.stages if stage.is_last), None)
-        found = {} if last is None else last.outputs[number]
         results: dict[Any, Any] = {}
         for role, node in ir.outputs(item.executor.program.stages[-1].kept.forward):
-            if isinstance(role, (Output, IntermediateBase)):
+            if isinstance(role, (ir.Output, ir.IntermediateBase)):
                 if not hasattr(node, "meta"):
                     results[role] = node  # a constant of the program
                 elif last is None:
                     results[role] = self._from_last_stage(empty_like_traced(node.meta["val"], self.state.device))
                 else:
-                    results[role] = self._from_last_stage(in_layout(found[role], node.meta["val"]))
+                    results[role] = self._from_last_stage(in_layout(last.outputs[number][role], node.meta["val"]))
         return results
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
-        """What the rank of the last stage has, on every rank of the pipeline."""
+        """The value on the rank of the last stage, on every rank of the pipeline."""
         if self.group is not None and value.numel():
-            source = dist.get_global_rank(self.group, self.pipeline.rank_of(self.pipeline.count - 1))
-            dist.broadcast(flat(value), src=source, group=self.group)
+            dist.broadcast(flat(value), group=self.group, group_src=self.pipeline.rank_of(self.pipeline.count - 1))
         return value
 
     def to_first_rank(
         self, tensor: torch.Tensor, place: int, gathered: Callable[[torch.Tensor, bool], torch.Tensor]
     ) -> torch.Tensor:
-        """The whole of a tensor, of which the ranks at ``place`` along the pipeline have parts, on global rank 0.
+        """The whole of a tensor, from the ranks at ``place`` along the pipeline, in CPU memory of global rank 0.
 
-        It is in CPU memory there, and empty on other ranks. All ranks must call it.
+        It is empty on other ranks. All ranks must call it.
         """
         first_column = self.state.mesh is None or mesh_rank(self.state.mesh) == 0
         whole = gathered(tensor, first_column) if self.rank == place else tensor.new_empty(0, device="cpu")
         if place == 0 or self.group is None or not first_column:
             return whole
-        ends = [dist.get_global_rank(self.group, each) for each in (0, place)]
         if self.rank == place:
-            dist.send(whole.to(self.state.device), dst=ends[0], group=self.group)
+            dist.send(whole.to(self.state.device), group=self.group, group_dst=0)
         elif self.rank == 0:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.state.device)
-            dist.recv(buffer, src=ends[1], group=self.group)
+            dist.recv(buffer, group=self.group, group_src=place)
             return buffer.cpu()
         return tensor.new_empty(0, device="cpu")
 

@@ -1,4 +1,4 @@
-"""What buffers become in a step, from what each microbatch would have written."""
+"""The buffers after a step, from what each microbatch would have written."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ def combined(
 ) -> dict[str, torch.Tensor]:
     """The buffers after a step in which microbatch ``i``, of ``programs[i]``, would have written ``written[i]``.
 
-    Every microbatch begins with ``start``. Running statistics of batch norms become what the whole batch makes of them;
-    other floating-point values the mean over microbatches, and whole numbers what the first microbatch wrote, so that
-    a count of batches counts one.
+    Running statistics of batch norms, from those at the ``start``, are of the whole batch; other floating-point values
+    are the mean over microbatches, and integers those of the first microbatch, so that a count of batches counts one.
     """
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for stages in zip(*(program.stages for program in programs), strict=True):
         for norms in zip(*(stage.batch_norms for stage in stages), strict=True):
             norm, counts = norms[0], [each.count for each in norms]
             pairs = [(values[norm.mean], values[norm.variance]) for values in written if norm.mean in values]
             if pairs:
-                begun = start[norm.mean], start[norm.variance]
-                found[norm.mean], found[norm.variance] = whole_batch(norm, begun, pairs, counts)
+                before = start[norm.mean], start[norm.variance]
+                buffers[norm.mean], buffers[norm.variance] = whole_batch(norm, before, pairs, counts)
     for name in written[0]:
-        if name not in found:
+        if name not in buffers:
             values = [each[name] for each in written]
-            found[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
-    return found
+            buffers[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+    return buffers

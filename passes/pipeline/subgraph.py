@@ -1,0 +1,32 @@
+"""A part of a graph as a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.ir.attributes import new_placeholder
+
+
+def subgraph(
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Iterable[tuple[str, ir.Role, fx.Node]],
+    results: Sequence[tuple[ir.Role | None, Any]],
+) -> fx.GraphModule:
+    """A graph of copies of ``nodes`` in this order, placeholders first, that returns ``results``.
+
+    Each of the ``inputs``, as ``(name, role, node)``, is a further placeholder, which replaces a node of ``gm``.
+    """
+    graph = fx.Graph()
+    env = {node: graph.node_copy(node) for node in nodes if node.op == "placeholder"}
+    env |= {node: new_placeholder(graph, name, role, node) for name, role, node in inputs}
+    for node in nodes:
+        if node.op != "placeholder":
+            env[node] = graph.node_copy(node, env.__getitem__)
+    ir.add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
+    graph.lint()
+    return ir.UnboundGraph(gm, graph)
