@@ -91,9 +91,10 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
         works = [f"{ranks * count}" for count in range(kind.least, int(min(kind.most, kind.least + 2)) + 1)]
         each, rest = divmod(stages, ranks)
         others = [name for name, other in SCHEDULES.items() if not rest and other.least <= each <= other.most]
+        run_by = f"; {stages} stages are run by {', '.join(others)}" if others else ""
         raise PlanError(
-            f"schedule {schedule!r} cannot run {stages} stages on {ranks} ranks: each rank has {allowed} of its stages, so "
-            f"{' or '.join(works)} would do{f'; {stages} stages are run by ' if others else ''}{', '.join(others)}"
+            f"schedule {schedule!r} cannot run {stages} stages on {ranks} ranks: each rank has {allowed} of its "
+            f"stages, so {' or '.join(works)} would do{run_by}"
         )
     if not kind.allows(microbatches, ranks, stages):
         lower = (count for count in range(microbatches - 1, 0, -1) if kind.allows(count, ranks, stages))
