@@ -45,8 +45,7 @@ class MoE(nn.Module):
             tokens.
         activation: ``"gelu"``, ``"silu"``, ``"relu"``, or ``"swiglu"``, which has a third matrix.
         bias: whether experts add biases.
-        normalize_gates: whether a token's weights add up to 1 over its kept choices; see :class:`TopKGate`.
-        sampled: whether choices after the first are sampled in training; see :class:`TopKGate`.
+        normalize_gates, sampled: see :class:`TopKGate`.
         device, dtype: of the parameters.
 
     Raises:
@@ -70,17 +69,10 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gate = TopKGate(
-            d_model,
-            num_experts,
-            k,
-            capacity_factor,
-            normalize_gates=normalize_gates,
-            sampled=sampled,
-            device=device,
-            dtype=dtype,
-        )
-        self.experts = Experts(num_experts, d_model, d_hidden, activation, bias=bias, device=device, dtype=dtype)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        choice: dict[str, Any] = {"normalize_gates": normalize_gates, "sampled": sampled}
+        self.gate = TopKGate(d_model, num_experts, k, capacity_factor, **choice, **options)
+        self.experts = Experts(num_experts, d_model, d_hidden, activation, bias=bias, **options)
 
     def reset_parameters(self) -> None:
         """Initialise gate and experts, as the constructor does."""

@@ -51,7 +51,7 @@ _PLACEMENTS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A partition plan; :mod:`shardgraph.plans.plan_file` describes its YAML form, which round-trips exactly.
+    """A partition plan, which prints as readable text and round-trips exactly through YAML (docs/plans.md).
 
     ``mesh``
         ``(axis name, size)`` pairs, outermost first; empty for one process without a group. With a pipeline it is the

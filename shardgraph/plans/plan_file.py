@@ -1,34 +1,4 @@
-"""Writes and reads the YAML form of a plan. Whatever ``plan="auto"`` can choose can also be written by hand::
-
-    schema: 1
-    name: mine
-    mesh: {dp: 2, tp: 4}              # of a stage, if there is a pipeline; axes outermost first
-    prefetch: 4
-    operators: {tp: sequence}         # the axes whose ranks share one batch and shard its computation
-    annotations:                      # constraints, as from shardgraph.annotate
-      - {'model.layers.*.mlp.up_proj.weight': "shard(0, 'tp')"}
-    recompute:                        # or none, full, selective, budget (chosen to fit the available memory)
-      'model.layers.*.mlp': [silu, mul]
-    loss_chunk: 67108864              # bytes of a cross-entropy's logits per chunk
-    pipeline: {ranks: 2, schedule: 1f1b, microbatches: 8, stages: [model.layers.4]}
-    precision: {parameters: bfloat16, reduce: float32}
-    offload: {parameters: true, disk: /scratch}
-    parameters:                       # by patterns of names (shell wildcards); the last one that matches wins
-      '*': {placements: [shard(0), auto], gradient: reduce_scatter, reshard_after_forward: true}
-      lm_head.weight: {placements: [replicate, split(0)], gradient: all_reduce, offload: true}
-    activations:                      # placements of operands and results, for the call that they were chosen for
-      call: forward and backward of int64[4, 2048], int64[4, 2048]
-      tp:
-        model.layers.*.mlp.up_proj/mm.1: replicate, split(1) -> split(1)
-
-``experts`` names an axis whose ranks have batches of their own and shard the experts of a mixture of experts::
-
-    mesh: {dp: 2, ep: 4}
-    experts: ep
-    parameters:
-      '*': {placements: [shard(0), replicate], gradient: reduce_scatter, reshard_after_forward: true}
-      '*.experts.*': {placements: [shard(0), split(0)], gradient: reduce_scatter, reshard_after_forward: true}
-"""
+"""Writes and reads the YAML form of a plan: the fields of :class:`shardgraph.Plan` by name, as in docs/plans.md."""
 
 from __future__ import annotations
 
@@ -148,18 +118,6 @@ def _considered(data: list[Any]) -> tuple[Candidate, ...]:
     return tuple(Candidate(**_read(f"considered.{i}", _CANDIDATE, required, each)) for i, each in enumerate(data))
 
 
-def _pipeline(data: Any) -> Pipeline:
-    return Pipeline(**_read("pipeline", _PIPELINE, ("ranks",), data))
-
-
-def _precision(data: Any) -> Precision:
-    return Precision(**_read("precision", _PRECISION, (), data))
-
-
-def _offload(data: Any) -> Offload:
-    return Offload(**_read("offload", _OFFLOAD, (), data))
-
-
 def _recompute(data: str | dict[Any, Any]) -> str | tuple[tuple[str, tuple[str, ...]], ...]:
     if isinstance(data, str):
         return data
@@ -193,6 +151,18 @@ def _annotations(data: list[Any]) -> tuple[Annotated, ...]:
         except PlanError as error:
             raise PlanError(f"annotations.{pattern}: {error}") from None
     return tuple(annotations)
+
+
+def _pipeline(data: Any) -> Pipeline:
+    return Pipeline(**_read("pipeline", _PIPELINE, ("ranks",), data))
+
+
+def _precision(data: Any) -> Precision:
+    return Precision(**_read("precision", _PRECISION, (), data))
+
+
+def _offload(data: Any) -> Offload:
+    return Offload(**_read("offload", _OFFLOAD, (), data))
 
 
 _TEXT = _Field(str, "a text")

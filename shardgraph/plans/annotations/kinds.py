@@ -1,10 +1,7 @@
 """The kinds of annotations: frozen dataclasses, registered with ``@kind``, that print as the call that creates them.
 
-An annotation of parameters defines the resulting plan of the parameter (:meth:`ParameterAnnotation.changed`). An
-annotation of modules is read from the plan by the code that applies it: placements of activations
-(:mod:`shardgraph.plans.annotations.constrain`) and casts (:mod:`shardgraph.capture.casting`) are added to the graph by
-capture; ``recompute`` and ``save`` are applied by :mod:`shardgraph.passes.recompute.recompute`, ``stage`` by
-:mod:`shardgraph.passes.pipeline.cuts`.
+An annotation of parameters defines the resulting plan of the parameter; one of modules is read from the plan by the
+code that applies it.
 """
 
 from __future__ import annotations
@@ -175,7 +172,6 @@ class replicate(Placement):
         self._expect(self.mesh_dim is None or isinstance(self.mesh_dim, str), "mesh_dim", "the name of a mesh axis")
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """Replicated on every rank of the axis, also between steps."""
         for position, axis in enumerate(plan.axes):
             if self.mesh_dim in (None, axis):
                 if axis in (*dict(plan.operators), plan.experts):
@@ -210,7 +206,6 @@ class reshard(ParameterAnnotation):
     opposite = "keep_gathered"
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """Resharded after forward."""
         if entry.shard_axis is None:
             raise PlanError(
                 f"plan {plan.name!r} does not store it in shards: annotate it shard(0, ...) along an axis of data too"
