@@ -23,12 +23,10 @@ class MoE(nn.Module):
     defines groups, capacity, weights and the loss. Groups are independent, so ranks that each have some of dim 0
     together compute exactly what one rank would.
 
-    All shapes are static, whatever the routing. Tokens are moved by index, not by products with a one-hot
-    [groups, tokens, experts, capacity] as in GShard: capacity grows with tokens, so that this tensor and its products
-    grow with their square (a group of 4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of the two masks, and
-    as many FLOPs for the two products as for experts with a ``d_hidden`` of 4096), whereas an index has ``k * tokens``
-    entries. The result is the same sum, since a row of a buffer holds at most one token. For the same reason, no sum
-    in forward or backward depends on an order that may change from run to run.
+    All shapes are static, whatever the routing. Tokens are moved by index, of ``k * tokens`` entries, not by products
+    with a one-hot [groups, tokens, experts, capacity] as in GShard, which grows with the square of tokens (a group of
+    4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of two masks). The result is the same sum, since a row of
+    a buffer holds at most one token, and no sum depends on an order that may change from run to run.
 
     One tensor of [experts, groups, capacity, d_model] enters the experts and one leaves them, and the experts are
     ``bmm`` over dim 0 of their weights. With experts sharded on dim 0 and groups on different ranks, an all-to-all at

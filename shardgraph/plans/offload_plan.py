@@ -56,7 +56,8 @@ class Offload:
                 f"there is no offloading {offload!r}{nearest(str(offload), _NAMES)}; there are "
                 f"{', '.join(map(repr, _NAMES))}, and shardgraph.Offload(parameters=..., activations=..., disk=...)"
             )
-        return cls(**dict.fromkeys(_NAMES[str(offload)], True))
+        named = _NAMES[str(offload)]
+        return cls("parameters" in named, "activations" in named)
 
     def __str__(self) -> str:
         tensors = " and ".join(name for name in _NAMES["all"] if getattr(self, name))

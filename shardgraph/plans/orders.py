@@ -5,7 +5,7 @@ The orders are those that ``torch.distributed.pipelining`` executes, as plain da
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,14 +97,12 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
             f"stages, so {' or '.join(works)} would do{run_by}"
         )
     if not kind.allows(microbatches, ranks, stages):
-        lower = (count for count in range(microbatches - 1, 0, -1) if kind.allows(count, ranks, stages))
-        higher = (
-            count for count in range(microbatches + 1, microbatches + stages + 1) if kind.allows(count, ranks, stages)
-        )
-        works = " or ".join(map(str, (*itertools.islice(lower, 1), *itertools.islice(higher, 1))))
+        runnable = [count for count in range(1, microbatches + stages + 1) if kind.allows(count, ranks, stages)]
+        position = bisect.bisect(runnable, microbatches)
+        nearby = " or ".join(map(str, runnable[max(position - 1, 0) : position + 1]))
         raise PlanError(
             f"schedule {schedule!r} on {ranks} ranks with {stages} stages cannot run {microbatches} microbatches: it "
-            f"takes {kind.rule}, so {works} would do, or schedule 'gpipe' with one stage per rank"
+            f"takes {kind.rule}, so {nearby} would do, or schedule 'gpipe' with one stage per rank"
         )
 
 

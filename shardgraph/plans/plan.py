@@ -12,24 +12,14 @@ import torch
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh, coordinates
+from shardgraph.plans import parameter_plan
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.annotations.match import Annotated, annotations_by_name, matches, written
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.checks import expect, is_whole
 from shardgraph.plans.offload_plan import NOTHING, Offload
-from shardgraph.plans.parameter_plan import (
-    AUTO,
-    GRADIENTS,
-    REPLICATE,
-    SHARD,
-    ParameterPlan,
-    fitted,
-    offloaded,
-    parse_split,
-    split_text,
-    without_shards_of_blocks,
-)
+from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, REPLICATE, SHARD, ParameterPlan
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan_file import SCHEMA, read_plan, written_plan
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -43,7 +33,7 @@ _PLACEMENTS = {
     "whole": (REPLICATE, AUTO),  # or split(d)
     "sequence": (REPLICATE, AUTO),  # or split(d)
     "context": (REPLICATE,),
-    "experts": (REPLICATE, AUTO, split_text(0)),
+    "experts": (REPLICATE, AUTO, parameter_plan.split_text(0)),
     "data": (REPLICATE, SHARD),
 }
 """The placements that parameters may have along an axis, by its style."""
@@ -166,7 +156,7 @@ class Plan:
         Raises:
             PlanError: an annotation requires that shard.
         """
-        storable = without_shards_of_blocks(entry)
+        storable = parameter_plan.without_shards_of_blocks(entry)
         for pattern, annotation in self.annotations if storable != entry else ():
             stores = isinstance(annotation, kinds.shard) and annotation.mesh_dim not in dict(self.operators)
             if stores and matches(pattern, fqn):
@@ -198,9 +188,9 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} says nothing of {_some(unmatched)}: add a pattern that matches, such as '*'"
             )
-        resolved = {fqn: fitted(resolved[fqn], fqn, shape, self.mesh) for fqn, shape in shapes.items()}
+        resolved = {fqn: parameter_plan.fitted(resolved[fqn], fqn, shape, self.mesh) for fqn, shape in shapes.items()}
         if self.offload.parameters:
-            resolved = {fqn: offloaded(entry) for fqn, entry in resolved.items()}
+            resolved = {fqn: parameter_plan.offloaded(entry) for fqn, entry in resolved.items()}
         return resolved | _annotated(self, resolved, shapes)
 
     def save(self, path: str | Path) -> None:
@@ -290,7 +280,7 @@ def _annotated(
     changed: dict[str, ParameterPlan] = {}
     for pattern, annotation in plan.annotations:
         if isinstance(annotation, kinds.offload):
-            changed |= {fqn: offloaded(entries[fqn]) for fqn in shapes if matches(pattern, fqn)}
+            changed |= {fqn: parameter_plan.offloaded(entries[fqn]) for fqn in shapes if matches(pattern, fqn)}
     of: type[kinds.Annotation] = kinds.keep_gathered  # without a mesh nothing is sharded
     if plan.mesh:
         of = kinds.ParameterAnnotation
@@ -387,7 +377,7 @@ def _check_plan(plan: Plan) -> None:
             options, splits = _PLACEMENTS[styles[axis]], styles[axis] in ("whole", "sequence")
             expected = " or ".join(map(repr, (*options, "split(d)") if splits else options)) + f" for the axis {axis!r}"
             expected += ", along which sequences are sharded" if styles[axis] == "context" else ""
-            allowed = placement in options or (splits and parse_split(placement) is not None)
+            allowed = placement in options or (splits and parameter_plan.parse_split(placement) is not None)
             check(allowed, f"{here}.placements", placement, expected)
         check(placements.count(SHARD) <= 1, f"{here}.placements", placements, "sharded over one mesh axis at most")
         check(entry.gradient in GRADIENTS, f"{here}.gradient", entry.gradient, " or ".join(map(repr, GRADIENTS)))
