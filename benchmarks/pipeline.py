@@ -39,7 +39,7 @@ from shardgraph.cost_models.schedules import Ran, SimulatedSchedule, StageCost, 
 from shardgraph.cost_models.timeline import Timeline
 from shardgraph.pictures.gantt import draw_gantt
 from shardgraph.pictures.svg import Drawing, document
-from shardgraph.plans.orders import SCHEDULES, find_schedule, pipeline_order, stages_per_rank
+from shardgraph.plans.orders import SCHEDULES, find_schedule, pipeline_order
 from shardgraph.report.pipeline import analyze_pipeline
 
 
@@ -60,7 +60,7 @@ class Training:
 
     def __init__(self, schedule: str, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        width, count = options.width, options.nproc * stages_per_rank(schedule)
+        width, count = options.width, options.nproc * find_schedule(schedule).least
         layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         begins = [f"layers.{options.layers * number // count}" for number in range(1, count)]
         shape = (options.rows * options.microbatches, options.length, width)
@@ -175,13 +175,13 @@ def alone(figures: dict[str, list[list[Round]]]) -> dict[int, Costs]:
     """By the number of stages, what each takes alone: over rounds, and over the schedules that have the same stages."""
     runs: defaultdict[int, list[Costs]] = defaultdict(list)
     for schedule, ranks in figures.items():
-        runs[stages_per_rank(schedule)] += [mean_seconds(each.alone) for rounds in ranks for each in rounds]
+        runs[find_schedule(schedule).least] += [mean_seconds(each.alone) for rounds in ranks for each in rounds]
     return {count: median_seconds(found) for count, found in runs.items()}
 
 
 def simulated(schedule: str, seconds: Costs, message: float, options: argparse.Namespace) -> SimulatedSchedule:
     """The schedule as the simulator has it, with these seconds of actions and of a message."""
-    count = options.nproc * stages_per_rank(schedule)
+    count = options.nproc * find_schedule(schedule).least
     order = pipeline_order(schedule, options.nproc, count, options.microbatches)
     costs = [
         StageCost(
@@ -281,7 +281,7 @@ def main() -> None:
     seconds = alone(rounds)
     figures, pictures = {}, []
     for name in options.schedules:
-        found, drawn = compare(name, seconds[stages_per_rank(name)], rounds[name], options)
+        found, drawn = compare(name, seconds[find_schedule(name).least], rounds[name], options)
         figures[name] = found | {"analysis": ranks[0][name][1]}
         pictures += drawn
     print(

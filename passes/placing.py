@@ -21,8 +21,8 @@ from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.activation_plan import Activations
-from shardgraph.plans.parameter_plan import ParameterPlan
-from shardgraph.plans.plan import Plan, in_patterns
+from shardgraph.plans.parameter_plan import ParameterPlan, in_patterns
+from shardgraph.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ def test_a_plan_round_trips_and_leaves_nothing_to_be_found():
         ),
         (
             lambda: Plan.from_yaml(shardgraph.preset("cp", {"cp": 2}).to_yaml().replace("replicate", "split(0)")),
-            "it may be 'replicate': along 'cp' sequences are cut",
+            "it may be 'replicate' for the axis 'cp', along which sequences",
         ),
         (lambda: shardgraph.preset("fsdp+cp", {"cp": 2}), "needs an axis for 'fsdp' beside 'cp'"),
         (lambda: shardgraph.preset("cp", {"a": 2, "b": 2}), "call one of its axes 'cp'"),

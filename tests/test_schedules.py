@@ -10,7 +10,7 @@ import pytest
 from shardgraph.cost_models.actions import Action
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, most_in_flight, simulate_schedule
 from shardgraph.errors import PlanError
-from shardgraph.plans.orders import SCHEDULES, check, pipeline_order, rank_of_stage, stages_per_rank
+from shardgraph.plans.orders import SCHEDULES, check, find_schedule, pipeline_order, rank_of_stage
 from shardgraph.torch_api import pipeline_actions
 
 PIPELINES = Path(__file__).parent.parent / "docs" / "pipeline.md"
@@ -22,7 +22,7 @@ def run(
     schedule: str, ranks: int, microbatches: int, cost: StageCost, *, each: int | None = None, prefetch: bool = True
 ) -> SimulatedSchedule:
     """Uniform stages, ``each`` on a rank."""
-    stages = ranks * (each or stages_per_rank(schedule))
+    stages = ranks * (each or find_schedule(schedule).least)
     return simulate_schedule(pipeline_order(schedule, ranks, stages, microbatches), [cost] * stages, prefetch=prefetch)
 
 
@@ -43,7 +43,7 @@ def test_1f1b_forwards_as_many_microbatches_as_stages_follow_before_its_first_ba
 @NAMES
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_stage_runs_every_microbatch_once_on_its_rank(schedule, ranks):
-    for each in {stages_per_rank(schedule), min(3, SCHEDULES[schedule].most)}:
+    for each in {find_schedule(schedule).least, min(3, SCHEDULES[schedule].most)}:
         stages, microbatches = ranks * int(each), 2 * ranks * int(each)
         place = rank_of_stage(schedule, ranks, stages)
         order = pipeline_order(schedule, ranks, stages, microbatches)
@@ -56,7 +56,7 @@ def test_every_stage_runs_every_microbatch_once_on_its_rank(schedule, ranks):
 @NAMES
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_check_refuses_what_torch_refuses_and_nothing_else(schedule, ranks):
-    stages = ranks * stages_per_rank(schedule)
+    stages = ranks * find_schedule(schedule).least
     for microbatches in range(1, 15):
         try:
             pipeline_actions(SCHEDULES[schedule].torch_name, ranks, stages, microbatches)
@@ -243,7 +243,7 @@ def test_what_only_the_inputs_gradient_needs_is_freed_with_it():
 @NAMES
 def test_all_that_was_saved_is_freed(schedule):
     simulated = run(schedule, 3, 6, StageCost(1.0, 2.0, saved=100, kept=40, fixed=7))
-    assert {changes[-1][1] for changes in simulated.memory} == {7 * stages_per_rank(schedule)}
+    assert {changes[-1][1] for changes in simulated.memory} == {7 * find_schedule(schedule).least}
 
 
 # -- what comes of it ------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_the_trace_has_a_track_for_every_rank_and_link():
 def test_the_document_has_the_figures_of_the_simulator(schedule):
     row = next(line for line in PIPELINES.read_text().splitlines() if line.startswith(f"| `{schedule}` |"))
     waits, holds = (cell.strip() for cell in row.split("|")[-3:-1])
-    each = stages_per_rank(schedule)
+    each = find_schedule(schedule).least
     assert waits == f"{run(schedule, 4, 8, StageCost(1.0, 2.0)).bubble_fraction:.1%}"
     held = most_in_flight(pipeline_order(schedule, 4, 4 * each, 8))
     assert [float(number) for number in holds.split(",")] == [count / each for count in held]

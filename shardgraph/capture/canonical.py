@@ -60,16 +60,10 @@ def write_out(gm: fx.GraphModule) -> None:
 
 
 def _has_kernel(
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: fx.Node | None = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    **__: Any,
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
 ) -> bool:
     """Whether every device has a fused kernel for an attention."""
-    mask = _value(attn_mask)
+    mask = attn_mask.meta.get("example_value") if isinstance(attn_mask, fx.Node) else None
     return not dropout_p and (mask is None or not mask.requires_grad)
 
 
@@ -97,7 +91,3 @@ _WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
 }
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else None

@@ -13,32 +13,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardgraph import torch_api
+from shardgraph import ir, torch_api
 from shardgraph.capture import constraints
 from shardgraph.capture.canonical import same_kernels, write_out
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
-from shardgraph.capture.constraints import check_met, constrained
 from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.pytrees import register_types
 from shardgraph.errors import CaptureError, ShardGraphError
-from shardgraph.ir import (
-    Buffer,
-    Gradient,
-    Input,
-    IntermediateBase,
-    JointGraph,
-    Mutation,
-    Output,
-    OutputAlias,
-    Parameter,
-    Role,
-    Tangent,
-    UnboundGraph,
-    outputs,
-    placeholders,
-    set_outputs,
-)
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
@@ -46,6 +28,7 @@ from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.torch_api import FakeTensorMode, OutputType, pytree
 
 _LOSS_PREFIX = "model."
+_Result = tuple[ir.Role | None, Any]
 _OURS = (constrain.__file__, constraints.__file__)
 
 
@@ -73,9 +56,9 @@ def own_loss(output: Any) -> Any:
     return loss if isinstance(loss, torch.Tensor) else output
 
 
-def _check_loss(joint: JointGraph) -> None:
+def _check_loss(joint: ir.JointGraph) -> None:
     """Raise ShardGraphError unless the graph's only result is a loss."""
-    values = [value for role, value in outputs(joint.module) if isinstance(role, Output)]
+    values = [value for role, value in ir.outputs(joint.module) if isinstance(role, ir.Output)]
     if len(values) != 1 or not isinstance(values[0], fx.Node) or values[0].meta["val"].dim():
         raise ShardGraphError(
             "train_step needs a loss, which is one number: give shardgraph.compile a loss_fn(output, target) and "
@@ -93,7 +76,7 @@ def capture(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     annotations: Sequence[Annotated] = (),
     precision: Precision = AS_STORED,
-) -> JointGraph:
+) -> ir.JointGraph:
     """Trace ``model(*args, **kwargs)``, in its current mode, into a joint graph on ``device``.
 
     With ``loss_fn`` the graph's output is ``loss_fn(model(*args, **kwargs), target)``, ``target`` being taken from
@@ -115,21 +98,22 @@ def capture(
     )
     dtypes = computed_dtypes(model, precision, annotations)
     private = _stand_in(model, fake_mode, device, dtypes)
-    canonical = _first_names(private)
+    prefix = "" if loss_fn is None else _LOSS_PREFIX
+    named = [*private.named_parameters(remove_duplicate=False), *private.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    canonical = {prefix + name: first.setdefault(id(tensor), name) for name, tensor in named}
     with (
         casting(private, precision, annotations, stored=model),
-        constrained(private, annotations),
+        constraints.constrained(private, annotations),
         same_kernels(),
         fake_mode,
     ):
         traced = private if loss_fn is None else WithLoss(private, loss_fn)
         traced.training = model.training
         exported = _export(traced, fake_args, fake_kwargs, private)
-    check_met(exported.graph_module, annotations)
-    _name_modules(exported.graph_module, "" if loss_fn is None else _LOSS_PREFIX)
-    rename = (lambda name: name) if loss_fn is None else (lambda name: name.removeprefix(_LOSS_PREFIX))
-    leaves = pytree.tree_leaves((args, kwargs))
-    joint = _joint_graph(exported, fake_mode, lambda name: canonical.get(rename(name), rename(name)), leaves)
+    constraints.check_met(exported.graph_module, annotations)
+    _name_modules(exported.graph_module, prefix)
+    joint = _joint_graph(exported, fake_mode, canonical, pytree.tree_leaves((args, kwargs)))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs)
@@ -147,14 +131,9 @@ def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
         for attribute in (MODULES, FORWARD_MODULES):
             if stack := attribute.get(node):
                 names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
-                inside = {
-                    call: ("" if f"{names[call]}." == prefix else names[call].removeprefix(prefix), kind)
-                    for call, (_, kind) in stack.items()
-                }
-                attribute.set(node, inside)
-
-
-# -- fake tensors for the model's ------------------------------------------------------------------
+                # With a dot at its end, the name of the model itself has the prefix too.
+                inside = {call: f"{name}.".removeprefix(prefix).removesuffix(".") for call, name in names.items()}
+                attribute.set(node, {call: (inside[call], kind) for call, (_, kind) in stack.items()})
 
 
 def _fake(
@@ -165,12 +144,10 @@ def _fake(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     # A plain copy of the metadata: from_tensor would keep the real tensor's storage alive.
+    like = tensor if keep_strides else torch.empty(tensor.shape, device="meta")
     with mode, torch.no_grad():
-        if keep_strides:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
-        else:
-            made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad)
+        fake = torch.empty_strided(tensor.shape, like.stride(), dtype=dtype or tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _stand_in(
@@ -183,31 +160,19 @@ def _stand_in(
     """
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     fakes: dict[int, torch.Tensor] = {}
-
-    def stand_in(real: Any, parameter: bool) -> None:
-        if isinstance(real, torch.Tensor) and id(real) not in fakes:
-            fake = _fake(mode, real, device, not parameter, dtypes.get(names.get(id(real), "")))
-            fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameter else fake
-
     for module in model.modules():
         for holder in (module._parameters, module._buffers, vars(module)):
-            for value in holder.values():
-                stand_in(value, parameter=holder is module._parameters)
+            parameters = holder is module._parameters
+            for real in holder.values():
+                if isinstance(real, torch.Tensor) and id(real) not in fakes:
+                    fake = _fake(mode, real, device, not parameters, dtypes.get(names.get(id(real), "")))
+                    fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameters else fake
     private = private_copy(model, fakes)
     for module in private.modules():
         for key in [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
             module._buffers[key] = vars(module).pop(key)
             module._non_persistent_buffers_set.add(key)
     return private
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-# -- tracing ---------------------------------------------------------------------------------------
 
 
 def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
@@ -248,8 +213,8 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
 
 def _explain(name: str, message: str) -> str:
     """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
-    line = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
-    where = f"\n  at {line[-1][0]}:{line[-1][1]}, in {line[-1][2]}:  {line[-1][3].strip()}" if line else ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
+    where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames[-1:]).rstrip()
     reason = message.partition("\n")[0].strip()
     hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
     if "expert" in where:
@@ -264,42 +229,39 @@ def _explain(name: str, message: str) -> str:
     )
 
 
-# -- roles of the traced graph's inputs and results ------------------------------------------------
-
-
 def _joint_graph(
-    exported: Any, fake_mode: FakeTensorMode, canonical: Callable[[str], str], leaves: list[Any]
-) -> JointGraph:
+    exported: Any, fake_mode: FakeTensorMode, canonical: Mapping[str, str], leaves: list[Any]
+) -> ir.JointGraph:
     gm = exported.graph_module
     gm.graph.set_codegen(torch_api.CodeGen())
     bases: list[Any] = []
 
-    def role(desc: Any) -> Role | None:
+    def role(desc: Any) -> ir.Role | None:
+        if desc is None:
+            return None
         kind = type(desc).__name__
         if kind == "ParamAOTInput":
-            return Parameter(canonical(desc.target))
+            return ir.Parameter(canonical.get(desc.target, desc.target))
         if kind == "BufferAOTInput":
-            return Buffer(canonical(desc.target))
+            return ir.Buffer(canonical.get(desc.target, desc.target))
         if kind == "PlainAOTInput":
-            return Input(desc.idx)
+            return ir.Input(desc.idx)
         if kind == "PlainAOTOutput":
-            return Output(desc.idx)
+            return ir.Output(desc.idx)
         if kind == "IntermediateBaseAOTOutput":
             if desc not in bases:
                 bases.append(desc)
-            return IntermediateBase(bases.index(desc))
+            return ir.IntermediateBase(bases.index(desc))
         if kind == "TangentAOTInput":
             of = role(desc.output)
-            if isinstance(of, (Output, IntermediateBase)):
-                return Tangent(of.index if isinstance(of, Output) else -1 - of.index)
+            if isinstance(of, (ir.Output, ir.IntermediateBase)):
+                return ir.Tangent(of.index if isinstance(of, ir.Output) else -1 - of.index)
         if kind == "InputMutationAOTOutput":
             of = role(desc.mutated_input)
-            if isinstance(of, (Buffer, Input)):
-                return Mutation(of)
+            if isinstance(of, (ir.Buffer, ir.Input)):
+                return ir.Mutation(of)
         if kind == "GradAOTOutput":
-            return Gradient(role(desc.grad_of))
-        if desc is None:
-            return None
+            return ir.Gradient(role(desc.grad_of))
         raise CaptureError(
             f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
         )
@@ -307,28 +269,29 @@ def _joint_graph(
     def returned(value: Any) -> Any:
         of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
         # A Python number that the model takes and returns is a constant, as everywhere in the graph.
-        return leaves[of.index] if isinstance(of, Input) and not isinstance(leaves[of.index], torch.Tensor) else value
+        number = isinstance(of, ir.Input) and not isinstance(leaves[of.index], torch.Tensor)
+        return leaves[of.index] if number else value
 
     output = gm.graph.output_node()
-    values = pytree.tree_leaves(output.args, is_leaf=_is_none)
+    values = pytree.tree_leaves(output.args, is_leaf=lambda value: value is None)
     results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
-    seen: dict[Role, fx.Node] = {}
+    seen: dict[ir.Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         ROLE.set(node, role(node.meta["desc"]))
         # Tied parameters arrive under each of their names: one input serves them all.
         if (first := seen.setdefault(ROLE.of(node), node)) is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
-    set_outputs(gm, _sum_tied_gradients(gm, results))
+    ir.set_outputs(gm, _sum_tied_gradients(gm, results))
     for node in gm.graph.nodes:
         SOURCE.set(node, _source_line(node))
     forget_unknown(gm)
     gm.graph.lint()
-    gm = UnboundGraph(gm, gm.graph)
+    gm = ir.UnboundGraph(gm, gm.graph)
     # The tracer works in a mode of its own, and values of two modes do not mix.
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
     mode = next((mode for mode in modes if mode is not None), fake_mode)
-    return JointGraph(gm, exported.out_spec, mode, _aliases(gm, exported._aot_state, role))
+    return ir.JointGraph(gm, exported.out_spec, mode, _aliases(gm, exported._aot_state, role))
 
 
 _UNSUPPORTED = {
@@ -337,10 +300,6 @@ _UNSUPPORTED = {
     "SyntheticBaseAOTInput": "two of its inputs share memory and one is written in place",
     "ViewBaseAOTInput": "an input is a view whose base is written in place",
 }
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
 
 
 def _source_line(node: fx.Node) -> str:
@@ -354,12 +313,12 @@ def _source_line(node: fx.Node) -> str:
     return ""
 
 
-def _sum_tied_gradients(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> list[tuple[Role | None, Any]]:
+def _sum_tied_gradients(gm: fx.GraphModule, results: list[_Result]) -> list[_Result]:
     """One gradient per parameter: the sum over the names that it is tied under."""
-    merged: dict[Any, tuple[Role | None, Any]] = {}
+    merged: dict[Any, _Result] = {}
     for position, (role, value) in enumerate(results):
-        key = role if isinstance(role, Gradient) else position
-        earlier = merged.get(key, (role, None))[1] if isinstance(role, Gradient) else None
+        key = role if isinstance(role, ir.Gradient) else position
+        _, earlier = merged.get(key, (role, None))
         if isinstance(earlier, fx.Node) and isinstance(value, fx.Node):
             with gm.graph.inserting_before(gm.graph.output_node()):
                 total = gm.graph.call_function(torch.ops.aten.add.Tensor, (earlier, value))
@@ -369,34 +328,33 @@ def _sum_tied_gradients(gm: fx.GraphModule, results: list[tuple[Role | None, Any
     return list(merged.values())
 
 
-def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], Role | None]) -> dict[int, OutputAlias]:
+def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], ir.Role | None]) -> dict[int, ir.OutputAlias]:
     """Which outputs are views of an input, of another output or of a hidden base."""
-    values = {r.index: v for r, v in outputs(gm) if isinstance(r, Output)}
-    bases = {r.index: v for r, v in outputs(gm) if isinstance(r, IntermediateBase)}
-    aliases: dict[int, OutputAlias] = {}
+    values = {r.index: v for r, v in ir.outputs(gm) if isinstance(r, ir.Output)}
+    bases = {r.index: v for r, v in ir.outputs(gm) if isinstance(r, ir.IntermediateBase)}
+    aliases: dict[int, ir.OutputAlias] = {}
     for index, info in enumerate(state.fw_metadata.output_info):
-        value = values.get(index)
+        value, kind = values.get(index), info.output_type
         if not isinstance(value, fx.Node) or info.base_idx is None:
             continue
-        kind = info.output_type
         if kind in (OutputType.alias_of_input, OutputType.is_input):
             base = role(state.flat_args_descs[info.base_idx])
-            if isinstance(base, Parameter):
+            if isinstance(base, ir.Parameter):
                 raise CaptureError(
                     f"the forward returns the parameter {base.fqn!r} itself, or a view of it, and a sharded program "
                     "does not hold it whole: return a copy, such as parameter.clone()"
                 )
-            base_value = placeholders(gm)[base].meta["val"]
+            base_value = ir.placeholders(gm)[base].meta["val"]
         elif kind in (OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output):
-            base, base_value = IntermediateBase(info.base_idx), bases[info.base_idx].meta["val"]
+            base, base_value = ir.IntermediateBase(info.base_idx), bases[info.base_idx].meta["val"]
         elif kind == OutputType.alias_of_intermediate_base_is_user_output:
-            base, base_value = Output(info.base_idx), values[info.base_idx].meta["val"]
+            base, base_value = ir.Output(info.base_idx), values[info.base_idx].meta["val"]
         else:
             continue
         if kind == OutputType.is_input:
-            aliases[index] = OutputAlias(base)
+            aliases[index] = ir.OutputAlias(base)
         else:
             view = value.meta["val"]
             offset = view.storage_offset() - base_value.storage_offset()
-            aliases[index] = OutputAlias(base, tuple(view.shape), tuple(view.stride()), offset)
+            aliases[index] = ir.OutputAlias(base, tuple(view.shape), tuple(view.stride()), offset)
     return aliases

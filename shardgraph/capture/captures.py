@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,13 +33,12 @@ class Call:
     @property
     def batch(self) -> int:
         """Rows of the first input tensor; 0 without one."""
-        return next((tensor.shape[0] for tensor in self._tensors() if tensor.dim()), 0)
+        return 0 if self._first is None else self._first.shape[0]
 
     @property
     def sequence(self) -> int:
         """Length of the sequences in the first input tensor, if it holds token ids or vectors; else 0."""
-        first = next((tensor for tensor in self._tensors() if tensor.dim()), None)
-        if first is None:
+        if (first := self._first) is None:
             return 0
         tokens = first.dim() == 2 and not first.is_floating_point()
         return first.shape[1] if tokens or first.dim() == 3 else 0
@@ -47,13 +46,13 @@ class Call:
     def resized(self, batch: int, sequence: int = 0) -> Call:
         """The call with other sizes: inputs with as many rows as the first one get ``batch`` rows, and those with as
         many columns ``sequence`` columns."""
-        now = (self.batch, self.sequence)
+        rows, columns = self.batch, self.sequence
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
             shape = list(tensor.shape)
-            if shape and shape[0] == now[0]:
+            if shape and shape[0] == rows:
                 shape[0] = batch
-            if sequence and len(shape) > 1 and shape[1] == now[1]:
+            if sequence and len(shape) > 1 and shape[1] == columns:
                 shape[1] = sequence
             resized = torch.empty(shape, dtype=tensor.dtype, device="meta")
             return resized.requires_grad_(tensor.requires_grad)
@@ -61,9 +60,10 @@ class Call:
         args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    @property
+    def _first(self) -> torch.Tensor | None:
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
 
 
 class Captures:
@@ -96,9 +96,8 @@ class Captures:
 
     def take(self, call: Call, plan: Plan) -> JointGraph:
         """:meth:`joint`, removed from this cache: for a caller that keeps the graph."""
-        joint = self.joint(call, plan)
-        del self._joints[self._key(call, plan)]
-        return joint
+        self.joint(call, plan)
+        return self._joints.pop(self._key(call, plan))
 
     def _key(self, call: Call, plan: Plan) -> Hashable:
         """All that a captured graph depends on."""

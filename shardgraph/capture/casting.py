@@ -8,7 +8,7 @@ does. Rewriting the graph after capture would have to reimplement all of that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,12 @@ def computed_dtypes(model: nn.Module, precision: Precision, annotations: Sequenc
                 if tensor is None or not tensor.is_floating_point():
                     continue
                 name = names[id(tensor)]
-                alone = _annotated_region(name, annotations)
-                wanted = alone.dtype if alone is not None else dtype or tensor.dtype
-                if dtypes.setdefault(name, wanted) != wanted:
+                annotated = _annotated_region(name, annotations)
+                required = annotated.dtype if annotated is not None else dtype or tensor.dtype
+                if dtypes.setdefault(name, required) != required:
                     raise PlanError(
                         f"{name!r} is computed with in {dtypes[name]}, and {path}.{key}, which is tied to it, in "
-                        f"{wanted}: annotate both modules with one precision, or the parameter itself"
+                        f"{required}: annotate both modules with one precision, or the parameter itself"
                     )
     return dtypes
 
@@ -97,19 +97,15 @@ def casting(
     """
     stored = stored or model
     regions = _regions(stored, precision, annotations)
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for path, region in regions.items():
             module = model.get_submodule(path)
             if path or precision.inputs:
-                hooks.append(module.register_forward_pre_hook(_inputs_to(region.dtype), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(_inputs_to(region.dtype), with_kwargs=True))
             outputs = region.outputs or (_around(stored, regions, path) if path else None)
             if outputs is not None:
-                hooks.append(module.register_forward_hook(_outputs_to(outputs)))
+                hooks.enter_context(module.register_forward_hook(_outputs_to(outputs)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _regions(model: nn.Module, precision: Precision, annotations: Sequence[Annotated]) -> dict[str, _Region]:
@@ -157,7 +153,7 @@ def _inputs_to(dtype: torch.dtype) -> Any:
 
 
 def _outputs_to(dtype: torch.dtype) -> Any:
-    return lambda _, given, made: _cast(made, dtype)
+    return lambda _, inputs, output: _cast(output, dtype)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,15 +25,12 @@ def constrained(model: nn.Module, annotations: Sequence[Annotated]) -> Iterator[
         PlanError: an annotation names an argument that the module does not have.
     """
     modules = dict(model.named_modules())
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for kind in (output, input):
             for name, together in annotations_by_name(annotations, kind, modules, "modules").items():
-                hooks += [_hook(modules[name], annotated) for annotated in together]
+                for annotated in together:
+                    hooks.enter_context(_hook(modules[name], annotated))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def check_met(gm: fx.GraphModule, annotations: Sequence[Annotated]) -> None:
@@ -56,7 +53,7 @@ def _hook(module: nn.Module, annotated: Annotated) -> Any:
     assert isinstance(annotation, (output, input))
     placement, at = annotation.placement, annotation.at
     if isinstance(annotation, output):
-        return module.register_forward_hook(lambda _, given, made: _nth(made, int(at), placement, of))
+        return module.register_forward_hook(lambda _, inputs, result: _nth(result, int(at), placement, of))
     if isinstance(at, int):
         return module.register_forward_pre_hook(
             lambda _, args, kwargs: _nth((args, kwargs), at, placement, of), with_kwargs=True

@@ -69,11 +69,8 @@ def _check_with_tensors(node: fx.Node, numbers: set[fx.Node]) -> None:
         _refuse(node)
     operands = node.args[1:] if node.target is _aten.where.self else node.args
     others = [each for each in operands if isinstance(each, fx.Node) and each not in numbers]
-    if not others or not set(operands) & numbers:
-        _refuse(node)
-    if (
-        node.target is _aten.div.Tensor and node.args[0] in numbers
-    ):  # a number is divided as reciprocal(tensor) * number
+    divided = node.target is _aten.div.Tensor and node.args[0] in numbers  # as reciprocal(tensor) * number
+    if not others or not set(operands) & numbers or divided:
         _refuse(node)
     for number in set(operands) & numbers:
         assert isinstance(number, fx.Node)

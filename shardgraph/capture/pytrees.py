@@ -16,25 +16,20 @@ from shardgraph.torch_api import pytree
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def register_types(value: Any) -> list[type]:
-    """Register the type of every unknown container in ``value``; returns the newly registered types."""
-    registered: list[type] = []
+def register_types(value: Any) -> None:
+    """Register the type of every unknown container in ``value``."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, _PLAIN) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
             continue
         if type(leaf) not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(type(leaf), _flatten, _unflatten)
-            registered.append(type(leaf))
-        registered += register_types(list(vars(leaf).values()))
-    return registered
+        register_types(list(vars(leaf).values()))
 
 
 def _is_child(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
     if isinstance(value, (list, tuple, dict)):
         return any(_is_child(item) for item in pytree.tree_leaves(value))
-    return type(value) in pytree.SUPPORTED_NODES
+    return isinstance(value, torch.Tensor) or type(value) in pytree.SUPPORTED_NODES
 
 
 def _flatten(value: Any) -> tuple[list[Any], Any]:

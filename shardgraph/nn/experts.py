@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from shardgraph.errors import ShardGraphError, nearest
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-_GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu}
-ACTIVATIONS = (*_ACTIVATIONS, *_GATED)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "swiglu": F.silu}
 
 
 class Experts(nn.Module):
@@ -58,7 +56,7 @@ class Experts(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
-        gated = activation in _GATED
+        gated = activation == "swiglu"
         self.w_in = parameter(d_model, d_hidden)
         self.w_gate = parameter(d_model, d_hidden) if gated else None
         self.w_out = parameter(d_hidden, d_model)
@@ -83,10 +81,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply expert ``e`` to ``x[e]``: [experts, rows, d_model] to [experts, rows, d_model]."""
         hidden = _affine(x, self.w_in, self.b_in)
+        activation = ACTIVATIONS[self.activation]
         if self.w_gate is None:
-            hidden = _ACTIVATIONS[self.activation](hidden)
+            hidden = activation(hidden)
         else:
-            hidden = _GATED[self.activation](_affine(x, self.w_gate, self.b_gate)) * hidden
+            hidden = activation(_affine(x, self.w_gate, self.b_gate)) * hidden
         return _affine(hidden, self.w_out, self.b_out)
 
 

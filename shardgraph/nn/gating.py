@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +57,7 @@ class TopKGate(nn.Module):
         k: choices per token.
         capacity_factor: buffer rows of all experts together, in multiples of the group's ``k * tokens`` choices;
             None: nothing is dropped.
-        normalize_gates: as above.
-        sampled: as above.
+        normalize_gates, sampled: as above.
         device, dtype: of the weight, [num_experts, d_model].
 
     Raises:
@@ -124,7 +123,7 @@ class TopKGate(nn.Module):
         Raises:
             ShardGraphError: ``x`` has another number of dimensions or another width.
         """
-        self._check(x)
+        self._check(list(x.shape))
         logits = self._logits(x)
         probabilities = logits.softmax(-1)
         experts, chosen = self._choose(logits)
@@ -135,23 +134,24 @@ class TopKGate(nn.Module):
             weights = weights / weights.sum(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).eps)
         return Routing(experts, positions, kept, weights, _balance(probabilities, chosen[:, 0]))
 
-    def _check(self, x: Tensor) -> None:
-        shape = list(x.shape)
-        if x.dim() != 3:
+    def _check(self, shape: list[int]) -> None:
+        if len(shape) != 3:
             raise ShardGraphError(
                 f"a mixture of experts was given {shape}, and takes [groups, tokens, d_model]: experts have a capacity "
                 f"per group; x.view(groups, -1, {self.d_model}) says which tokens share one"
             )
-        if x.shape[-1] != self.d_model:
+        if shape[-1] != self.d_model:
             raise ShardGraphError(
-                f"a mixture of experts with d_model={self.d_model} was given {shape}, whose tokens are {x.shape[-1]} "
-                f"wide: give it [groups, tokens, {self.d_model}], or build it with d_model={x.shape[-1]}"
+                f"a mixture of experts with d_model={self.d_model} was given {shape}, whose tokens are {shape[-1]} "
+                f"wide: give it [groups, tokens, {self.d_model}], or build it with d_model={shape[-1]}"
             )
 
     def _logits(self, x: Tensor) -> Tensor:
         """[groups, tokens, num_experts] in fp32 or wider: the 3 digits of bf16 are too few to rank experts."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with _no_autocast(x.device.type):
+        device = x.device.type
+        has_autocast = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
             return F.linear(x.to(dtype), self.weight.to(dtype))
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,10 +171,6 @@ class TopKGate(nn.Module):
             experts.append(scores.argmax(-1))
             masks.append(experts[-1].unsqueeze(-1) == numbers)
         return torch.stack(experts, 1), torch.stack(masks, 1)
-
-
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _positions(experts: Tensor, chosen: Tensor) -> Tensor:

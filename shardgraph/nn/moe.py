@@ -23,12 +23,10 @@ class MoE(nn.Module):
     defines groups, capacity, weights and the loss. Groups are independent, so ranks that each have some of dim 0
     together compute exactly what one rank would.
 
-    All shapes are static, whatever the routing. Tokens are moved by index, not by products with a one-hot
-    [groups, tokens, experts, capacity] as in GShard: capacity grows with tokens, so that this tensor and its products
-    grow with their square (a group of 4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of the two masks, and
-    as many FLOPs for the two products as for experts with a ``d_hidden`` of 4096), whereas an index has ``k * tokens``
-    entries. The result is the same sum, since a row of a buffer holds at most one token. For the same reason, no sum
-    in forward or backward depends on an order that may change from run to run.
+    All shapes are static, whatever the routing. Tokens are moved by index, of ``k * tokens`` entries, not by products
+    with a one-hot [groups, tokens, experts, capacity] as in GShard, which grows with the square of tokens (a group of
+    4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of two masks). The result is the same sum, since a row of
+    a buffer holds at most one token, and no sum depends on an order that may change from run to run.
 
     One tensor of [experts, groups, capacity, d_model] enters the experts and one leaves them, and the experts are
     ``bmm`` over dim 0 of their weights. With experts sharded on dim 0 and groups on different ranks, an all-to-all at
@@ -45,8 +43,7 @@ class MoE(nn.Module):
             tokens.
         activation: ``"gelu"``, ``"silu"``, ``"relu"``, or ``"swiglu"``, which has a third matrix.
         bias: whether experts add biases.
-        normalize_gates: whether a token's weights add up to 1 over its kept choices; see :class:`TopKGate`.
-        sampled: whether choices after the first are sampled in training; see :class:`TopKGate`.
+        normalize_gates, sampled: see :class:`TopKGate`.
         device, dtype: of the parameters.
 
     Raises:
@@ -70,17 +67,10 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gate = TopKGate(
-            d_model,
-            num_experts,
-            k,
-            capacity_factor,
-            normalize_gates=normalize_gates,
-            sampled=sampled,
-            device=device,
-            dtype=dtype,
-        )
-        self.experts = Experts(num_experts, d_model, d_hidden, activation, bias=bias, device=device, dtype=dtype)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        choice: dict[str, Any] = {"normalize_gates": normalize_gates, "sampled": sampled}
+        self.gate = TopKGate(d_model, num_experts, k, capacity_factor, **choice, **options)
+        self.experts = Experts(num_experts, d_model, d_hidden, activation, bias=bias, **options)
 
     def reset_parameters(self) -> None:
         """Initialise gate and experts, as the constructor does."""

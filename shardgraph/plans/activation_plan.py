@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgraph.errors import PlanError
+from shardgraph.plans.checks import expect
 
 Rules = tuple[tuple[str, str], ...]
 """``(pattern of operations, placements)`` pairs; the last pattern that matches wins."""
@@ -29,11 +29,8 @@ class Activations:
     def __post_init__(self) -> None:
         for axis, rules in self.along:
             for pattern, text in rules:
-                if "->" not in text:
-                    raise PlanError(
-                        f"activations.{axis}.{pattern} is {text!r}; it may be placements of operands and results, such "
-                        "as 'replicate, split(1) -> split(1)'"
-                    )
+                expected = "placements of operands and results, such as 'replicate, split(1) -> split(1)'"
+                expect("->" in text, f"activations.{axis}.{pattern}", text, expected)
 
     def rules(self, axis: str) -> Rules | None:
         """The rules along ``axis``; None if no placements are assigned."""

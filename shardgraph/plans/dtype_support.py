@@ -40,13 +40,11 @@ def _dtypes_of(plan: Plan) -> list[str]:
 def _check(plan: Plan, able: list[str], device: str) -> None:
     for name in _dtypes_of(plan):
         if name not in able:
+            example = {"bfloat16": ", such as 'bf16'", "float16": ", such as 'fp16'"}
             raise PlanError(
                 f"plan {plan.name!r} computes in {name}, which {device} cannot: it can in {', '.join(able) or 'none'}. "
-                f"Use a precision of these{', such as ' + repr(_SHORT[able[0]]) if able and able[0] in _SHORT else ''}"
+                f"Use a precision of these{example.get(able[0], '') if able else ''}"
             )
-
-
-_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:

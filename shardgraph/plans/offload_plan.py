@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.plans.checks import expect
 
 _NAMES = {"parameters": ("parameters",), "activations": ("activations",), "all": ("parameters", "activations")}
 
@@ -34,33 +35,33 @@ class Offload:
 
     def __post_init__(self) -> None:
         for field in ("parameters", "activations"):
-            if not isinstance(getattr(self, field), bool):
-                raise PlanError(f"offload.{field} is {getattr(self, field)!r}; it may be True or False")
+            value = getattr(self, field)
+            expect(isinstance(value, bool), f"offload.{field}", value, "True or False")
         if self.disk is not None:
-            if not isinstance(self.disk, (str, os.PathLike)) or not str(self.disk):
-                raise PlanError(f"offload.disk is {self.disk!r}; it may be the path of a folder")
+            path = isinstance(self.disk, (str, os.PathLike)) and bool(str(self.disk))
+            expect(path, "offload.disk", self.disk, "the path of a folder")
             object.__setattr__(self, "disk", str(self.disk))
 
     @classmethod
-    def of(cls, given: str | Offload) -> Offload:
+    def of(cls, offload: str | Offload) -> Offload:
         """The offloading of a name: ``"parameters"``, ``"activations"`` or ``"all"``.
 
         Raises:
             PlanError: there is no offloading of that name.
         """
-        if isinstance(given, cls):
-            return given
-        if given not in _NAMES:
+        if isinstance(offload, cls):
+            return offload
+        if offload not in _NAMES:
             raise PlanError(
-                f"there is no offloading {given!r}{nearest(str(given), _NAMES)}; there are "
+                f"there is no offloading {offload!r}{nearest(str(offload), _NAMES)}; there are "
                 f"{', '.join(map(repr, _NAMES))}, and shardgraph.Offload(parameters=..., activations=..., disk=...)"
             )
-        named = _NAMES[str(given)]
+        named = _NAMES[str(offload)]
         return cls("parameters" in named, "activations" in named)
 
     def __str__(self) -> str:
-        what = " and ".join(name for name in _NAMES["all"] if getattr(self, name))
-        return f"{what or 'what is annotated'}{f', parameters in files in {self.disk}' if self.disk else ''}"
+        tensors = " and ".join(name for name in _NAMES["all"] if getattr(self, name))
+        return f"{tensors or 'what is annotated'}{f', parameters in files in {self.disk}' if self.disk else ''}"
 
 
 NOTHING = Offload()

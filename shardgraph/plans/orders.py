@@ -5,15 +5,15 @@ The orders are those that ``torch.distributed.pipelining`` executes, as plain da
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
 from shardgraph.cost_models.actions import Action, Kind, Order
 from shardgraph.errors import PlanError, nearest
-from shardgraph.torch_api import PipelineAction, pipeline_actions
+from shardgraph.torch_api import pipeline_actions
 
 _ANY = "any number of microbatches"
 _STAGES = "no fewer microbatches than stages"
@@ -68,11 +68,6 @@ def find_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def stages_per_rank(schedule: str) -> int:
-    """The default number of stages per rank: the least that the schedule allows."""
-    return find_schedule(schedule).least
-
-
 def rank_of_stage(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
     """The rank that runs each stage."""
     turns = find_schedule(schedule).v
@@ -92,13 +87,22 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
             f"a pipeline of {ranks} ranks, {stages} stages and {microbatches} microbatches cannot be: each is 1 or more"
         )
     if stages % ranks or not kind.least <= stages // ranks <= kind.most:
-        raise PlanError(_wrong_stages(schedule, kind, ranks, stages))
+        allowed = f"{kind.least}" if kind.most == kind.least else f"{kind.least} or more"
+        works = [f"{ranks * count}" for count in range(kind.least, int(min(kind.most, kind.least + 2)) + 1)]
+        each, rest = divmod(stages, ranks)
+        others = [name for name, other in SCHEDULES.items() if not rest and other.least <= each <= other.most]
+        run_by = f"; {stages} stages are run by {', '.join(others)}" if others else ""
+        raise PlanError(
+            f"schedule {schedule!r} cannot run {stages} stages on {ranks} ranks: each rank has {allowed} of its "
+            f"stages, so {' or '.join(works)} would do{run_by}"
+        )
     if not kind.allows(microbatches, ranks, stages):
-        lower = _first(range(microbatches - 1, 0, -1), kind, ranks, stages)
-        higher = _first(range(microbatches + 1, microbatches + stages + 1), kind, ranks, stages)
+        runnable = [count for count in range(1, microbatches + stages + 1) if kind.allows(count, ranks, stages)]
+        position = bisect.bisect(runnable, microbatches)
+        nearby = " or ".join(map(str, runnable[max(position - 1, 0) : position + 1]))
         raise PlanError(
             f"schedule {schedule!r} on {ranks} ranks with {stages} stages cannot run {microbatches} microbatches: it "
-            f"takes {kind.rule}, so {' or '.join(lower + higher)} would do, or schedule 'gpipe' with one stage per rank"
+            f"takes {kind.rule}, so {nearby} would do, or schedule 'gpipe' with one stage per rank"
         )
 
 
@@ -110,26 +114,12 @@ def pipeline_order(schedule: str, ranks: int, stages: int, microbatches: int) ->
         PlanError: as :func:`check`.
     """
     check(schedule, ranks, stages, microbatches)
-    places = pipeline_actions(find_schedule(schedule).torch_name, ranks, stages, microbatches)
-    return tuple(tuple(action for place in each for action in _overlapping(place)) for each in places)
-
-
-def _overlapping(place: list[PipelineAction]) -> Iterator[Action]:
-    for at, (stage, kind, microbatch) in enumerate(place, start=1):
-        yield Action(stage, cast(Kind, kind), microbatch, with_next=at < len(place))
-
-
-def _wrong_stages(schedule: str, kind: Schedule, ranks: int, stages: int) -> str:
-    allowed = f"{kind.least}" if kind.most == kind.least else f"{kind.least} or more"
-    good = [f"{ranks * count}" for count in range(kind.least, int(min(kind.most, kind.least + 2)) + 1)]
-    each, rest = divmod(stages, ranks)
-    fits = [name for name, other in SCHEDULES.items() if not rest and other.least <= each <= other.most]
-    others = f"; {stages} stages are run by {', '.join(fits)}" if fits else ""
-    return (
-        f"schedule {schedule!r} cannot run {stages} stages on {ranks} ranks: each rank has {allowed} of its stages, so "
-        f"{' or '.join(good)} would do{others}"
+    actions_per_rank = pipeline_actions(find_schedule(schedule).torch_name, ranks, stages, microbatches)
+    return tuple(
+        tuple(
+            Action(stage, cast(Kind, kind), microbatch, with_next=position < len(overlapped))
+            for overlapped in actions
+            for position, (stage, kind, microbatch) in enumerate(overlapped, start=1)
+        )
+        for actions in actions_per_rank
     )
-
-
-def _first(numbers: Iterable[int], kind: Schedule, ranks: int, stages: int) -> list[str]:
-    return [str(number) for number in numbers if kind.allows(number, ranks, stages)][:1]

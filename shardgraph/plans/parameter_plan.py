@@ -1,12 +1,17 @@
-"""The plan of one parameter."""
+"""The plan of one parameter, and plans of many as patterns of names."""
 
 from __future__ import annotations
 
+import fnmatch
+import math
 import re
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
+from shardgraph.sizes import divisors
 
 REPLICATE = "replicate"
 SHARD = "shard(0)"
@@ -21,8 +26,8 @@ def split_text(dim: int, blocks: int = 1) -> str:
 
 def parse_split(placement: str) -> tuple[int, int] | None:
     """The dimension and blocks of :func:`split_text`; None for another placement."""
-    found = re.fullmatch(r"split\((\d+)(?:, *blocks=([1-9]\d*))?\)", placement)
-    return (int(found[1]), int(found[2] or 1)) if found else None
+    match = re.fullmatch(r"split\((\d+)(?:, *blocks=([1-9]\d*))?\)", placement)
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,12 @@ class ParameterPlan:
     @property
     def shard_axis(self) -> int | None:
         """The mesh axis (by position) that shards the parameter, or None."""
-        return next((i for i, p in enumerate(self.placements) if p == SHARD), None)
+        return self.placements.index(SHARD) if SHARD in self.placements else None
 
     @property
     def splits(self) -> dict[int, tuple[int, int]]:
         """``(dimension, blocks)`` by the position of each mesh axis that splits the parameter."""
-        found = {i: parse_split(placement) for i, placement in enumerate(self.placements)}
-        return {i: split for i, split in found.items() if split is not None}
+        return {i: split for i, p in enumerate(self.placements) if (split := parse_split(p)) is not None}
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """The shape of a rank's part along operator axes, which data axes then shard; ``shape`` is the global one."""
@@ -86,3 +90,44 @@ def unsharded(entry: ParameterPlan) -> ParameterPlan:
     """``entry`` without sharding along data axes."""
     placements = tuple(REPLICATE if placement == SHARD else placement for placement in entry.placements)
     return replace(entry, placements=placements, gradient="all_reduce")
+
+
+def fitted(entry: ParameterPlan, fqn: str, shape: Sequence[int], mesh: Mesh) -> ParameterPlan:
+    """``entry``, unsharded along data axes if a parameter of global ``shape`` has no rows to shard.
+
+    Raises:
+        PlanError: a split dimension does not divide by the number of ranks; the message says which numbers work.
+    """
+    for position, (dim, blocks) in entry.splits.items():
+        axis, ranks = mesh[position]
+        rows = shape[dim] if dim < len(shape) else 0
+        if not rows or rows % (blocks * ranks):
+            sizes = [] if rows % blocks else divisors(rows // blocks)
+            works = f"an axis of {' or '.join(map(str, sizes))} ranks" if sizes else "another size of the axis"
+            raise PlanError(
+                f"{fqn!r} of shape {list(shape)} cannot be {entry.placements[position]!r} over {axis!r}, which has "
+                f"{ranks} ranks: the dimension must be a multiple of {blocks * ranks}. "
+                f"Use {works}, another dimension, or 'replicate'"
+            )
+    if entry.shard_axis is not None and not (len(shape) and math.prod(shape)):
+        return unsharded(entry)
+    return without_shards_of_blocks(entry)
+
+
+def in_patterns(entries: Mapping[str, ParameterPlan]) -> tuple[tuple[str, ParameterPlan], ...]:
+    """The entries as few patterns: the most common one for all, then the exceptions, layers together."""
+    if not entries:
+        return ()
+    common, _ = Counter(entries.values()).most_common(1)[0]
+    of_layers = {fqn: re.sub(r"(?<=\.)\d+(?=\.)", "*", fqn) for fqn in entries}
+    together = defaultdict(set)
+    for fqn, entry in entries.items():
+        together[of_layers[fqn]].add(entry)
+    exceptions = [
+        (of_layers[fqn] if len(together[of_layers[fqn]]) == 1 else fqn, entry)
+        for fqn, entry in entries.items()
+        if entry != common
+    ]
+    patterns = {"*": common, **dict(exceptions)}
+    plan_of = {fqn: entry for pattern, entry in patterns.items() for fqn in fnmatch.filter(entries, pattern)}
+    return (*patterns.items(), *(item for item in entries.items() if plan_of[item[0]] != item[1]))

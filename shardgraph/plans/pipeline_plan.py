@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardgraph.cost_models.actions import Order
-from shardgraph.errors import PlanError
-from shardgraph.plans.orders import check, find_schedule, pipeline_order, rank_of_stage, stages_per_rank
+from shardgraph.plans.checks import expect, is_whole
+from shardgraph.plans.orders import check, find_schedule, pipeline_order, rank_of_stage
 
 CHECKPOINTS = ("never", "except_last", "always")
 
@@ -46,15 +46,29 @@ class Pipeline:
     axis: str = "pp"
 
     def __post_init__(self) -> None:
-        for name in ("stages", "balance"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check(self)
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "balance", tuple(self.balance))
+        where = "the pipeline's"
+        expect(
+            self.checkpoint in CHECKPOINTS, f"{where} checkpoint", self.checkpoint, " or ".join(map(repr, CHECKPOINTS))
+        )
+        expect(is_whole(self.microbatches, 0), f"{where} microbatches", self.microbatches, "a whole number from 0")
+        expect(is_whole(self.ranks, 1), f"{where} ranks", self.ranks, "a whole number from 1")
+        once = not (self.stages and self.balance)
+        expect(once, f"{where} balance", list(self.balance), "given instead of stages, not beside them")
+        find_schedule(self.schedule)
+        if self.ranks > 1:
+            check(self.schedule, self.ranks, self._cuts or self.count, self.parts)
+
+    @property
+    def _cuts(self) -> int:
+        """Number of stages that ``stages`` or ``balance`` defines; 0 without them."""
+        return len(self.stages) + 1 if self.stages else len(self.balance)
 
     @property
     def stages_per_rank(self) -> int:
-        """Number of stages per rank."""
-        given = len(self.stages) + 1 if self.stages else len(self.balance)
-        return given // self.ranks if given else stages_per_rank(self.schedule)
+        """Number of stages per rank: by default the least that the schedule allows."""
+        return self._cuts // self.ranks if self._cuts else find_schedule(self.schedule).least
 
     @property
     def count(self) -> int:
@@ -97,21 +111,3 @@ class Pipeline:
         begins = f", stages begin with {', '.join(self.stages)}" if self.stages else ""
         schedule = f"{self.count} stages, {self.schedule}, {self.parts} microbatches"
         return f"{self.axis}={self.ranks}: {schedule}{recomputed}{begins}"
-
-
-def _check(pipeline: Pipeline) -> None:
-    def refuse(field: str, value: object, allowed: str) -> None:
-        raise PlanError(f"the pipeline's {field} is {value!r}; it may be {allowed}")
-
-    if pipeline.checkpoint not in CHECKPOINTS:
-        refuse("checkpoint", pipeline.checkpoint, " or ".join(map(repr, CHECKPOINTS)))
-    for field, least in (("microbatches", 0), ("ranks", 1)):
-        value = getattr(pipeline, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            refuse(field, value, f"a whole number from {least}")
-    if pipeline.stages and pipeline.balance:
-        refuse("balance", list(pipeline.balance), "given instead of stages, not beside them")
-    find_schedule(pipeline.schedule)
-    if pipeline.ranks > 1:
-        given = len(pipeline.stages) + 1 if pipeline.stages else len(pipeline.balance)
-        check(pipeline.schedule, pipeline.ranks, given or pipeline.count, pipeline.parts)

@@ -7,26 +7,26 @@ tensor of a captured model, :mod:`shardgraph.passes.parameters.mixed_precision` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from shardgraph.errors import PlanError, nearest
+from shardgraph.plans.checks import expect
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def dtype_name(given: str | torch.dtype, what: str) -> str:
-    """The name of a floating-point dtype, given by its name, a short form or itself; ``what`` names it in errors.
+def dtype_name(dtype: str | torch.dtype, field: str) -> str:
+    """The name of a floating-point dtype from its name, a short form or itself; ``field`` is for errors.
 
     Raises:
         PlanError: it is none of ``DTYPES``.
     """
-    name = str(given).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     name = _SHORT.get(name, name)
-    if name not in DTYPES:
-        raise PlanError(f"{what} is {given!r}; it may be {', '.join(DTYPES)}{nearest(name, [*DTYPES, *_SHORT])}")
+    expect(name in DTYPES, field, dtype, f"{', '.join(DTYPES)}{nearest(name, [*DTYPES, *_SHORT])}")
     return name
 
 
@@ -67,32 +67,32 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field in ("parameters", "reduce", "buffers", "outputs"):
-            if (given := getattr(self, field)) is not None:
-                object.__setattr__(self, field, dtype_name(given, f"precision.{field}"))
-        if not isinstance(self.inputs, bool):
-            raise PlanError(f"precision.inputs is {self.inputs!r}; it may be True or False")
+            if (dtype := getattr(self, field)) is not None:
+                object.__setattr__(self, field, dtype_name(dtype, f"precision.{field}"))
+        expect(isinstance(self.inputs, bool), "precision.inputs", self.inputs, "True or False")
 
     @classmethod
-    def of(cls, given: str | Precision) -> Precision:
+    def of(cls, precision: str | Precision) -> Precision:
         """The precision of a name: ``"bf16"`` and ``"fp16"`` compute in that dtype and reduce in float32.
 
         Raises:
             PlanError: there is no precision of that name.
         """
-        if isinstance(given, cls):
-            return given
-        name = _SHORT.get(str(given), given)
+        if isinstance(precision, cls):
+            return precision
+        name = _SHORT.get(str(precision), precision)
         if name not in ("bfloat16", "float16"):
             raise PlanError(
-                f"there is no precision {given!r}{nearest(str(given), _SHORT)}; there are 'bf16' and 'fp16', and "
-                "shardgraph.Precision(parameters=..., reduce=...)"
+                f"there is no precision {precision!r}{nearest(str(precision), _SHORT)}; there are 'bf16' and 'fp16', "
+                "and shardgraph.Precision(parameters=..., reduce=...)"
             )
         return cls(name, reduce="float32")
 
     def __str__(self) -> str:
-        given = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        dtypes = [f"{name} {dtype}" for name, dtype in given if isinstance(dtype, str)]
-        return ", ".join([*dtypes, *([] if self.inputs or not self.parameters else ["inputs as they are"])])
+        parts = [f"{name} {dtype}" for name, dtype in vars(self).items() if isinstance(dtype, str)]
+        if self.parameters and not self.inputs:
+            parts.append("inputs as they are")
+        return ", ".join(parts)
 
 
 AS_STORED = Precision()

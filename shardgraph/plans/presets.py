@@ -1,13 +1,13 @@
 """The named plans: DDP, the stages of ZeRO and hybrid sharding, each also with sharded operators or experts.
 
-A preset is a function from a mesh to a :class:`Plan`, registered in ``PRESETS``. The stages are those of ZeRO
+The stages are those of ZeRO
 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the 2-D form is hybrid sharding (Zhao et al., 2023,
 https://arxiv.org/abs/2304.11277).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardgraph.errors import PlanError, nearest
@@ -16,46 +16,15 @@ from shardgraph.plans.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPla
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 
-
-def _single(mesh: Mesh) -> Plan:
-    whole = ParameterPlan((REPLICATE,) * len(mesh), "all_reduce", reshard_after_forward=False)
-    return Plan("single", mesh, (("*", whole),))
-
-
-def _ddp(mesh: Mesh) -> Plan:
-    replicated = ParameterPlan((REPLICATE,) * len(mesh), "all_reduce", reshard_after_forward=False)
-    return Plan("ddp", mesh, (("*", replicated),))
-
-
-def _sharded(name: str, gradient: str, reshard: bool) -> Callable[[Mesh], Plan]:
-    def preset(mesh: Mesh) -> Plan:
-        if len(mesh) != 1:
-            raise PlanError(
-                f"plan {name!r} shards over one mesh axis, and the mesh {dict(mesh)} has {len(mesh)}; "
-                f"give mesh={{'dp': N}}, or use 'hsdp' for a two-dimensional mesh"
-            )
-        return Plan(name, mesh, (("*", ParameterPlan((SHARD,), gradient, reshard)),))
-
-    return preset
-
-
-def _hsdp(mesh: Mesh) -> Plan:
-    if len(mesh) != 2:
-        raise PlanError(
-            f"plan 'hsdp' replicates over one mesh axis and shards over another, and the mesh is {dict(mesh)}; "
-            "give mesh={'dp_replicate': R, 'dp_shard': S} with R x S ranks"
-        )
-    return Plan("hsdp", mesh, (("*", ParameterPlan((REPLICATE, SHARD), "reduce_scatter", True)),))
-
-
-PRESETS: dict[str, Callable[[Mesh], Plan]] = {
-    "single": _single,
-    "ddp": _ddp,
-    "zero1": _sharded("zero1", "all_reduce", reshard=False),
-    "zero2": _sharded("zero2", "reduce_scatter", reshard=False),
-    "fsdp": _sharded("fsdp", "reduce_scatter", reshard=True),
-    "hsdp": _hsdp,
+PRESETS = {
+    "single": ParameterPlan((REPLICATE,), "all_reduce", reshard_after_forward=False),
+    "ddp": ParameterPlan((REPLICATE,), "all_reduce", reshard_after_forward=False),
+    "zero1": ParameterPlan((SHARD,), "all_reduce", reshard_after_forward=False),
+    "zero2": ParameterPlan((SHARD,), "reduce_scatter", reshard_after_forward=False),
+    "fsdp": ParameterPlan((SHARD,), "reduce_scatter", reshard_after_forward=True),
+    "hsdp": ParameterPlan((REPLICATE, SHARD), "reduce_scatter", reshard_after_forward=True),
 }
+"""The plan of every parameter, by the name of the plan; one that shards nothing is for a mesh of any number of axes."""
 
 
 def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None = None) -> Plan:
@@ -87,7 +56,20 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
             "(also before any of these, as in 'pp+fsdp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
-    return PRESETS[name](axes)
+    entry = PRESETS[name]
+    if entry.shard_axis is None:
+        entry = replace(entry, placements=(REPLICATE,) * len(axes))
+    elif name == "hsdp" and len(axes) != 2:
+        raise PlanError(
+            f"plan 'hsdp' replicates over one mesh axis and shards over another, and the mesh is {dict(axes)}; "
+            "give mesh={'dp_replicate': R, 'dp_shard': S} with R x S ranks"
+        )
+    elif name != "hsdp" and len(axes) != 1:
+        raise PlanError(
+            f"plan {name!r} shards over one mesh axis, and the mesh {dict(axes)} has {len(axes)}; "
+            "give mesh={'dp': N}, or use 'hsdp' for a two-dimensional mesh"
+        )
+    return Plan(name, axes, (("*", entry),))
 
 
 def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
@@ -139,9 +121,9 @@ DIVIDING = {
 
 def _dividing(name: str, data: str, styles: Mapping[str, str], mesh: Mesh) -> Plan:
     """The plan ``data`` for the other axes, with operators or experts sharded along the axes of ``styles``."""
-    names = [axis for axis, _ in mesh]
     if not mesh:  # one process
         return replace(preset(data or "single", mesh), name=name)
+    names = [axis for axis, _ in mesh]
     if len(mesh) == len(styles) == 1:
         styles = dict(zip(names, styles.values(), strict=True))
     if missing := [axis for axis in styles if axis not in names]:
@@ -158,13 +140,10 @@ def _dividing(name: str, data: str, styles: Mapping[str, str], mesh: Mesh) -> Pl
             f"{name.removeprefix(data + '+')!r}"
         )
     plan = preset(data or ("ddp" if rest else "single"), rest)
-
-    def along_all(entry: ParameterPlan) -> ParameterPlan:
-        of_data = iter(entry.placements)
-        placed = {axis: REPLICATE if style == "context" else AUTO for axis, style in styles.items()}
-        return replace(entry, placements=tuple(placed[axis] if axis in placed else next(of_data) for axis in names))
-
-    entries = tuple((pattern, along_all(entry)) for pattern, entry in plan.parameters)
+    placed = {axis: REPLICATE if style == "context" else AUTO for axis, style in styles.items()}
+    ((pattern, entry),) = plan.parameters
+    placements = dict(zip(plan.axes, entry.placements, strict=True)) | placed
+    entry = replace(entry, placements=tuple(placements[axis] for axis in names))
     experts = next((axis for axis, style in styles.items() if style == "experts"), "")
     operators = tuple((axis, styles[axis]) for axis in names if axis in styles and axis != experts)
-    return replace(plan, name=name, mesh=mesh, parameters=entries, operators=operators, experts=experts)
+    return replace(plan, name=name, mesh=mesh, parameters=((pattern, entry),), operators=operators, experts=experts)

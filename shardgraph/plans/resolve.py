@@ -40,25 +40,22 @@ def resolve_plan(
     Raises:
         PlanError: there is no such preset, file or precision, or the plan was made for another mesh.
     """
-    found = _named_plan(plan, mesh, pipeline)
-    return found if precision is None else replace(found, precision=Precision.of(precision))
+    resolved = _automatic(mesh) if plan == "auto" else named_or_loaded(plan)
+    if isinstance(resolved, str):
+        resolved = preset(resolved, mesh, pipeline)
+    elif plan != "auto":
+        _check_fits(resolved, mesh, pipeline)
+    return resolved if precision is None else replace(resolved, precision=Precision.of(precision))
 
 
-def _named_plan(plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None) -> Plan:
-    if plan == "auto":
-        return _automatic(mesh)
-    plan = named_or_loaded(plan)
-    if isinstance(plan, str):
-        return preset(plan, mesh, pipeline)
+def _check_fits(plan: Plan, mesh: Mesh, pipeline: Pipeline | None) -> None:
     if pipeline is not None:
-        raise PlanError("pipeline is for a plan that is asked for by name: this one says itself what its pipeline is")
+        raise PlanError("pipeline is for a plan that is requested by name: this one defines its own pipeline")
     if tuple(size for _, size in plan.whole_mesh) != tuple(size for _, size in mesh) and plan.world_size != 1:
         raise PlanError(
             f"plan {plan.name!r} is for the mesh {dict(plan.whole_mesh)} ({plan.world_size} ranks), and this run has "
-            f"{dict(mesh)} ("
-            f"{math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan's mesh"
+            f"{dict(mesh)} ({math.prod(size for _, size in mesh)} ranks): launch as many ranks, or change the plan"
         )
-    return plan
 
 
 def _automatic(mesh: Mesh) -> Plan:

@@ -3,18 +3,20 @@
 All other packages import from here, so that a new torch release is a change to this package.
 """
 
+# ruff: noqa: F401 (what is imported is exported)
+
 import torch._dynamo as dynamo
 import torch.utils._pytree as pytree
-from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.fx.graph import CodeGen
 
-from shardgraph.torch_api import releases  # noqa: F401 (mends what it must when imported)
+from shardgraph.torch_api import releases
 from shardgraph.torch_api.execution import autocast_state, below_autograd, boxed, keep_graph
-from shardgraph.torch_api.groups import default_store, group_along, has_backend, ordered_gloo
+from shardgraph.torch_api.groups import group_along, has_backend, ordered_gloo
 from shardgraph.torch_api.schedules import PipelineAction, pipeline_actions
 from shardgraph.torch_api.strategies import (
     ask_strategy,
@@ -28,40 +30,5 @@ from shardgraph.torch_api.strategies import (
 )
 from shardgraph.torch_api.tensors import as_placed, local_tensor, placed
 from shardgraph.torch_api.tracing import dynamo_capture, export_joint
-
-__all__ = [
-    "CodeGen",
-    "DynamoError",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionalTensor",
-    "OutputType",
-    "PipelineAction",
-    "PipelineStageBase",
-    "as_placed",
-    "ask_strategy",
-    "autocast_state",
-    "below_autograd",
-    "boxed",
-    "default_store",
-    "descriptors",
-    "dynamo_capture",
-    "export_joint",
-    "group_along",
-    "has_backend",
-    "is_shard_placeholder",
-    "keep_graph",
-    "local_tensor",
-    "mesh_without_group",
-    "op_strategies",
-    "ordered_gloo",
-    "pipeline_actions",
-    "placed",
-    "pytree",
-    "single_dim_strategies",
-    "size_arguments",
-    "strategy_of",
-    "tensor_meta",
-]
 
 DynamoError = dynamo.exc.TorchDynamoException

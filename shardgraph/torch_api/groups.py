@@ -1,4 +1,4 @@
-"""Process groups and the store behind them."""
+"""Process groups."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
-
-
-def default_store() -> dist.Store:
-    """The key-value store behind the default process group."""
-    return _get_default_store()
 
 
 def ordered_gloo() -> str:

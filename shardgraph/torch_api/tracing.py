@@ -24,22 +24,6 @@ def _ignorable_calls() -> set[Callable[..., Any]]:
 
 
 @contextmanager
-def _static_capture() -> Iterator[None]:
-    # Shapes and numbers are constants of a program: a new one is a new program, chosen by its key.
-    with (
-        _quiet_metrics(),
-        dynamo.config.patch(
-            automatic_dynamic_shapes=False,
-            assume_static_by_default=True,
-            specialize_int=True,
-            specialize_float=True,
-            ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
-        ),
-    ):
-        yield
-
-
-@contextmanager
 def _quiet_metrics() -> Iterator[None]:
     # torch 2.11 cannot write the ignored functions into its log of metrics, and prints a traceback at every capture.
     logger = logging.getLogger("torch._dynamo.metrics_context")
@@ -57,16 +41,19 @@ def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         DynamoError: the model's Python cannot be traced in one piece.
     """
-    with _static_capture(), warnings.catch_warnings():
+    # Shapes and numbers are constants of a program: a new one is a new program, chosen by its key.
+    static = dynamo.config.patch(
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        specialize_int=True,
+        specialize_float=True,
+        ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
+    )
+    with _quiet_metrics(), static, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _with_builtins(dynamo_graph_capture_for_export(model)(*args, **kwargs))
-
-
-def _with_builtins(captured: fx.GraphModule) -> fx.GraphModule:
-    """``captured``, whose inputs and outputs are packed by bytecode that may call any builtin.
-
-    torch 2.11 runs it with the globals of the model's forward alone, and refuses a name that is not among them.
-    """
+        captured = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    # Bytecode packs the inputs and outputs, and may call any builtin. torch 2.11 runs it with the globals of the
+    # model's forward alone, and refuses a name that is not among them.
     bytecodes: Any = (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten)
     for bytecode in bytecodes:
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}

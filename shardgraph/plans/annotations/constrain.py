@@ -58,9 +58,6 @@ _operation.register_autograd(_constrain_gradient, setup_context=_keep_placement)
 CONSTRAIN = torch.ops.shardgraph.constrain.default
 
 
-# -- in a captured graph -----------------------------------------------------------------------------------
-
-
 def placement_of(node: fx.Node) -> Placement:
     """The placement that a ``constrain`` node requires."""
     _, dim, blocks, mesh_dim, _ = node.args

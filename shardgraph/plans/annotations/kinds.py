@@ -1,10 +1,7 @@
 """The kinds of annotations: frozen dataclasses, registered with ``@kind``, that print as the call that creates them.
 
-An annotation of parameters defines the resulting plan of the parameter (:meth:`ParameterAnnotation.changed`). An
-annotation of modules is read from the plan by the code that applies it: placements of activations
-(:mod:`shardgraph.plans.annotations.constrain`) and casts (:mod:`shardgraph.capture.casting`) are added to the graph by
-capture; ``recompute`` and ``save`` are applied by :mod:`shardgraph.passes.recompute.recompute`, ``stage`` by
-:mod:`shardgraph.passes.pipeline.cuts`.
+An annotation of parameters defines the resulting plan of the parameter; one of modules is read from the plan by the
+code that applies it.
 """
 
 from __future__ import annotations
@@ -14,12 +11,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 import torch
 
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
+from shardgraph.plans.checks import expect, is_whole
 from shardgraph.plans.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
 from shardgraph.plans.precision import dtype_name
 
@@ -42,18 +40,24 @@ class Axes(Protocol):
 class Annotation:
     """A constraint on the plan of the parameters or modules that a pattern matches."""
 
+    opposite: ClassVar[str] = ""
+    """The kind that no plan can satisfy together with this one."""
+
     def contradicts(self, other: Annotation) -> bool:
         """Whether no plan can satisfy both annotations."""
-        return False
+        return type(other).__name__ == self.opposite or (type(self) is type(other) and self != other)
+
+    def _expect(self, allowed: bool, field: str, expected: str) -> None:
+        expect(allowed, f"{field} of {self}", getattr(self, field), expected)
 
     def __repr__(self) -> str:
-        given = []
+        arguments = []
         for position, field in enumerate(fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             text = json.dumps(value) if isinstance(value, str) else repr(value)
             if field.default is MISSING or value != field.default:
-                given.append(text if field.default is MISSING or not position else f"{field.name}={text}")
-        return f"{type(self).__name__}({', '.join(given)})"
+                arguments.append(text if field.default is MISSING or not position else f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class ParameterAnnotation(Annotation):
@@ -77,13 +81,11 @@ KINDS: dict[str, type[Annotation]] = {}
 _Kind = TypeVar("_Kind", bound=type[Annotation])
 
 
+@dataclass_transform(frozen_default=True)
 def kind(cls: _Kind) -> _Kind:
-    """Register a kind of annotation under its name."""
-    KINDS[cls.__name__] = cls
+    """A kind of annotation: a frozen dataclass, registered under its name."""
+    KINDS[cls.__name__] = dataclass(frozen=True, repr=False)(cls)
     return cls
-
-
-# -- placements --------------------------------------------------------------------------------------------
 
 
 class Placement(ParameterAnnotation):
@@ -99,7 +101,6 @@ class Placement(ParameterAnnotation):
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class shard(Placement):
     """Each rank along ``mesh_dim`` has a shard of dimension ``dim``, or of each of ``blocks`` equal blocks of it.
 
@@ -112,9 +113,9 @@ class shard(Placement):
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        _expect(isinstance(self.dim, int), self, "dim", "a dimension of the tensor, such as 0 or -1")
-        _expect(isinstance(self.mesh_dim, str), self, "mesh_dim", "the name of a mesh axis, such as 'tp'")
-        _expect(isinstance(self.blocks, int) and self.blocks > 0, self, "blocks", "a whole number from 1")
+        self._expect(isinstance(self.dim, int), "dim", "a dimension of the tensor, such as 0 or -1")
+        self._expect(isinstance(self.mesh_dim, str), "mesh_dim", "the name of a mesh axis, such as 'tp'")
+        self._expect(is_whole(self.blocks, 1), "blocks", "a whole number from 1")
 
     def part(self, shape: Sequence[int], ranks: int) -> int:
         """The sharded dimension of a tensor of ``shape``, as a non-negative number.
@@ -156,22 +157,21 @@ class shard(Placement):
             )
         if entry.shard_axis is None:
             entry = replace(entry, gradient="reduce_scatter", reshard_after_forward=True)
-        whole = tuple(REPLICATE if p == SHARD else p for p in entry.placements)
-        return replace(entry, placements=(*whole[:position], SHARD, *whole[position + 1 :]))
+        placements = [REPLICATE if placement == SHARD else placement for placement in entry.placements]
+        placements[position] = SHARD
+        return replace(entry, placements=tuple(placements))
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class replicate(Placement):
     """Replicated along ``mesh_dim``; without one, along every axis."""
 
     mesh_dim: str | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.mesh_dim is None or isinstance(self.mesh_dim, str), self, "mesh_dim", "the name of a mesh axis")
+        self._expect(self.mesh_dim is None or isinstance(self.mesh_dim, str), "mesh_dim", "the name of a mesh axis")
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """Replicated on every rank of the axis, also between steps."""
         for position, axis in enumerate(plan.axes):
             if self.mesh_dim in (None, axis):
                 if axis in (*dict(plan.operators), plan.experts):
@@ -188,16 +188,11 @@ def _placed(entry: ParameterPlan, position: int, text: str) -> ParameterPlan:
     return replace(entry, placements=(*entry.placements[:position], text, *entry.placements[position + 1 :]))
 
 
-# -- when parameters are gathered --------------------------------------------------------------------------
-
-
 @kind
-@dataclass(frozen=True, repr=False)
 class keep_gathered(ParameterAnnotation):
     """A sharded parameter stays gathered from forward to backward: fewer all-gathers, more memory."""
 
-    def contradicts(self, other: Annotation) -> bool:
-        return isinstance(other, reshard)
+    opposite = "reshard"
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
         """Not resharded after forward; no effect on a parameter that is not sharded."""
@@ -205,15 +200,12 @@ class keep_gathered(ParameterAnnotation):
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class reshard(ParameterAnnotation):
     """A sharded parameter is resharded after forward and all-gathered again in backward."""
 
-    def contradicts(self, other: Annotation) -> bool:
-        return isinstance(other, keep_gathered)
+    opposite = "keep_gathered"
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
-        """Resharded after forward."""
         if entry.shard_axis is None:
             raise PlanError(
                 f"plan {plan.name!r} does not store it in shards: annotate it shard(0, ...) along an axis of data too"
@@ -221,19 +213,23 @@ class reshard(ParameterAnnotation):
         return replace(entry, reshard_after_forward=True)
 
 
-# -- modules -----------------------------------------------------------------------------------------------
-
-
 class _OfValue(ModuleAnnotation):
     placement: Placement
     at: int | str
+
+    def __post_init__(self) -> None:
+        self._expect(isinstance(self.placement, Placement), "placement", "shard(...) or replicate(...)")
+        if isinstance(self, input):
+            allowed = isinstance(self.at, str) or is_whole(self.at, 0)
+            self._expect(allowed, "at", "a number from 0, or the name of an argument")
+        else:
+            self._expect(is_whole(self.at, 0), "at", "a number from 0")
 
     def contradicts(self, other: Annotation) -> bool:
         return type(self) is type(other) and self.at == other.at and self.placement.contradicts(other.placement)
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class output(_OfValue):
     """The placement of a module's output, and of its gradient, along an operator axis.
 
@@ -243,13 +239,8 @@ class output(_OfValue):
     placement: Placement
     at: int = 0
 
-    def __post_init__(self) -> None:
-        _expect(isinstance(self.placement, Placement), self, "placement", "shard(...) or replicate(...)")
-        _expect(isinstance(self.at, int) and self.at >= 0, self, "at", "a number from 0")
-
 
 @kind
-@dataclass(frozen=True, repr=False)
 class input(_OfValue):
     """The placement of a module's input, and of its gradient, along an operator axis.
 
@@ -260,36 +251,26 @@ class input(_OfValue):
     placement: Placement
     at: int | str = 0
 
-    def __post_init__(self) -> None:
-        _expect(isinstance(self.placement, Placement), self, "placement", "shard(...) or replicate(...)")
-        number = isinstance(self.at, int) and self.at >= 0
-        _expect(number or isinstance(self.at, str), self, "at", "a number from 0, or the name of an argument")
-
 
 @kind
-@dataclass(frozen=True, repr=False)
 class recompute(ModuleAnnotation):
     """What a module computes is not saved for backward, but recomputed there from the module's inputs.
 
     Of several modules around an operation with ``recompute()`` or ``save()``, the innermost takes precedence.
     """
 
-    def contradicts(self, other: Annotation) -> bool:
-        return isinstance(other, save)
+    opposite = "save"
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class save(ModuleAnnotation):
     """The values of a module that backward needs are saved, also inside ``recompute()`` and instead of a second
     all-gather."""
 
-    def contradicts(self, other: Annotation) -> bool:
-        return isinstance(other, recompute)
+    opposite = "recompute"
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class stage(ModuleAnnotation):
     """The module is in stage ``index`` of the pipeline, and so is everything after it until the next stage begins.
 
@@ -299,17 +280,10 @@ class stage(ModuleAnnotation):
     index: int
 
     def __post_init__(self) -> None:
-        _expect(isinstance(self.index, int) and self.index >= 0, self, "index", "a whole number from 0")
-
-    def contradicts(self, other: Annotation) -> bool:
-        return isinstance(other, stage) and other != self
-
-
-# -- offloading --------------------------------------------------------------------------------------------
+        self._expect(is_whole(self.index, 0), "index", "a whole number from 0")
 
 
 @kind
-@dataclass(frozen=True, repr=False)
 class offload(Annotation):
     """A parameter is in host memory while it is not in use, with its gradient and the optimizer's state.
 
@@ -318,11 +292,7 @@ class offload(Annotation):
     """
 
 
-# -- precision ---------------------------------------------------------------------------------------------
-
-
 @kind
-@dataclass(frozen=True, repr=False)
 class precision(Annotation):
     """A module computes in ``dtype`` whatever the plan's precision is, or a parameter is cast to it before its use.
 
@@ -337,12 +307,6 @@ class precision(Annotation):
         object.__setattr__(self, "dtype", dtype_name(self.dtype, "dtype of precision()"))
         if self.outputs is not None:
             object.__setattr__(self, "outputs", dtype_name(self.outputs, "outputs of precision()"))
-
-    def contradicts(self, other: Annotation) -> bool:
-        return isinstance(other, precision) and self != other
-
-
-# -- text --------------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> Annotation:
@@ -370,8 +334,3 @@ def _built(node: ast.expr) -> Any:
         raise PlanError(f"there is no annotation {name!r}{nearest(name, KINDS)}; there are {', '.join(KINDS)}")
     arguments = [_built(argument) for argument in node.args]
     return KINDS[name](*arguments, **{str(each.arg): _built(each.value) for each in node.keywords})
-
-
-def _expect(right: bool, annotation: Annotation, field: str, allowed: str) -> None:
-    if not right:
-        raise PlanError(f"{field} of {annotation} is {getattr(annotation, field)!r}; it may be {allowed}")
