@@ -8,11 +8,7 @@ from torch import nn
 
 from shardgraph.errors import PlanError
 from shardgraph.module.sharded import ShardedModule
-from shardgraph.plans.annotations.kinds import (
-    Annotation,
-    Placement,
-    output,
-)
+from shardgraph.plans.annotations.kinds import Annotation, Placement, output
 from shardgraph.plans.annotations.match import Annotated, matches
 from shardgraph.plans.remembered import check_annotations, remember, remembered
 

@@ -25,15 +25,7 @@ from shardgraph.checks.bisect import Divergence, first_divergence, relative_erro
 from shardgraph.checks.step import LockstepStep
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
-from shardgraph.ir import (
-    Buffer,
-    Input,
-    IntermediateBase,
-    Output,
-    Parameter,
-    Tangent,
-    placeholders,
-)
+from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
 from shardgraph.mesh import Mesh, coordinates
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program

@@ -14,17 +14,7 @@ import torch
 from shardgraph.checks.bisect import absent_of, with_zeros
 from shardgraph.checks.lockstep import Results, run_lockstep
 from shardgraph.cost_models.actions import Kind
-from shardgraph.ir import (
-    Accumulated,
-    Buffer,
-    Forwarded,
-    Mutation,
-    Parameter,
-    Returned,
-    Role,
-    Saved,
-    Tangent,
-)
+from shardgraph.ir import Accumulated, Buffer, Forwarded, Mutation, Parameter, Returned, Role, Saved, Tangent
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.runtime.pipeline.statistics import combined
 

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph.capture.captures import Captures
+from shardgraph.capture.captures import Call
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.failure import told
 from shardgraph.runtime.pipeline.microbatches import batch_size, merged, microbatches, shares
@@ -32,35 +31,14 @@ class PipelinedModule(ShardedModule):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        mesh: DeviceMesh | None,
-        *,
-        stage_mesh: DeviceMesh | None,
-        device: torch.device,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        agreement: Agreement,
-        progress: bool | None,
-        captures: Captures,
+        self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, stage_mesh: DeviceMesh | None, setup: Setup
     ) -> None:
-        super().__init__(
-            model,
-            plan,
-            stage_mesh,
-            device=device,
-            loss_fn=loss_fn,
-            agreement=agreement,
-            progress=progress,
-            captures=captures,
-        )
+        super().__init__(model, plan, stage_mesh, setup)
         assert plan.pipeline is not None
         self.pipeline = plan.pipeline
         self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, from the first program
         self._running = RunningPipeline(plan, self._state, mesh)
         self._written: dict[str, int] = {}  # the stage that writes each buffer
-
-    # -- running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, without gradients; every rank of the pipeline returns its output.
@@ -76,7 +54,7 @@ class PipelinedModule(ShardedModule):
             )
         with torch.no_grad():
             work = self._work(args, kwargs, None)
-            with told(self._agreement, self._running.group, self._running.neighbours):
+            with told(self._setup.agreement, self._running.group, self._running.neighbours):
                 results = self._running.infer(work)
             outputs = [item.executor.rebuild(result, item.leaves) for item, result in zip(work, results, strict=True)]
             return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
@@ -90,7 +68,7 @@ class PipelinedModule(ShardedModule):
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
-        with told(self._agreement, self._running.group, self._running.neighbours):
+        with told(self._setup.agreement, self._running.group, self._running.neighbours):
             return self._running.train(work, reduce=self._sync, scale=scale)
 
     def clip_grad_norm_(
@@ -131,8 +109,6 @@ class PipelinedModule(ShardedModule):
             for each, (leaves, _), share in zip(bound, flat, shares(parts), strict=True)
         ]
 
-    # -- compiling ---------------------------------------------------------------------------------
-
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
         if self.training and torch.is_grad_enabled():
@@ -141,8 +117,8 @@ class PipelinedModule(ShardedModule):
             with torch.no_grad():
                 self._work(args, kwargs, None)
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
-        program = super()._program(model, args, kwargs, loss_fn, show)
+    def _program(self, call: Call, show: Callable[[str], None]) -> Program:
+        program = super()._program(call, show)
         for fqn in self.owners:
             used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self.owners))
             if missing := set(used) - set(had):
@@ -171,8 +147,6 @@ class PipelinedModule(ShardedModule):
             "a pipeline has a backward graph for every stage: sharded.program.stages[i].kept.backward"
         )
 
-    # -- what this rank has ------------------------------------------------------------------------
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -194,11 +168,6 @@ class PipelinedModule(ShardedModule):
             if not (isinstance(value, torch.Tensor) and value.is_meta) and self._written.get(name, min(here)) in here
         }
 
-    def _whole(self) -> checkpoint.Whole:
-        first = {id(p): name for name, p in nn.Module.named_parameters(self)}
-
-        def whole(name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-            stages = self.owners.get(first.get(id(tensor), name), (self._written.get(name, 0),))
-            return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)
-
-        return whole
+    def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+        stages = self.owners.get(name, (self._written.get(name, 0),))
+        return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
+from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, constant_key, shown
 from shardgraph.passes.lowering import STAGES, lower
@@ -33,6 +35,17 @@ from shardgraph.torch_api import pytree
 _MAX_PROGRAMS = 64  # programs in the cache, which evicts the least recently used
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a module compiles its programs with, on this rank; see :func:`shardgraph.compile`."""
+
+    device: torch.device
+    loss_fn: Callable[..., torch.Tensor] | None
+    agreement: Agreement
+    progress: bool | None
+    captures: Captures
+
+
 class ShardedModule(nn.Module):
     """A model compiled under a plan, by :func:`shardgraph.compile`.
 
@@ -41,18 +54,7 @@ class ShardedModule(nn.Module):
     numbers compiles a program, under the same plan and for the same parameters; programs are cached.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        mesh: DeviceMesh | None,
-        *,
-        device: torch.device,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        agreement: Agreement,
-        progress: bool | None,
-        captures: Captures,
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
         # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -61,11 +63,9 @@ class ShardedModule(nn.Module):
         self.training = model.training
         self.plan = plan
         self.mesh = mesh
-        self.loss_fn = loss_fn
-        self._agreement = agreement
-        self._progress = progress
-        self._captures = captures
-        self._state = State(model, mesh, device)
+        self.loss_fn = setup.loss_fn
+        self._setup = setup
+        self._state = State(model, mesh, setup.device)
         self._programs: OrderedDict[Any, Executor] = OrderedDict()
         self._latest: tuple[list[Any], list[Executor]] | None = None
         self._agreed: list[str] | None = None  # communication of the programs that ranks last agreed on
@@ -83,8 +83,6 @@ class ShardedModule(nn.Module):
         self.__dict__["original"].train(mode)
         self.training = mode
         return self
-
-    # -- running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on this rank's part of the batch; returns its output."""
@@ -141,11 +139,9 @@ class ShardedModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        executable = self._executable(leaves, spec, loss_fn)
+        (executable,) = self._executables([leaves], spec, loss_fn)
         sync = self._sync
         return executable(self._numbers.lift(leaves, spec), lambda: sync)
-
-    # -- compiling ---------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Release references to parameters that the model no longer has."""
@@ -159,11 +155,7 @@ class ShardedModule(nn.Module):
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these inputs now, without running; only their shapes, dtypes and numbers matter."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._executable(leaves, spec, self.loss_fn if "target" in kwargs else None)
-
-    def _executable(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
-        (executable,) = self._executables([leaves], spec, loss_fn)
-        return executable
+        self._executables([leaves], spec, self.loss_fn if "target" in kwargs else None)
 
     def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
@@ -175,9 +167,8 @@ class ShardedModule(nn.Module):
             return self._latest[1]
         if not self._switches_freely(keys):
             # Ranks switch programs together or not at all: one that continued alone would block the others.
-            self._agreement.agree(
-                "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
-            )
+            text = "\n".join(map(_describe, dict.fromkeys(keys)))
+            self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode)", text)
         for key, leaves in zip(keys, calls, strict=True):
             if key not in self._programs:
                 program = self._compile(leaves, spec, loss_fn)
@@ -204,38 +195,32 @@ class ShardedModule(nn.Module):
         return [text for key in keys if (text := self._programs[key].program.communication)]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
-        model, text = self.__dict__["original"], ""
-        error: Exception | None = None
-        try:
-            with Progress(self.plan.name, STAGES, self._progress) as show:
-                program = self._build(model, leaves, spec, loss_fn, show)
-            text = program.text
-        except Exception as failure:  # of any kind: the other ranks must not wait for this one
-            error = failure
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
+        with on_all_ranks(self._setup.agreement, "the compiled program") as lines:
+            with Progress(self.plan.name, STAGES, self._setup.progress) as show:
+                program = self._build(leaves, spec, loss_fn, show)
+            digest = hashlib.sha256(program.text.encode()).hexdigest()
+            lines.append(f"{len(program.text.splitlines())} nodes, digest {digest}")
         return self._bound(program)
 
     def _bound(self, program: Program) -> Executor:
         """The executor of a program on this rank."""
         return Differentiable(program, self._state)
 
-    def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
-        def build(values: list[Any]) -> Any:
-            args, kwargs = pytree.tree_unflatten(values, spec)
-            return self._program(model, args, kwargs, loss_fn, show)
-
+    def _build(self, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
+        """The program of a call, in which as many numbers are inputs as can be."""
         while True:
+            args, kwargs = pytree.tree_unflatten(self._numbers.lift(leaves, spec), spec)
+            call = Call(self.__dict__["original"], args, kwargs, loss_fn, torch.is_grad_enabled())
             try:
-                return build(self._numbers.lift(leaves, spec))
+                return self._program(call, show)
             except CaptureError:
                 if not self._numbers.give_up(spec):
                     raise
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
+    def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         show("capture")
-        joint = self._captures.take(Call(model, args, kwargs, loss_fn, torch.is_grad_enabled()), self.plan)
-        return lower(joint, self.plan, named_shapes(model), show)
+        joint = self._setup.captures.take(call, self.plan)
+        return lower(joint, self.plan, named_shapes(call.model), show)
 
     def _state_key(self) -> tuple[Any, ...]:
         """The state that a program depends on besides the inputs."""
@@ -251,8 +236,6 @@ class ShardedModule(nn.Module):
             for leaf in leaves
         )
         return spec, kinds, *state, loss_fn is not None
-
-    # -- inspection --------------------------------------------------------------------------------
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -277,8 +260,6 @@ class ShardedModule(nn.Module):
             )
         return self._latest[1][0]
 
-    # -- checkpoints -------------------------------------------------------------------------------
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``.
 
@@ -300,15 +281,15 @@ class ShardedModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
-        return checkpoint.full_state_dict(self, self._whole())
+        return checkpoint.full_state_dict(self, self._whole)
 
-    def _whole(self) -> checkpoint.Whole | None:
-        """How rank 0 gets an unsharded tensor; None: by gathering it over its own mesh."""
-        return None
+    def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+        """The unsharded tensor in CPU memory if ``keep``; all ranks must call it."""
+        return checkpoint.gathered(tensor, keep)
 
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
-        checkpoint.save_safetensors(self, path, self._whole())
+        checkpoint.save_safetensors(self, path, self._whole)
 
 
 def _describe(key: tuple[Any, ...]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -12,38 +14,36 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.capture.casting import computed_dtypes
 from shardgraph.errors import OffloadError
+from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.materialize import is_meta, materialize
 from shardgraph.module.parameter_memory import ParameterMemory
-from shardgraph.module.parameters import ParameterSlots, as_dtensor, own_part
-from shardgraph.module.transaction import unchanged_on_failure
+from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.torch_api import has_backend
 
-Owners = Mapping[str, tuple[int, ...]]
-"""The pipeline stages that use each parameter; empty without a pipeline."""
-
 
 class Stages:
-    """Which parameters this rank has, and their mesh: without a pipeline, all of them and ``mesh``."""
+    """Which parameters this rank has, and their mesh: without a pipeline, all of them and ``mesh``.
+
+    ``owners`` are the pipeline stages that use each parameter.
+    """
 
     def __init__(self, plan: Plan, mesh: DeviceMesh | None) -> None:
-        self.mesh, self._pipeline = mesh, plan.pipeline
-        self.owners: Owners = {}
+        self.mesh, self._pipeline = mesh, None
+        self.owners: Mapping[str, tuple[int, ...]] = {}
         if plan.pipeline is not None and mesh is not None:
+            self._pipeline, self.mesh = plan.pipeline, mesh[plan.axes] if plan.axes else None
             self._place, self._group = mesh.get_local_rank(plan.pipeline.axis), mesh.get_group(plan.pipeline.axis)
-            self.mesh = mesh[plan.axes] if plan.axes else None
 
     def has(self, fqn: str) -> bool:
         """Whether a stage of this rank uses the parameter."""
-        if self._pipeline is None or self._pipeline.ranks == 1:
-            return True
-        return self._place in self._pipeline.places_of(self.owners[fqn])
+        return self._pipeline is None or self._place in self._pipeline.places_of(self.owners[fqn])
 
     def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
         """Broadcast ``whole`` along the pipeline axis, from the first rank that has the parameter."""
-        if self._pipeline is not None and self._pipeline.ranks > 1:
+        if self._pipeline is not None:
             first = self._pipeline.rank_of(self.owners[fqn][0])
             dist.broadcast(whole, src=dist.get_global_rank(self._group, first), group=self._group)
         return whole
@@ -64,27 +64,60 @@ def shard_model(
         After any error, of these or others, the model is unchanged.
     """
     entries = plan.resolve(named_shapes(model))
-    memory = _parameter_memory(agreement, model, plan, entries, stages, device)
+    with on_all_ranks(agreement, "room for what is offloaded"):
+        memory = _parameter_memory(model, plan, entries, stages, device)
     with unchanged_on_failure(model):
-        error: Exception | None = None
-        try:
+        with on_all_ranks(agreement, "the sharded parameters"):
             dtypes = computed_dtypes(model, plan.precision, plan.annotations)
             shards = _shards(model, entries, stages, memory, device, initialize)
-            slots = ParameterSlots(model)
-            made = {
-                fqn: slots.made(fqn, shards.pop(fqn), entries[fqn], stages.mesh if stages.has(fqn) else None)
-                for fqn, _ in model.named_parameters()
+            parameters = {
+                fqn: as_parameter(shards.pop(fqn), old, entries[fqn], stages.mesh if stages.has(fqn) else None)
+                for fqn, old in model.named_parameters()
             }
             buffers = {id(each): _placed(each, dtypes.get(name), device) for name, each in model.named_buffers()}
-        except Exception as failure:  # of any kind: the other ranks must not continue alone
-            error = failure
-        agreement.agree("the sharded parameters", "", error)
-        for fqn, parameter in made.items():
-            slots.place(fqn, parameter)
+        for names in tied_names(model):
+            for name in names:
+                owner, _, key = name.rpartition(".")
+                model.get_submodule(owner)._parameters[key] = parameters[names[0]]
         for module in model.modules():
             for key, value in module._buffers.items():
                 if value is not None:  # shared ones stay shared
                     module._buffers[key] = buffers[id(value)]
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
+    """Inside, tensors of modules may be replaced; on an exception the modules get back the tensors they had.
+
+    Values written in place are not restored.
+    """
+    tensors = chain(model.parameters(), model.buffers())
+    modules = ((vars(m), m._parameters, m._buffers, m._modules) for m in model.modules())
+    before = [(holder, dict(holder)) for holder in chain(map(vars, tensors), chain.from_iterable(modules))]
+    try:
+        yield
+    except BaseException:
+        for holder, items in before:
+            holder.clear()
+            holder.update(items)
+        raise
+
+
+def _parameter_memory(
+    model: nn.Module, plan: Plan, entries: Mapping[str, ParameterPlan], stages: Stages, device: torch.device
+) -> ParameterMemory:
+    if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
+        raise OffloadError(
+            "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
+            "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    parts = {
+        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
+        for fqn, parameter in model.named_parameters()
+        if stages.has(fqn)
+    }
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
+    return ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
 
 
 def _shards(
@@ -101,8 +134,9 @@ def _shards(
     shards: dict[str, torch.Tensor] = {}
 
     def store(fqn: str, full: torch.Tensor) -> None:
-        part = own_part(full.detach(), entries[fqn], mesh) if stages.has(fqn) else full.detach().to("meta")
-        shards[fqn] = memory.filled(fqn, part) if stages.has(fqn) else part
+        here = stages.has(fqn)
+        full = full.detach()
+        shards[fqn] = memory.filled(fqn, own_part(full, entries[fqn], mesh)) if here else full.to("meta")
 
     def fetch(fqn: str) -> torch.Tensor:
         if not stages.has(fqn):
@@ -123,32 +157,3 @@ def _placed(buffer: torch.Tensor, dtype: torch.dtype | None, device: torch.devic
     if buffer.is_meta:
         return torch.empty_like(buffer, dtype=dtype or buffer.dtype, device=device)
     return buffer.to(device, dtype or buffer.dtype)
-
-
-def _parameter_memory(
-    agreement: Agreement,
-    model: nn.Module,
-    plan: Plan,
-    entries: Mapping[str, ParameterPlan],
-    stages: Stages,
-    device: torch.device,
-) -> ParameterMemory:
-    """Memory for this rank's parameters, once all ranks have room for theirs."""
-    parts = {
-        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
-        for fqn, parameter in model.named_parameters()
-        if stages.has(fqn)
-    }
-    error = None
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
-    try:
-        if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
-            raise OffloadError(
-                "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
-                "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
-            )
-        memory = ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
-    except OffloadError as failure:
-        error = failure
-    agreement.agree("room for what is offloaded", "", error)
-    return memory
