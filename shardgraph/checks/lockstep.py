@@ -64,16 +64,25 @@ def run_lockstep(
     ]
 
 
+def by_role(results: Results) -> dict[Role, Any]:
+    """A rank's results that have a meaning outside of the graph."""
+    return {role: value for role, value in results if role is not None}
+
+
+def along(mesh: Mesh, axis: str, rank: int) -> tuple[int, int]:
+    """The size of an axis, and the coordinate of ``rank`` along it."""
+    position = position_of(mesh, axis)
+    return mesh[position][1], coordinates(mesh, rank)[position]
+
+
 def _last_uses(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        for value in node.all_input_nodes:
-            last[value] = node
-    deaths: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if node.op != "output":
-            deaths.setdefault(node, []).append(value)
-    return deaths
+    """The values that each node is the last one to use."""
+    used: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(gm.graph.nodes):
+        last[node] = [value for value in node.all_input_nodes if value not in used]
+        used.update(node.all_input_nodes)
+    return last
 
 
 def _run_node(
@@ -84,38 +93,46 @@ def _run_node(
     inputs: Sequence[Mapping[Role, Any]],
     rng: list[torch.Tensor] | None,
 ) -> list[Any]:
-    ranks = range(len(inputs))
     if node.op == "placeholder":
-        return [inputs[rank][ROLE.of(node)] for rank in ranks]
+        return [values[ROLE.of(node)] for values in inputs]
     if node.op == "get_attr":
         return [getattr(gm, str(node.target))] * len(inputs)
     if ir.is_collective(node):
         return _collective(node, env[node.args[0]], mesh)
     if node.target is ir.WAIT:
         return env[node.args[0]]
-    if node.target in (ir.trim_shard, ir.local_chunk):
-        return [_cut(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
-    if node.target is ir.local_part:
-        return [_part(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
-    if node.target is ir.first_only:
-        tensor, axis = node.args
-        first = [coordinates(mesh, rank)[position_of(mesh, axis)] == 0 for rank in ranks]
-        return [env[tensor][rank] if first[rank] else torch.zeros_like(env[tensor][rank]) for rank in ranks]
-    if node.target is ir.first_row:
-        rows, axis = node.args
-        return [rows * coordinates(mesh, rank)[position_of(mesh, axis)] for rank in ranks]
-    if node.target is ir.from_later:
-        steps, axis = node.args
-        return [int(coordinates(mesh, rank)[position_of(mesh, axis)] < steps) for rank in ranks]
     results = []
-    for rank in ranks:
+    for rank in range(len(inputs)):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
+        if node.target in _SYMBOLIC:
+            results.append(_symbolic(node.target, args, mesh, rank))
+            continue
         try:
             results.append(_call(node, args, kwargs, rng, rank))
         except Exception as error:
             where = f" ({SOURCE.of(node)})" if SOURCE.get(node) else ""
             raise ShardGraphError(f"{node.format_node()}{where} failed on rank {rank}: {error}") from error
     return results
+
+
+_SYMBOLIC = (ir.trim_shard, ir.local_chunk, ir.local_part, ir.first_only, ir.first_row, ir.from_later)
+
+
+def _symbolic(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
+    """The value on ``rank`` of an operation that depends on the rank."""
+    operand, *_ = args
+    size, here = along(mesh, next(arg for arg in args if isinstance(arg, str)), rank)
+    if target is ir.local_part:
+        _, dim, blocks, _, *back = args
+        return ir.take_part(operand, dim, blocks, size, (here - sum(back)) % size)
+    if target is ir.first_only:
+        return torch.zeros_like(operand) if here else operand
+    if target is ir.first_row:
+        return operand * here
+    if target is ir.from_later:
+        return int(here < operand)
+    start, stop = ir.chunk_bounds(args[1], size, here)
+    return operand[: stop - start] if target is ir.trim_shard else operand[start:stop]
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any, rng: list[torch.Tensor] | None, rank: int) -> Any:
@@ -128,20 +145,6 @@ def _call(node: fx.Node, args: Any, kwargs: Any, rng: list[torch.Tensor] | None,
     finally:
         rng[rank] = torch.get_rng_state()
         torch.set_rng_state(before)
-
-
-def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-    _, rows, axis = node.args
-    position = position_of(mesh, axis)
-    start, stop = ir.chunk_bounds(rows, mesh[position][1], coordinates(mesh, rank)[position])
-    return tensor[: stop - start] if node.target is ir.trim_shard else tensor[start:stop]
-
-
-def _part(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-    _, dim, blocks, axis, *back = node.args
-    position = position_of(mesh, axis)
-    size, here = mesh[position][1], coordinates(mesh, rank)[position]
-    return ir.take_part(tensor, dim, blocks, size, (here - sum(back)) % size)
 
 
 def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
@@ -164,7 +167,7 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
     if node.target is ir.send:
         return [values[rank - 1].clone() for rank in range(count)]
     if node.target is ir.ALL_TO_ALL:
-        pieces = [list(value.split(list(splits))) for value, splits in zip(values, [node.args[2]] * count, strict=True)]
+        pieces = [value.split(list(node.args[2])) for value in values]
         return [torch.cat([pieces[source][rank] for source in range(count)]) for rank in range(count)]
     if node.args[1] == "max":
         return [torch.stack(values).amax(0) for _ in values]
@@ -173,4 +176,4 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
         total = total / count
     if node.target is ir.ALL_REDUCE:
         return [total.clone() for _ in values]
-    return [chunk.clone() for chunk in total.chunk(count)] if math.prod(total.shape) else [total] * count
+    return [chunk.clone() for chunk in total.chunk(count)] if total.numel() else [total] * count
