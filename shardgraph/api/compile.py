@@ -121,17 +121,13 @@ def compile(
     setup = Setup(device, loss_fn, agreement, progress, Captures(device))
     chosen = _decided(agreement, question, setup.captures)
 
-    shared = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
-    stages = Stages(chosen, shared)
-    sharded = (
-        ShardedModule(model, chosen, shared, setup)
-        if chosen.pipeline is None
-        else PipelinedModule(model, chosen, shared, stages.mesh, setup)
-    )
+    whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
+    kind = ShardedModule if chosen.pipeline is None else PipelinedModule
+    sharded = kind(model, chosen, whole_mesh, setup)
     if inputs is not None:
         sharded.compile_for(*inputs[0], **inputs[1])  # while the model is as it was
-    if isinstance(sharded, PipelinedModule):
-        stages.owners = sharded.owners
+    owners = sharded.owners if isinstance(sharded, PipelinedModule) else {}
+    stages = Stages(chosen, whole_mesh, sharded.mesh, owners)
     tied = tied_names(model)
     shard_model(model, chosen, stages, device, agreement, initialize)
     sharded.let_go()

@@ -1,9 +1,4 @@
-"""Checks that a sharded program equals the original: both run here, in one process, and are compared.
-
-The original runs eagerly on each data-parallel rank's part of the batch, and its gradients are averaged over ranks, as
-in data parallelism. The emitted program runs on all ranks in lockstep (:mod:`shardgraph.checks.lockstep`). Outputs,
-losses, gradients, weights after optimizer steps and buffers must agree.
-"""
+"""``shardgraph.verify``: checks that a program trains like the original, with all ranks in this process."""
 
 from __future__ import annotations
 
@@ -185,11 +180,8 @@ def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> 
 
 
 def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures) -> list[Program]:
-    """The program of each microbatch."""
-    built: dict[int, Program] = {}
-    for part in parts:
-        if (size := batch_size(part)) not in built:
-            built[size] = lower(captures.take(Call(model, *part), plan), plan, named_shapes(model))
+    shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
+    built = {n: lower(captures.take(Call(model, *part), plan), plan, shapes) for n, part in of_size.items()}
     return [built[batch_size(part)] for part in parts]
 
 

@@ -54,16 +54,14 @@ def first_divergence(
     """
     joint, mesh, alone = program.joint.module, program.plan.mesh, (("rank", len(whole)),)
     expected: dict[str, list[Any]] = {}
-
-    def keep(node: fx.Node, values: list[Any]) -> None:
-        expected[node.name] = values
-
     whole = [_as_captured(inputs, joint) for inputs in whole]
     zeros = with_zeros({role: None for role in ir.placeholders(joint) if isinstance(role, ir.Tangent)}, joint)
     results = run_lockstep(joint, alone, [inputs | zeros for inputs in whole], rng=generators())
     tangents = [evaluate(by_role(result), rank)[2] for rank, result in enumerate(results)]
     joint_inputs = [inputs | with_zeros(t, joint) for inputs, t in zip(whole, tangents, strict=True)]
-    run_lockstep(joint, alone, joint_inputs, rng=generators(), on_value=keep)
+    run_lockstep(
+        joint, alone, joint_inputs, rng=generators(), on_value=lambda node, values: expected.update({node.name: values})
+    )
 
     def compare(node: fx.Node, values: list[Any]) -> None:
         reference = _reference(node, expected, program)
@@ -86,8 +84,7 @@ def first_divergence(
             inputs = [values | with_zeros(t, backward) for values, t in zip(saved, tangents, strict=True)]
             run_lockstep(backward, mesh, inputs, on_value=compare)
     except _Diverged as diverged:
-        divergence: Divergence = diverged.args[0]
-        return divergence
+        return diverged.args[0]
     return None
 
 
@@ -110,10 +107,8 @@ def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) 
 
 def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any]:
     """Inputs with parameters in the dtype that the graph was captured with."""
-    dtypes = {
-        role: node.meta["val"].dtype for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Parameter)
-    }
-    return {role: value.to(dtypes[role]) if role in dtypes else value for role, value in inputs.items()}
+    nodes = {role: node for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Parameter)}
+    return {r: value.to(nodes[r].meta["val"].dtype) if r in nodes else value for r, value in inputs.items()}
 
 
 def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,41 +30,34 @@ _CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass
 class Comparison:
     """The original runs on each data-parallel rank's part of the batch in turn, the program on all ranks in lockstep.
 
-    ``errors`` has the relative error of each compared tensor by name, ``noise`` the elements of each weight that are
-    not compared, because their gradient has been rounding error.
-
-    Args:
-        programs: of each microbatch, in order.
-        parts: the microbatches of each data-parallel rank, as ``(args, kwargs)``.
-        seed: seed of the first step's random numbers; each further step adds one.
-        exact: compare all weights.
+    ``programs`` are those of each microbatch; ``parts`` has the microbatches of each data-parallel rank, as ``(args,
+    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``noise`` the elements of each weight
+    that are not compared unless ``exact``, because their gradient has been rounding error.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        plan: Plan,
-        programs: Sequence[Program],
-        parts: list[list[Any]],
-        loss_fn: Callable[[Any], torch.Tensor],
-        seed: int,
-        exact: bool,
-    ) -> None:
-        self.original, self.plan, self.programs, self.parts = original, plan, programs, parts
-        self.loss_fn, self.seed, self.exact = loss_fn, seed, exact
-        self.world = math.prod(size for _, size in plan.mesh)
-        self.batch_of = [plan.data_rank(rank) for rank in range(self.world)]
-        computed = computed_dtypes(original, plan.precision, plan.annotations)
+    original: nn.Module
+    plan: Plan
+    programs: Sequence[Program]
+    parts: list[list[Any]]
+    loss_fn: Callable[[Any], torch.Tensor]
+    seed: int
+    exact: bool
+    noise: Tensors = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.world = math.prod(size for _, size in self.plan.mesh)
+        self.batch_of = [self.plan.data_rank(rank) for rank in range(self.world)]
+        computed = computed_dtypes(self.original, self.plan.precision, self.plan.annotations)
         self.rounding = max((torch.finfo(dtype).eps for dtype in computed.values()), default=0.0)
-        self.dtypes = {name: computed.get(name, p.dtype) for name, p in original.named_parameters()}
-        self.shares = shares(parts[0])
+        self.dtypes = {name: computed.get(name, p.dtype) for name, p in self.original.named_parameters()}
+        self.shares = shares(self.parts[0])
         self.shards = self._cut()
-        self.buffers = {name: buffer.clone() for name, buffer in _tensors(original).items()}
-        self.noise: Tensors = {}
-        self.errors: dict[str, float] = {}
+        self.buffers = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
 
     def train(self, make: Callable[..., torch.optim.Optimizer], steps: int, limit: float) -> Divergence | None:
         """Train both until an error exceeds ``limit``; returns the first node that differs, if a node does."""
@@ -95,13 +89,11 @@ class Comparison:
 
     def _join(self, fqn: str, shards: list[torch.Tensor]) -> torch.Tensor:
         """The full tensor, from each rank's shard."""
-        shape = self.programs[0].shapes[fqn]
+        shape, entry = self.programs[0].shapes[fqn], self.programs[0].parameters[fqn]
         indices = torch.arange(shape.numel()).view(shape)
         whole = shards[0].new_zeros(shape.numel())
-        for shard, where in zip(
-            shards, shards_of(indices, self.programs[0].parameters[fqn], self.plan.mesh), strict=True
-        ):
-            whole[where.flatten()] = shard.flatten()
+        for shard, positions in zip(shards, shards_of(indices, entry, self.plan.mesh), strict=True):
+            whole[positions.flatten()] = shard.flatten()
         return whole.view(shape)
 
     def _compare_step(self, step: int, buffers: Tensors) -> None:

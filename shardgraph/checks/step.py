@@ -1,12 +1,12 @@
 """A step of a program in one process: every stage's graphs, for all of its ranks, microbatch after microbatch.
 
-Each microbatch runs the graphs of its actions in the schedule. The order in which a schedule interleaves microbatches
-changes no value, so they run one after the other, as in the original, which draws random numbers in that order.
+The order in which a schedule interleaves microbatches changes no value; this one draws random numbers as the original.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +22,24 @@ Values = dict[Role, Any]
 """What one rank has, by role."""
 
 
+@dataclass
 class LockstepStep:
     """One training step of all stages; of a program without a pipeline, of the only one.
 
-    Args:
-        programs: of each microbatch, in order.
-        inputs: of each microbatch, for each rank of a stage: parameters, buffers and inputs by role.
-        rng: per rank, the state of its generator, as for :func:`shardgraph.checks.lockstep.run_lockstep`.
-        tangents: called with the number of a microbatch and what each rank's last stage returned for it by role; gives,
-            per rank, the gradients of the loss of the whole step by those outputs.
+    ``programs`` are those of each microbatch, in order, and ``inputs`` its parameters, buffers and inputs on each rank
+    of a stage; ``rng`` is as for :func:`shardgraph.checks.lockstep.run_lockstep`. ``tangents`` is called with the
+    number of a microbatch and the results of its last stage on each rank, and returns, per rank, the gradients of the
+    loss of the whole step with respect to them.
     """
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        inputs: Sequence[Sequence[Values]],
-        rng: list[torch.Tensor],
-        tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]],
-    ) -> None:
-        self.programs, self.inputs, self.rng, self.tangents = programs, inputs, rng, tangents
-        self.mesh, self.ranks = programs[0].plan.mesh, range(len(inputs[0]))
-        self.gradients: list[list[dict[str, Any]]] = [[{} for _ in self.ranks] for _ in programs[0].stages]
+    programs: Sequence[Program]
+    inputs: Sequence[Sequence[Values]]
+    rng: list[torch.Tensor]
+    tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]]
+
+    def __post_init__(self) -> None:
+        self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
+        self.gradients: list[list[dict[str, Any]]] = [[{} for _ in self.ranks] for _ in self.programs[0].stages]
 
     def run(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """``(gradients, buffers)``: each rank's gradients of its parameters by name, and the new values of buffers."""

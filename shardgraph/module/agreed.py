@@ -10,12 +10,7 @@ from shardgraph.runtime.agreement import Agreement
 
 @contextmanager
 def on_all_ranks(agreement: Agreement, topic: str) -> Iterator[list[str]]:
-    """Run the body, then wait until every rank has: without error, and with equal lines in the list that is yielded.
-
-    Raises:
-        RankMismatchError: another rank failed, or its lines differ.
-        Exception: the error of the body, which the other ranks are told.
-    """
+    """Run the body, then wait until every rank has: without error, and with equal lines in the list that is yielded."""
     lines: list[str] = []
     error: Exception | None = None
     try:

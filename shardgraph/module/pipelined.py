@@ -30,10 +30,8 @@ class PipelinedModule(ShardedModule):
     ``parameters()`` or ``state_dict()``. All ranks of the pipeline are called with the same batch.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, stage_mesh: DeviceMesh | None, setup: Setup
-    ) -> None:
-        super().__init__(model, plan, stage_mesh, setup)
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
+        super().__init__(model, plan, mesh[plan.axes] if mesh is not None and plan.axes else None, setup)
         assert plan.pipeline is not None
         self.pipeline = plan.pipeline
         self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, from the first program
@@ -87,27 +85,20 @@ class PipelinedModule(ShardedModule):
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         """The microbatches of a call; forward alone may have fewer than the plan sets."""
-
-        def here(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if tensor.is_meta else tensor.to(self._state.device)
-
-        call = pytree.tree_map_only(torch.Tensor, here, (args, kwargs))
+        device = self._state.device
+        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
         try:
             parts = microbatches(call, self.pipeline.parts)
         except PlanError:
             if loss_fn is not None:
                 raise
             parts = [call]
-        flat = [pytree.tree_flatten(part) for part in parts]
-        spec = flat[0][1]
-        for leaves, _ in flat:
-            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-                raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
-        bound = self._executables([leaves for leaves, _ in flat], spec, loss_fn)
-        return [
-            Work(each, self._numbers.lift(leaves, spec), share)
-            for each, (leaves, _), share in zip(bound, flat, shares(parts), strict=True)
-        ]
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(call)):
+            raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
+        calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)
+        executors = self._executables(calls, spec, loss_fn)
+        inputs = [self._numbers.lift(leaves, spec) for leaves in calls]
+        return list(map(Work, executors, inputs, shares(parts)))
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
@@ -135,24 +126,15 @@ class PipelinedModule(ShardedModule):
         self._written |= {fqn: stage.number for stage in program.stages for fqn in stage.written}
         return Executor(program, self._state)
 
-    @property
-    def forward_graph(self) -> Any:
-        """A pipeline has one per stage: see ``program.stages``."""
-        raise ShardGraphError("a pipeline has a forward graph for every stage: sharded.program.stages[i].kept.forward")
-
-    @property
-    def backward_graph(self) -> Any:
-        """A pipeline has one per stage: see ``program.stages``."""
-        raise ShardGraphError(
-            "a pipeline has a backward graph for every stage: sharded.program.stages[i].kept.backward"
-        )
+    def _graph(self, half: str) -> Any:
+        raise ShardGraphError(f"a pipeline has a {half} graph for every stage: sharded.program.stages[i].kept.{half}")
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``, for this rank's stages."""
-        found = super().named_parameters(prefix, recurse, remove_duplicate)
-        return ((name, parameter) for name, parameter in found if not parameter.is_meta)
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in named if not parameter.is_meta)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``, for this rank's stages, under the original names.

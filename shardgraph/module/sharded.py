@@ -60,11 +60,8 @@ class ShardedModule(nn.Module):
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
         self.__dict__["original"] = model
-        self.training = model.training
-        self.plan = plan
-        self.mesh = mesh
-        self.loss_fn = setup.loss_fn
-        self._setup = setup
+        self.training, self.plan, self.mesh = model.training, plan, mesh
+        self.loss_fn, self._setup = setup.loss_fn, setup
         self._state = State(model, mesh, setup.device)
         self._programs: OrderedDict[Any, Executor] = OrderedDict()
         self._latest: tuple[list[Any], list[Executor]] | None = None
@@ -161,18 +158,19 @@ class ShardedModule(nn.Module):
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
             self._numbers.see(leaves, spec)
-        state = self._state_key()
-        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state) for leaves in calls]
+        keys = self._keys(calls, spec, loss_fn)
         if self._latest is not None and self._latest[0] == keys:
             return self._latest[1]
-        if not self._switches_freely(keys):
-            # Ranks switch programs together or not at all: one that continued alone would block the others.
+        compiled = all(key in self._programs for key in keys)
+        if not compiled or self._communication(keys) not in ([], self._agreed):
+            # Ranks switch programs together or not at all: one that continued alone would block the others. A rank may
+            # switch freely to programs that communicate nothing, or the same as those that ranks last agreed on.
             text = "\n".join(map(_describe, dict.fromkeys(keys)))
             self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode)", text)
         for key, leaves in zip(keys, calls, strict=True):
             if key not in self._programs:
                 program = self._compile(leaves, spec, loss_fn)
-                after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state)
+                (after,) = self._keys([leaves], spec, loss_fn)
                 self._programs[after] = program
                 if after != key:  # its numbers cannot be lifted as before, and all keys have changed
                     return self._executables(calls, spec, loss_fn)
@@ -182,13 +180,6 @@ class ShardedModule(nn.Module):
         self._latest = keys, [self._programs[key] for key in keys]
         self._agreed = self._communication(keys) or self._agreed
         return self._latest[1]
-
-    def _switches_freely(self, keys: Sequence[Any]) -> bool:
-        """Whether this rank may run these programs without an agreement: they are compiled, and communicate nothing or
-        the same as the programs that all ranks last agreed on."""
-        if any(key not in self._programs for key in keys):
-            return False
-        return self._communication(keys) in ([], self._agreed)
 
     def _communication(self, keys: Sequence[Any]) -> list[str]:
         """The communication of calls of these programs, in order."""
@@ -203,7 +194,6 @@ class ShardedModule(nn.Module):
         return self._bound(program)
 
     def _bound(self, program: Program) -> Executor:
-        """The executor of a program on this rank."""
         return Differentiable(program, self._state)
 
     def _build(self, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
@@ -222,31 +212,26 @@ class ShardedModule(nn.Module):
         joint = self._setup.captures.take(call, self.plan)
         return lower(joint, self.plan, named_shapes(call.model), show)
 
-    def _state_key(self) -> tuple[Any, ...]:
-        """The state that a program depends on besides the inputs."""
-        layout = self._state.layout
+    def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:
+        """For each call, all that its program depends on."""
+        layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         layout.refresh()
-        return layout.modes, layout.trained, torch.is_grad_enabled(), torch_api.autocast_state(self._state.device.type)
-
-    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        kinds = tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
-            if isinstance(leaf, torch.Tensor)
-            else constant_key(leaf)
-            for leaf in leaves
-        )
-        return spec, kinds, *state, loss_fn is not None
+        state = layout.modes, layout.trained, torch.is_grad_enabled(), autocast, loss_fn is not None
+        return [(spec, tuple(map(_kind, self._numbers.lift(leaves, spec))), *state) for leaves in calls]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The forward graph of the latest program, as this rank runs it."""
-        return self._compiled().graph("forward").module
+        """The forward graph of the latest program, as this rank runs it; a pipeline has one per stage."""
+        return self._graph("forward")
 
     @property
     def backward_graph(self) -> fx.GraphModule | None:
-        """The backward graph of the latest program, or None for one without gradients."""
-        executable = self._compiled()
-        return None if executable.program.backward is None else executable.graph("backward").module
+        """The backward graph of the latest program, or None for one without gradients; likewise."""
+        return self._graph("backward")
+
+    def _graph(self, half: str) -> Any:
+        executor = self._compiled()
+        return executor.graph(half).module if half in executor.program.graphs else None
 
     @property
     def program(self) -> Program:
@@ -292,14 +277,20 @@ class ShardedModule(nn.Module):
         checkpoint.save_safetensors(self, path, self._whole)
 
 
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad
+    return constant_key(leaf)
+
+
 def _describe(key: tuple[Any, ...]) -> str:
     """A program's key as readable text: what must be equal between ranks."""
-    spec, kinds, modes, frozen, grad, autocast, with_loss = key
+    spec, kinds, modes, trained, grad, autocast, with_loss = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
-        is_tensor = isinstance(kind, tuple) and len(kind) == 4
+        is_tensor = len(kind) == 4
         lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
-    lines.append(f"{sum(frozen)} of {len(frozen)} parameters require a gradient")
+    lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
     lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
     return "\n".join(lines)

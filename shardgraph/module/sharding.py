@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph.capture.casting import computed_dtypes
+from shardgraph.capture.casting import cast_buffers
 from shardgraph.errors import OffloadError
 from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.materialize import is_meta, materialize
@@ -25,26 +25,27 @@ from shardgraph.torch_api import has_backend
 
 
 class Stages:
-    """Which parameters this rank has, and their mesh: without a pipeline, all of them and ``mesh``.
+    """Which parameters this rank has, and their mesh: without a pipeline, all of them.
 
-    ``owners`` are the pipeline stages that use each parameter.
+    ``whole_mesh`` has the pipeline axis too; ``owners`` are the stages that use each parameter.
     """
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh | None) -> None:
-        self.mesh, self._pipeline = mesh, None
-        self.owners: Mapping[str, tuple[int, ...]] = {}
-        if plan.pipeline is not None and mesh is not None:
-            self._pipeline, self.mesh = plan.pipeline, mesh[plan.axes] if plan.axes else None
-            self._place, self._group = mesh.get_local_rank(plan.pipeline.axis), mesh.get_group(plan.pipeline.axis)
+    def __init__(
+        self, plan: Plan, whole_mesh: DeviceMesh | None, mesh: DeviceMesh | None, owners: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.mesh, self._owners, self._pipeline = mesh, owners, plan.pipeline if whole_mesh is not None else None
+        if self._pipeline is not None and whole_mesh is not None:
+            axis = self._pipeline.axis
+            self._place, self._group = whole_mesh.get_local_rank(axis), whole_mesh.get_group(axis)
 
     def has(self, fqn: str) -> bool:
         """Whether a stage of this rank uses the parameter."""
-        return self._pipeline is None or self._place in self._pipeline.places_of(self.owners[fqn])
+        return self._pipeline is None or self._place in self._pipeline.places_of(self._owners[fqn])
 
     def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
         """Broadcast ``whole`` along the pipeline axis, from the first rank that has the parameter."""
         if self._pipeline is not None:
-            first = self._pipeline.rank_of(self.owners[fqn][0])
+            first = self._pipeline.rank_of(self._owners[fqn][0])
             dist.broadcast(whole, src=dist.get_global_rank(self._group, first), group=self._group)
         return whole
 
@@ -66,31 +67,26 @@ def shard_model(
     entries = plan.resolve(named_shapes(model))
     with on_all_ranks(agreement, "room for what is offloaded"):
         memory = _parameter_memory(model, plan, entries, stages, device)
-    with unchanged_on_failure(model):
-        with on_all_ranks(agreement, "the sharded parameters"):
-            dtypes = computed_dtypes(model, plan.precision, plan.annotations)
-            shards = _shards(model, entries, stages, memory, device, initialize)
-            parameters = {
-                fqn: as_parameter(shards.pop(fqn), old, entries[fqn], stages.mesh if stages.has(fqn) else None)
-                for fqn, old in model.named_parameters()
-            }
-            buffers = {id(each): _placed(each, dtypes.get(name), device) for name, each in model.named_buffers()}
+    with unchanged_on_failure(model), on_all_ranks(agreement, "the sharded parameters"):
+        shards = _shards(model, entries, stages, memory, device, initialize)
+        cast_buffers(model, plan.precision, plan.annotations)
+        parameters = dict(model.named_parameters())
         for names in tied_names(model):
+            first, mesh = names[0], stages.mesh if stages.has(names[0]) else None
+            parameter = as_parameter(shards.pop(first), parameters[first], entries[first], mesh)
             for name in names:
                 owner, _, key = name.rpartition(".")
-                model.get_submodule(owner)._parameters[key] = parameters[names[0]]
+                model.get_submodule(owner)._parameters[key] = parameter
+        buffers = {id(b): torch.empty_like(b, device=device) if b.is_meta else b.to(device) for b in model.buffers()}
         for module in model.modules():
-            for key, value in module._buffers.items():
-                if value is not None:  # shared ones stay shared
-                    module._buffers[key] = buffers[id(value)]
+            for key, buffer in module._buffers.items():
+                if buffer is not None:  # shared ones stay shared
+                    module._buffers[key] = buffers[id(buffer)]
 
 
 @contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """Inside, tensors of modules may be replaced; on an exception the modules get back the tensors they had.
-
-    Values written in place are not restored.
-    """
+    """Restore the tensors of modules that the body replaces if it raises; values written in place are not restored."""
     tensors = chain(model.parameters(), model.buffers())
     modules = ((vars(m), m._parameters, m._buffers, m._modules) for m in model.modules())
     before = [(holder, dict(holder)) for holder in chain(map(vars, tensors), chain.from_iterable(modules))]
@@ -134,9 +130,8 @@ def _shards(
     shards: dict[str, torch.Tensor] = {}
 
     def store(fqn: str, full: torch.Tensor) -> None:
-        here = stages.has(fqn)
         full = full.detach()
-        shards[fqn] = memory.filled(fqn, own_part(full, entries[fqn], mesh)) if here else full.to("meta")
+        shards[fqn] = memory.filled(fqn, own_part(full, entries[fqn], mesh)) if stages.has(fqn) else full.to("meta")
 
     def fetch(fqn: str) -> torch.Tensor:
         if not stages.has(fqn):
@@ -151,9 +146,3 @@ def _shards(
         if fqn not in shards:
             store(fqn, parameter)
     return shards
-
-
-def _placed(buffer: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    if buffer.is_meta:
-        return torch.empty_like(buffer, dtype=dtype or buffer.dtype, device=device)
-    return buffer.to(device, dtype or buffer.dtype)
