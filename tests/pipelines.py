@@ -155,7 +155,7 @@ def left_in_a_step(name: str, pipeline: Pipeline, victim: int) -> str:
             raise Leaves
 
         sharded._running.stages[0].backward_one_chunk = leave
-        sharded._agreement.first_failure = lambda text: text
+        sharded._setup.agreement.first_failure = lambda text: text
     try:
         sharded.train_step(*args, **kwargs)
     except Leaves:
@@ -220,7 +220,7 @@ def other_shapes(one_rank_only: bool) -> float:
     """A step with another batch size, on all ranks or on the last alone."""
     sharded, original, (_, kwargs, call) = pipelined("odd-mlp", "pp", {"pp": 2}, Pipeline(2, "1f1b"))
     if one_rank_only:
-        sharded._agreement._timeout = 4.0
+        sharded._setup.agreement._timeout = 4.0
     sharded.train_step(*call[0], **call[1], target=kwargs["target"])
     for parameter in sharded.parameters():
         parameter.grad = None

@@ -84,36 +84,20 @@ def analyze(
     """
     if backend not in ("eager", "inductor"):
         raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
+    mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or Cluster.detect()
+    options = (recompute, memory, loss_chunk, offload)
     question = Question.of(
-        model,
-        plan,
-        partial(resolve_axes, mesh=mesh, cluster=cluster),
-        free_mesh=mesh is None,
-        pipeline=pipeline,
-        precision=precision,
-        recompute=recompute,
-        memory=memory,
-        loss_chunk=loss_chunk,
-        offload=offload,
-        cluster=cluster or Cluster.detect(),
-        optimizer=optimizer,
+        model, plan, mesh_of, mesh is None, pipeline, precision, *options, cluster=cluster, optimizer=optimizer
     )
     question.machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, question.machine.device)
-    kwargs = dict(example_kwargs or {})
+    kwargs, fused = dict(example_kwargs or {}), backend == "inductor"
     if question.plan.pipeline is None:
-        return analyze_source(
-            Source(question.about(example_inputs, kwargs, loss_fn, training), backend == "inductor", fold)
-        )
+        return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold))
     if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
-    step = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
-    return _analyze_pipeline(question.about(example_inputs, kwargs, step), backend == "inductor")
-
-
-def _analyze_pipeline(question: Question, fused: bool) -> PipelineAnalysis:
-    """The analysis of a plan with a pipeline, from one captured microbatch."""
-    captures = Captures()
+    loss = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
+    question, captures = question.about(example_inputs, kwargs, loss), Captures()
     plan = decide(question, captures)
-    program = lower(captures.take(question.captured, plan), plan, question.shapes)
-    return analyze_pipeline(program, question.machine, optimizer=question.optimizer, fused=fused)
+    program = lower(captures.take(question.captured, plan), plan, question.shapes)  # of one microbatch
+    return analyze_pipeline(program, question.machine, optimizer=optimizer, fused=fused)

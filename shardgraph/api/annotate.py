@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from shardgraph.errors import PlanError
+from shardgraph.module.parameters import tied_names
 from shardgraph.module.sharded import ShardedModule
-from shardgraph.plans.annotations.kinds import (
-    Annotation,
-    Placement,
-    output,
-)
+from shardgraph.plans.annotations.kinds import Annotation, Placement, output
 from shardgraph.plans.annotations.match import Annotated, matches
 from shardgraph.plans.remembered import check_annotations, remember, remembered
 
@@ -46,15 +43,15 @@ def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[A
             "this model is compiled already: annotate it before shardgraph.compile, which shards parameters"
         )
     parameters = [name for name, _ in model.named_parameters()]
-    given: list[Annotated] = []
-    for pattern, several in annotations.items():
-        for annotation in [several] if isinstance(several, Annotation) else several:
+    annotated: list[Annotated] = []
+    for pattern, values in annotations.items():
+        for annotation in [values] if isinstance(values, Annotation) else values:
             if not isinstance(annotation, Annotation):
                 raise PlanError(f"{pattern!r} is annotated {annotation!r}, which is no annotation: use shard(0, 'tp')")
             if isinstance(annotation, Placement) and not any(matches(pattern, name) for name in parameters):
                 annotation = _of_output(model, pattern, annotation)
-            given.append((pattern, annotation))
-    combined = tuple(dict.fromkeys((*remembered(model), *given)))
+            annotated.append((pattern, annotation))
+    combined = tuple(dict.fromkeys((*remembered(model), *annotated)))
     check_annotations(model, combined)
     remember(model, combined)
 
@@ -63,8 +60,8 @@ def _of_output(model: nn.Module, pattern: str, placement: Placement) -> Annotati
     """``output(placement)`` if ``pattern`` matches a module; the placement itself if it matches nothing."""
     if any(matches(pattern, name) for name, _ in model.named_modules()):
         return output(placement)
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if matches(pattern, name):
-            raise PlanError(f"{name!r} is tied to {first[id(parameter)]!r}: annotate it under that name")
+    for first, *others in tied_names(model):
+        for name in others:
+            if matches(pattern, name):
+                raise PlanError(f"{name!r} is tied to {first!r}: annotate it under that name")
     return placement

@@ -16,9 +16,11 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
+from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.fingerprint import fingerprint
+from shardgraph.module.parameters import tied_names
 from shardgraph.module.pipelined import PipelinedModule
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.module.sharding import Stages, shard_model
 from shardgraph.plans.dtype_support import check_present
 from shardgraph.plans.offload_plan import Offload
@@ -106,67 +108,36 @@ def compile(
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
     agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, timeout)
 
-    def ask() -> tuple[Question, torch.device]:
-        asked = Question.of(
-            model,
-            plan,
-            partial(run_axes, mesh),
-            free_mesh=mesh is None,
-            pipeline=pipeline,
-            precision=precision,
-            recompute=recompute,
-            memory=memory,
-            loss_chunk=loss_chunk,
-            offload=offload,
-            cluster=cluster,
+    mesh_of = partial(run_axes, mesh)
+    with on_all_ranks(agreement, "the model and the plan") as lines:
+        question = Question.of(
+            model, plan, mesh_of, mesh is None, pipeline, precision, recompute, memory, loss_chunk, offload, cluster
         )
-        device = _device(model, mesh, asked.plan.offload.parameters)
-        check_present(asked.plan, device)
-        return asked if inputs is None else _about_call(asked, *inputs, loss_fn), device
+        device = _device(model, mesh, question.plan.offload.parameters)
+        check_present(question.plan, device)
+        if inputs is not None:
+            question = _about_call(question, *inputs, loss_fn)
+        lines += [question.text, fingerprint(model)]
+    setup = Setup(device, loss_fn, agreement, progress, Captures(device))
+    chosen = _decided(agreement, question, setup.captures)
 
-    question, device = _agreed(agreement, model, ask)
-    captures = Captures(device)
-    chosen = _decided(agreement, question, captures)
-
-    found = run_mesh(mesh, chosen.whole_mesh)
-    shared = found if chosen.whole_mesh else None
-    stages = Stages(chosen, shared)
-    common: dict[str, Any] = dict(
-        device=device, loss_fn=loss_fn, agreement=agreement, progress=progress, captures=captures
-    )
-    sharded = (
-        ShardedModule(model, chosen, shared, **common)
-        if chosen.pipeline is None
-        else PipelinedModule(model, chosen, shared, stage_mesh=stages.mesh, **common)
-    )
+    whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
+    kind = ShardedModule if chosen.pipeline is None else PipelinedModule
+    sharded = kind(model, chosen, whole_mesh, setup)
     if inputs is not None:
         sharded.compile_for(*inputs[0], **inputs[1])  # while the model is as it was
-    if isinstance(sharded, PipelinedModule):
-        stages.owners = sharded.owners
-    names = _names(model)
+    owners = sharded.owners if isinstance(sharded, PipelinedModule) else {}
+    stages = Stages(chosen, whole_mesh, sharded.mesh, owners)
+    tied = tied_names(model)
     shard_model(model, chosen, stages, device, agreement, initialize)
     sharded.let_go()
-    if inputs is not None and _names(model) != names:  # its initialisation has tied parameters
+    if inputs is not None and tied_names(model) != tied:  # its initialisation has tied parameters
         sharded.forget()
         sharded.compile_for(*inputs[0], **inputs[1])
 
     if plan == "auto" and (not dist.is_initialized() or dist.get_rank() == 0):
         print(f"shardgraph: {chosen}", flush=True)
     return sharded
-
-
-def _agreed(
-    agreement: Agreement, model: nn.Module, ask: Callable[[], tuple[Question, torch.device]]
-) -> tuple[Question, torch.device]:
-    """This rank's question and device, once all ranks have agreed on them; a rank that fails makes all ranks raise."""
-    text, error = "", None
-    try:
-        asked = ask()
-        text = f"{asked[0].text}\n{fingerprint(model)}"
-    except Exception as failure:  # of any kind: the other ranks must not wait for this one
-        error = failure
-    agreement.agree("the model and the plan", text, error)
-    return asked
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:
@@ -178,10 +149,7 @@ def _decided(agreement: Agreement, question: Question, captures: Captures) -> Pl
 
 
 def _about_call(
-    question: Question,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None,
+    question: Question, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None
 ) -> Question:
     """The question for the call to compile: ``train_step`` for a pipeline in training mode."""
     training, loss = torch.is_grad_enabled(), loss_fn if "target" in kwargs else None
@@ -197,11 +165,3 @@ def _device(model: nn.Module, mesh: DeviceMesh | Mapping[str, int] | None, offlo
         return device
     real = None if offloads else next((p.device for p in model.parameters() if not p.is_meta), None)
     return real or accelerator() or torch.device("cpu")
-
-
-def _names(model: nn.Module) -> list[list[str]]:
-    """Each parameter's names; tied parameters have several."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return list(found.values())

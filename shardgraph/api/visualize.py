@@ -17,14 +17,7 @@ from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
-from shardgraph.pictures.boxes import draw_boxes
-from shardgraph.pictures.flow import Edges, trace_flow
-from shardgraph.pictures.gantt import draw_gantt
-from shardgraph.pictures.graph import plan_graph, render_svg
-from shardgraph.pictures.memory import draw_memory
-from shardgraph.pictures.page import html_page
-from shardgraph.pictures.svg import Drawing, document
-from shardgraph.pictures.tree import Tree, build_tree
+from shardgraph.pictures import boxes, flow, gantt, graph, memory, page, svg, tree
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
@@ -34,6 +27,9 @@ from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.machine import machine_for
 
 _INSTALL = "apt-get install graphviz, or brew install graphviz"
+_Drawn = Plan | ShardedModule | Analysis | PipelineAnalysis
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Outline = tuple[tree.Tree, flow.Edges]  # modules, and the data flow between them
 
 
 def visualize(
@@ -79,41 +75,35 @@ def visualize(
     ending = path.suffix.lower()
     if ending not in (".svg", ".html", ".png", ".pdf", ".dot", ".gv"):
         raise ShardGraphError(
-            f"cannot draw {path.name!r}: the ending says the form, which may be .svg, .html, .png, .pdf, .dot or .gv"
+            f"cannot draw {path.name!r}: its suffix selects the format, and is .svg, .html, .png, .pdf, .dot or .gv"
         )
-    call = (example_inputs, dict(example_kwargs or {}))
-    drawn = _plan_of(what, model, call)
+    call = example_inputs, dict(example_kwargs or {})
+    plan = _plan_of(what, model, call)
     if ending in (".svg", ".html"):
         analysis = _analysis_of(what, model, call, cluster)
-        over_time = draw_memory(analysis) if isinstance(analysis, Analysis) else _draw_schedule(analysis)
-        drawings = [*([_draw_plan(*drawn)] if drawn else []), over_time]
+        over_time = memory.draw_memory(analysis) if isinstance(analysis, Analysis) else _draw_schedule(analysis)
+        drawings = [*([_draw_plan(*plan)] if plan else []), over_time]
         title = f"Plan {analysis.plan.name}"
         if ending == ".svg":
-            path.write_text(document(title, drawings), encoding="utf-8")
+            picture = svg.document(title, drawings)
         else:
-            path.write_text(html_page(title, drawings, _texts(analysis)), encoding="utf-8")
-    elif drawn is None:
+            explained = [analysis.plan.explain()] if analysis.plan.considered else []
+            picture = page.html_page(title, drawings, [str(analysis.plan), *explained, str(analysis)])
+        path.write_text(picture, encoding="utf-8")
+    elif plan is None:
         raise ShardGraphError(
             f"{path.name!r} would show the plan, and an Analysis has only its memory: give visualize the model and "
             "example_inputs too, or a path that ends in .svg or .html"
         )
     elif ending in (".dot", ".gv"):
-        path.write_text(plan_graph(*drawn).source, encoding="utf-8")
+        path.write_text(graph.plan_graph(*plan).source, encoding="utf-8")
     else:
-        path.write_bytes(_render(*drawn, ending.removeprefix(".")))
+        path.write_bytes(_render(*plan, ending.removeprefix(".")))
     return path
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-# -- what is drawn ---------------------------------------------------------------------------------
-
-
-def _plan_of(
-    what: Plan | ShardedModule | Analysis | PipelineAnalysis, model: nn.Module | None, call: _Call
-) -> tuple[Tree, Edges] | None:
-    """The modules and their data flow; None for an analysis without a model."""
+def _plan_of(what: _Drawn, model: nn.Module | None, call: _Call) -> _Outline | None:
+    """The plan's modules and their data flow; None for an analysis without a model."""
     if isinstance(what, ShardedModule):
         program = what.program
         if program.plan.pipeline is not None:
@@ -134,7 +124,7 @@ def _plan_of(
     return _lowered(annotated(what, model), model, call)
 
 
-def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
+def _lowered(plan: Plan, model: nn.Module, call: _Call) -> _Outline:
     """The modules and data flow of ``model`` under ``plan``; only a few layers of a stack of equal ones are captured.
 
     All stages of a pipeline are drawn together.
@@ -142,28 +132,24 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> tuple[Tree, Edges]:
     plan = plan.of_stage
     plan.resolve(named_shapes(model))  # reject a plan that does not fit before the long work
     stack = find_stack(model)
-    if stack is not None and treats_alike(plan, model, stack):
-        try:
-            with torch.enable_grad():
-                tree, flow = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
-            tree.lengthen(stack.path, SHALLOW[-1], stack.layers)
-            return tree, flow
-        except CaptureError:
-            pass  # layers that are counted, or indexed by number, cannot be left out
     with torch.enable_grad():
+        if stack is not None and treats_alike(plan, model, stack):
+            try:
+                modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
+                modules.lengthen(stack.path, SHALLOW[-1], stack.layers)
+                return modules, edges
+            except CaptureError:
+                pass  # layers that are counted, or indexed by number, cannot be left out
         return _outline(build_program(model, plan, *call))
 
 
-def _outline(program: Program) -> tuple[Tree, Edges]:
-    tree = build_tree(program)
-    return tree, trace_flow(program.forward, tree.root)
+def _outline(program: Program) -> _Outline:
+    modules = tree.build_tree(program)
+    return modules, flow.trace_flow(program.forward, modules.root)
 
 
 def _analysis_of(
-    what: Plan | ShardedModule | Analysis | PipelineAnalysis,
-    model: nn.Module | None,
-    call: _Call,
-    cluster: Cluster | str | Path | None,
+    what: _Drawn, model: nn.Module | None, call: _Call, cluster: Cluster | str | Path | None
 ) -> Analysis | PipelineAnalysis:
     if isinstance(what, (Analysis, PipelineAnalysis)):
         return what
@@ -171,44 +157,31 @@ def _analysis_of(
     machine = machine_for(cluster, plan.world_size)
     if isinstance(what, ShardedModule):
         program = what.program
-        return (
-            analyze_pipeline(program, machine)
-            if program.plan.pipeline is not None
-            else analyze_program(program, machine)
-        )
+        return analyze_program(program, machine) if plan.pipeline is None else analyze_pipeline(program, machine)
     assert model is not None
     return analyze(model, call[0], what, example_kwargs=call[1], cluster=machine)
 
 
-def _draw_schedule(analysis: PipelineAnalysis) -> Drawing:
-    pipeline, on = analysis.plan.pipeline, analysis.cluster.name
+def _draw_schedule(analysis: PipelineAnalysis) -> svg.Drawing:
+    pipeline, cluster = analysis.plan.pipeline, analysis.cluster.name
     assert pipeline is not None
-    return draw_gantt(
-        analysis.schedule, f"Schedule {pipeline.schedule} of {pipeline.parts} microbatches, predicted on {on}"
-    )
+    title = f"Schedule {pipeline.schedule} of {pipeline.parts} microbatches, predicted on {cluster}"
+    return gantt.draw_gantt(analysis.schedule, title)
 
 
-def _texts(analysis: Analysis | PipelineAnalysis) -> list[str]:
-    chosen = [analysis.plan.explain()] if analysis.plan.considered else []
-    return [str(analysis.plan), *chosen, str(analysis)]
-
-
-# -- rendering -------------------------------------------------------------------------------------
-
-
-def _draw_plan(tree: Tree, flow: Edges) -> Drawing:
+def _draw_plan(modules: tree.Tree, edges: flow.Edges) -> svg.Drawing:
     try:
-        return render_svg(plan_graph(tree, flow))
+        return graph.render_svg(graph.plan_graph(modules, edges))
     except graphviz.ExecutableNotFound:
         warnings.warn(
             f"the plan is drawn as boxes, without the flow of data: Graphviz would lay it out ({_INSTALL})",
             stacklevel=3,
         )
-        return draw_boxes(tree)
+        return boxes.draw_boxes(modules)
 
 
-def _render(tree: Tree, flow: Edges, form: str) -> bytes:
-    dot = plan_graph(tree, flow)
+def _render(modules: tree.Tree, edges: flow.Edges, form: str) -> bytes:
+    dot = graph.plan_graph(modules, edges)
     dot.attr("graph", dpi="144")
     try:
         return dot.pipe(format=form)

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.checks.lockstep import run_lockstep
+from shardgraph.checks.lockstep import along, by_role, run_lockstep
 from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, SOURCE
-from shardgraph.mesh import Mesh, coordinates, position_of
+from shardgraph.mesh import Mesh, coordinates
 from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.placements import cut_of, is_cut
+from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.shards import part_of
 
 
@@ -33,10 +34,8 @@ class Divergence:
         return f"{self.node}, made by {self.made_by}{where}, relative error {self.error:.1e}"
 
 
-class _Found(Exception):
-    def __init__(self, divergence: Divergence) -> None:
-        super().__init__(str(divergence))
-        self.divergence = divergence
+class _Diverged(Exception):
+    """Ends the run of a graph; its argument is the divergence."""
 
 
 def first_divergence(
@@ -53,19 +52,16 @@ def first_divergence(
     recorded what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is.
     ``evaluate`` returns ``(output, loss, tangents)`` for a rank's results. Returns None if all comparable values agree.
     """
-    alone = (("rank", len(whole)),)
+    joint, mesh, alone = program.joint.module, program.plan.mesh, (("rank", len(whole)),)
     expected: dict[str, list[Any]] = {}
-
-    def keep(node: fx.Node, values: list[Any]) -> None:
-        expected[node.name] = values
-
-    whole = [_as_captured(given, program.joint.module) for given in whole]
-    none = {role: None for role in ir.placeholders(program.joint.module) if isinstance(role, ir.Tangent)}
-    zero = with_zeros(none, program.joint.module)
-    results = run_lockstep(program.joint.module, alone, [w | zero for w in whole], rng=generators())
-    tangents = [evaluate(_first(result), rank)[2] for rank, result in enumerate(results)]
-    joint_inputs = [w | with_zeros(t, program.joint.module) for w, t in zip(whole, tangents, strict=True)]
-    run_lockstep(program.joint.module, alone, joint_inputs, rng=generators(), on_value=keep)
+    whole = [_as_captured(inputs, joint) for inputs in whole]
+    zeros = with_zeros({role: None for role in ir.placeholders(joint) if isinstance(role, ir.Tangent)}, joint)
+    results = run_lockstep(joint, alone, [inputs | zeros for inputs in whole], rng=generators())
+    tangents = [evaluate(by_role(result), rank)[2] for rank, result in enumerate(results)]
+    joint_inputs = [inputs | with_zeros(t, joint) for inputs, t in zip(whole, tangents, strict=True)]
+    run_lockstep(
+        joint, alone, joint_inputs, rng=generators(), on_value=lambda node, values: expected.update({node.name: values})
+    )
 
     def compare(node: fx.Node, values: list[Any]) -> None:
         reference = _reference(node, expected, program)
@@ -78,52 +74,41 @@ def first_divergence(
                 largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
                 if not error <= tolerance:
-                    raise _Found(Divergence(node.name, MADE_BY.get(node, "capture"), SOURCE.get(node, ""), error))
+                    raise _Diverged(Divergence(node.name, MADE_BY.get(node, "capture"), SOURCE.get(node, ""), error))
 
-    mesh = program.plan.mesh
     try:
         forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
         if program.backward is not None:
             backward = program.backward_variant("reduce", absent_of(tangents))
             saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
-            run_lockstep(
-                backward,
-                mesh,
-                [s | with_zeros(t, backward) for s, t in zip(saved, tangents, strict=True)],
-                on_value=compare,
-            )
-    except _Found as found:
-        return found.divergence
+            inputs = [values | with_zeros(t, backward) for values, t in zip(saved, tangents, strict=True)]
+            run_lockstep(backward, mesh, inputs, on_value=compare)
+    except _Diverged as diverged:
+        return diverged.args[0]
     return None
 
 
 def absent_of(tangents: list[Mapping[Any, torch.Tensor | None]]) -> frozenset[ir.Tangent]:
     """The tangents that no rank's loss has."""
-    return frozenset(role for role in tangents[0] if all(given[role] is None for given in tangents))
+    return frozenset(role for role in tangents[0] if all(values[role] is None for values in tangents))
 
 
 def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) -> dict[Any, torch.Tensor]:
     """The tangents that ``gm`` takes, in the memory layout that it was traced with; zeros for None."""
-    given = {}
+    inputs = {}
     for role, node in ir.placeholders(gm).items():
         if role in tangents:
             like, value = node.meta["val"], tangents[role]
-            given[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            inputs[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
             if value is not None:
-                given[role].copy_(value)
-    return given
+                inputs[role].copy_(value)
+    return inputs
 
 
 def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any]:
     """Inputs with parameters in the dtype that the graph was captured with."""
-    dtypes = {
-        role: node.meta["val"].dtype for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Parameter)
-    }
-    return {role: value.to(dtypes[role]) if role in dtypes else value for role, value in inputs.items()}
-
-
-def _first(results: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    return {role: value for role, value in results if role is not None}
+    nodes = {role: node for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Parameter)}
+    return {r: value.to(nodes[r].meta["val"].dtype) if r in nodes else value for r, value in inputs.items()}
 
 
 def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:
@@ -133,7 +118,8 @@ def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Progra
         if not values or not isinstance(values[0], torch.Tensor):
             return None
         mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
-        return _parts(mean, node, program)
+        entry = program.parameters.get(REDUCES.get(node, ""))  # each rank's part of it is the gradient of a parameter
+        return [mean] * len(values) if entry is None else shards_of(mean, entry, program.plan.mesh)
     if node in EQUALS:
         return expected.get(EQUALS.of(node))
     if node in MADE_BY or not all(map(is_cut, PLACEMENTS.get(node, {}).values())):
@@ -143,21 +129,16 @@ def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Progra
 
 def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
     """The part of a value that the node gives on a rank, where axes of operators cut it."""
-    here = coordinates(mesh, rank)
     for axis, placement in PLACEMENTS.get(node, {}).items():
         if isinstance(value, torch.Tensor) and is_cut(placement):
-            position = position_of(mesh, axis)
-            value = ir.take_part(value, *cut_of(placement), mesh[position][1], here[position])
+            value = ir.take_part(value, *cut_of(placement), *along(mesh, axis, rank))
     return value
 
 
-def _parts(mean: torch.Tensor, node: fx.Node, program: Program) -> list[torch.Tensor]:
-    """The mean, or each rank's part of it for the gradient of a parameter."""
-    plan = program.plan
-    entry = program.parameters.get(REDUCES.get(node, ""))
-    if entry is None:
-        return [mean] * plan.world_size
-    return [part_of(mean, entry, plan.mesh, coordinates(plan.mesh, rank)) for rank in range(plan.world_size)]
+def shards_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh) -> list[torch.Tensor]:
+    """Every rank's shard of a parameter, or of its gradient."""
+    world = math.prod(size for _, size in mesh)
+    return [part_of(full, entry, mesh, coordinates(mesh, rank)) for rank in range(world)]
 
 
 def relative_error(mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:

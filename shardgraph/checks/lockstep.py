@@ -1,8 +1,7 @@
 """All ranks of a program in one process, in lockstep: each node runs for every rank before the next node does.
 
 Graphs are the same text on every rank until they are bound, so one interpreter can run them for all, with the
-collectives implemented by their definition. No process groups, threads or launchers are involved, and any value can be
-inspected on every rank at once.
+collectives implemented by their definition.
 """
 
 from __future__ import annotations
@@ -20,16 +19,18 @@ from shardgraph.ir import Role
 from shardgraph.ir.attributes import ROLE, SOURCE
 from shardgraph.mesh import Mesh, coordinates, group_along, position_of
 
+Inputs = Sequence[Mapping[Role, Any]]
 Results = list[tuple[Role | None, Any]]
+OnValue = Callable[[fx.Node, list[Any]], None]
 
 
 def run_lockstep(
     gm: fx.GraphModule,
     mesh: Mesh,
-    inputs: Sequence[Mapping[Role, Any]],
+    inputs: Inputs,
     *,
     rng: list[torch.Tensor] | None = None,
-    on_value: Callable[[fx.Node, list[Any]], None] | None = None,
+    on_value: OnValue = lambda node, values: None,
 ) -> list[Results]:
     """Interpret ``gm`` for every rank of ``mesh``; returns each rank's results by role.
 
@@ -47,101 +48,87 @@ def run_lockstep(
     """
     world = math.prod(size for _, size in mesh)
     assert len(inputs) == world, f"{len(inputs)} inputs for {world} ranks"
-    last_use = _last_uses(gm)
-    env: dict[fx.Node, list[Any]] = {}
     with torch.no_grad():
-        for node in gm.graph.nodes:
-            if node.op == "output":
-                break
-            env[node] = _run_node(gm, node, env, mesh, inputs, rng)
-            if on_value is not None:
-                on_value(node, env[node])
-            for dead in last_use.get(node, ()):
-                del env[dead]
-    return [
-        [(role, env[value][rank] if isinstance(value, fx.Node) else value) for role, value in ir.outputs(gm)]
-        for rank in range(world)
-    ]
+        return _Lockstep(gm, mesh, inputs, rng, on_value).run()
 
 
-def _last_uses(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        for value in node.all_input_nodes:
-            last[value] = node
-    deaths: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if node.op != "output":
-            deaths.setdefault(node, []).append(value)
-    return deaths
+def by_role(results: Results) -> dict[Role, Any]:
+    """A rank's results that have a meaning outside of the graph."""
+    return {role: value for role, value in results if role is not None}
 
 
-def _run_node(
-    gm: fx.GraphModule,
-    node: fx.Node,
-    env: Mapping[fx.Node, list[Any]],
-    mesh: Mesh,
-    inputs: Sequence[Mapping[Role, Any]],
-    rng: list[torch.Tensor] | None,
-) -> list[Any]:
-    ranks = range(len(inputs))
-    if node.op == "placeholder":
-        return [inputs[rank][ROLE.of(node)] for rank in ranks]
-    if node.op == "get_attr":
-        return [getattr(gm, str(node.target))] * len(inputs)
-    if ir.is_collective(node):
-        return _collective(node, env[node.args[0]], mesh)
-    if node.target is ir.WAIT:
-        return env[node.args[0]]
-    if node.target in (ir.trim_shard, ir.local_chunk):
-        return [_cut(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
-    if node.target is ir.local_part:
-        return [_part(node, env[node.args[0]][rank], mesh, rank) for rank in ranks]
-    if node.target is ir.first_only:
-        tensor, axis = node.args
-        first = [coordinates(mesh, rank)[position_of(mesh, axis)] == 0 for rank in ranks]
-        return [env[tensor][rank] if first[rank] else torch.zeros_like(env[tensor][rank]) for rank in ranks]
-    if node.target is ir.first_row:
-        rows, axis = node.args
-        return [rows * coordinates(mesh, rank)[position_of(mesh, axis)] for rank in ranks]
-    if node.target is ir.from_later:
-        steps, axis = node.args
-        return [int(coordinates(mesh, rank)[position_of(mesh, axis)] < steps) for rank in ranks]
-    results = []
-    for rank in ranks:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
+def along(mesh: Mesh, axis: str, rank: int) -> tuple[int, int]:
+    """The size of an axis, and the coordinate of ``rank`` along it."""
+    position = position_of(mesh, axis)
+    return mesh[position][1], coordinates(mesh, rank)[position]
+
+
+class _Lockstep(fx.Interpreter):
+    """An interpreter for which the value of a node is a list of values, one per rank."""
+
+    def __init__(
+        self, gm: fx.GraphModule, mesh: Mesh, inputs: Inputs, rng: list[torch.Tensor] | None, on_value: OnValue
+    ) -> None:
+        super().__init__(gm)
+        self.mesh, self.inputs, self.rng, self.on_value = mesh, inputs, rng, on_value
+        self.extra_traceback = False  # errors say where they occur
+
+    def run_node(self, node: fx.Node) -> list[Any]:
+        ranks = range(len(self.inputs))
+        if node.op == "output":
+            return [[(role, self._on(rank, value)) for role, value in ir.outputs(self.module)] for rank in ranks]
+        if node.op == "placeholder":
+            values = [inputs[ROLE.of(node)] for inputs in self.inputs]
+        elif node.op == "get_attr":
+            values = [getattr(self.module, str(node.target))] * len(ranks)
+        elif ir.is_collective(node):
+            values = _collective(node, self.env[node.args[0]], self.mesh)
+        else:
+            values = [self._call(node, rank) for rank in ranks]
+        self.on_value(node, values)
+        return values
+
+    def _on(self, rank: int, argument: Any) -> Any:
+        return fx.map_arg(argument, lambda node: self.env[node][rank])
+
+    def _call(self, node: fx.Node, rank: int) -> Any:
+        args, kwargs = self._on(rank, (node.args, node.kwargs))
+        if node.target is ir.WAIT:
+            return args[0]
+        if node.target in _SYMBOLIC:
+            return _symbolic(node.target, args, self.mesh, rank)
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         try:
-            results.append(_call(node, args, kwargs, rng, rank))
+            if self.rng is None or not random:
+                return node.target(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.rng[rank])
+                result = node.target(*args, **kwargs)
+                self.rng[rank] = torch.get_rng_state()
+            return result
         except Exception as error:
             where = f" ({SOURCE.of(node)})" if SOURCE.get(node) else ""
             raise ShardGraphError(f"{node.format_node()}{where} failed on rank {rank}: {error}") from error
-    return results
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any, rng: list[torch.Tensor] | None, rank: int) -> Any:
-    if rng is None or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return node.target(*args, **kwargs)
-    before = torch.get_rng_state()
-    torch.set_rng_state(rng[rank])
-    try:
-        return node.target(*args, **kwargs)
-    finally:
-        rng[rank] = torch.get_rng_state()
-        torch.set_rng_state(before)
+_SYMBOLIC = (ir.trim_shard, ir.local_chunk, ir.local_part, ir.first_only, ir.first_row, ir.from_later)
 
 
-def _cut(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-    _, rows, axis = node.args
-    position = position_of(mesh, axis)
-    start, stop = ir.chunk_bounds(rows, mesh[position][1], coordinates(mesh, rank)[position])
-    return tensor[: stop - start] if node.target is ir.trim_shard else tensor[start:stop]
-
-
-def _part(node: fx.Node, tensor: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-    _, dim, blocks, axis, *back = node.args
-    position = position_of(mesh, axis)
-    size, here = mesh[position][1], coordinates(mesh, rank)[position]
-    return ir.take_part(tensor, dim, blocks, size, (here - sum(back)) % size)
+def _symbolic(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
+    """The value on ``rank`` of an operation that depends on the rank."""
+    operand, *_ = args
+    size, here = along(mesh, next(arg for arg in args if isinstance(arg, str)), rank)
+    if target is ir.local_part:
+        _, dim, blocks, _, *back = args
+        return ir.take_part(operand, dim, blocks, size, (here - sum(back)) % size)
+    if target is ir.first_only:
+        return torch.zeros_like(operand) if here else operand
+    if target is ir.first_row:
+        return operand * here
+    if target is ir.from_later:
+        return int(here < operand)
+    start, stop = ir.chunk_bounds(args[1], size, here)
+    return operand[: stop - start] if target is ir.trim_shard else operand[start:stop]
 
 
 def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
@@ -164,7 +151,7 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
     if node.target is ir.send:
         return [values[rank - 1].clone() for rank in range(count)]
     if node.target is ir.ALL_TO_ALL:
-        pieces = [list(value.split(list(splits))) for value, splits in zip(values, [node.args[2]] * count, strict=True)]
+        pieces = [value.split(list(node.args[2])) for value in values]
         return [torch.cat([pieces[source][rank] for source in range(count)]) for rank in range(count)]
     if node.args[1] == "max":
         return [torch.stack(values).amax(0) for _ in values]
@@ -173,4 +160,4 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
         total = total / count
     if node.target is ir.ALL_REDUCE:
         return [total.clone() for _ in values]
-    return [chunk.clone() for chunk in total.chunk(count)] if math.prod(total.shape) else [total] * count
+    return [chunk.clone() for chunk in total.chunk(count)] if total.numel() else [total] * count

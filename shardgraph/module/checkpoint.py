@@ -1,13 +1,9 @@
-"""Full (unsharded) checkpoints of sharded models: to the original model, to a file, and back.
-
-Sharded checkpoints need none of this: ``torch.distributed.checkpoint`` saves and loads ``module.state_dict()`` on any
-number of ranks, because parameters are DTensors.
-"""
+"""Full (unsharded) checkpoints of sharded models; ``torch.distributed.checkpoint`` saves and loads sharded ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgraph.errors import CheckpointError, nearest
 from shardgraph.torch_api import local_tensor
@@ -34,10 +30,9 @@ class LoadedKeys(NamedTuple):
 def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, Tensor]:
     """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks.
 
-    ``whole(name, tensor, keep)`` returns the unsharded tensor in CPU memory if ``keep``; by default it is all-gathered
-    over the tensor's own mesh. All ranks must call this. Parameters are gathered one at a time, so that only rank 0
-    ever holds them all. The tensors are copies; names that are tied in ``module`` share one. State that is not a
-    tensor (``get_extra_state``) is omitted.
+    ``whole(name, tensor, keep)`` returns the unsharded tensor in CPU memory if ``keep``; by default :func:`gathered`.
+    All ranks must call this. Parameters are gathered one at a time, so that only rank 0 ever holds them all. Tied names
+    share one copy. State that is not a tensor (``get_extra_state``) is omitted.
     """
     keep = _rank() == 0
     state: dict[str, Tensor] = {}
@@ -53,9 +48,8 @@ def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, 
 def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = None) -> None:
     """Write a file that the original, unsharded model loads with ``safetensors.torch.load_model(original, path)``.
 
-    All ranks must call this; rank 0 writes and the others wait. Tied names are stored once, under the first in
-    alphabetical order, and the metadata maps the others to it, as with ``safetensors.torch.save_model``. An existing
-    file is replaced only once the new one is complete.
+    All ranks must call this. Tied names are stored once, as with ``safetensors.torch.save_model``: under the first in
+    alphabetical order, to which the metadata maps the others. A file is replaced only once the new one is complete.
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write the file.
@@ -81,18 +75,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
 
     Values are copied into the existing parameters and buffers, so that optimizers keep working. A value that is a
     DTensor is redistributed to the parameter's placement, which communicates unless it has that placement. One of
-    several tied names is sufficient.
-
-    Args:
-        state: by name, tensors of the unsharded shapes on any device, or DTensors. The same on every rank.
-        strict: raise for missing or unexpected names; otherwise they are ignored and returned.
+    several tied names is sufficient. Unless ``strict``, missing and unexpected names are ignored and returned.
 
     Raises:
         CheckpointError: names or shapes do not match the model; nothing has been loaded.
     """
     own = _state(module)
-    given = {id(own[name]) for name in state if name in own}
-    missing = [name for name, tensor in own.items() if id(tensor) not in given]
+    loaded = {id(own[name]) for name in state if name in own}
+    missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
     unexpected = [name for name in state if name not in own]
     misshapen = [name for name in state if name in own and state[name].shape != own[name].shape]
     if misshapen or (strict and (missing or unexpected)):
@@ -121,18 +111,13 @@ def describable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_one_box(tensor: DTensor) -> DTensor:
-    placements = [
-        Replicate() if _in_blocks(placement, tensor.placements[at + 1 :]) else placement
-        for at, placement in enumerate(tensor.placements)
-    ]
+    placements = list(tensor.placements)
+    for position, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            inner = [each for each in tensor.placements[position + 1 :] if isinstance(each, (Shard, _StridedShard))]
+            if placement.dim not in [each.dim for each in inner]:  # it is not strided because of inner axes
+                placements[position] = Replicate()
     return tensor if tuple(placements) == tuple(tensor.placements) else tensor.redistribute(placements=placements)
-
-
-def _in_blocks(placement: Placement, inner: Sequence[Placement]) -> bool:
-    """Whether a rank's shard is several blocks of a dimension, and not strided only because inner axes shard it too."""
-    return isinstance(placement, _StridedShard) and not any(
-        isinstance(each, (Shard, _StridedShard)) and each.dim == placement.dim for each in inner
-    )
 
 
 def _rank() -> int:
@@ -185,10 +170,7 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _some(what: str, entries: Iterable[str], limit: int = 4) -> str:
+def _some(description: str, entries: list[str]) -> str:
     """One line of an error: the number of names, and the first few of them."""
-    entries = list(entries)
-    if not entries:
-        return ""
-    more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
-    return f"\n  {len(entries)} {what}: {', '.join(entries[:limit])}{more}"
+    more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+    return f"\n  {len(entries)} {description}: {', '.join(entries[:4])}{more}" if entries else ""

@@ -12,10 +12,8 @@ _SPREAD = 4096  # elements of a larger tensor that are hashed
 
 def fingerprint(model: nn.Module) -> str:
     """The names, shapes, dtypes and hashed values of the model's parameters, one line each."""
-    lines = [type(model).__name__]
-    for name, parameter in model.named_parameters():
-        lines.append(f"{name}: {list(parameter.shape)} {parameter.dtype} {digest(parameter)}")
-    return "\n".join(lines)
+    lines = [f"{name}: {list(p.shape)} {p.dtype} {digest(p)}" for name, p in model.named_parameters()]
+    return "\n".join([type(model).__name__, *lines])
 
 
 @torch.no_grad()

@@ -38,11 +38,7 @@ def clip_grad_norm_(
 
 
 def clip_by(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> None:
-    """Scale gradients of total ``norm`` down to ``max_norm``, in place.
-
-    Raises:
-        RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
-    """
+    """Scale gradients of total ``norm`` down to ``max_norm``, in place."""
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of the gradients is {norm.item()}, so they cannot be clipped; to scale them by it all the "

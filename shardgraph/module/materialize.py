@@ -2,24 +2,23 @@
 
 The initialisation protocol:
 
-1. If the model has a method ``init_weights``, it is called once, without arguments, and initialises everything.
-   (torchtitan's models do this; so do the models of ``transformers``.)
+1. If the model has a method ``init_weights``, as in torchtitan and ``transformers``, it is called once, without
+   arguments, and initialises everything.
 2. Otherwise, in the order of ``model.modules()``, every module that itself holds a parameter or buffer on ``meta``
    has its ``reset_parameters()`` called, or its ``_reset_parameters()``. All modules of ``torch.nn`` have one.
 
 Other initialisation in a constructor (``self.apply(self._init)``) is not repeated: move it to ``init_weights``.
 
 The values are those of the same protocol under the same seed on a copy of the model with real, empty memory (in which
-tied parameters are still tied; ``to_empty`` unties them), because the same operations run on real memory of the same
-shape, in the same order. Only the memory is temporary: a real tensor replaces a meta parameter in the arguments of
-each operation, and the least recently used ones are stored.
+tied parameters are still tied; ``to_empty`` unties them): in the arguments of each operation a temporary real tensor
+replaces a meta parameter, and the least recently used ones are stored.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -38,11 +37,6 @@ Fetch = Callable[[str], Tensor]
 
 _LIVE = 4  # unsharded parameters in memory at once: as many as modules such as attention write in turn
 
-_REMEDY = (
-    "give the model an init_weights(), or the module that holds them a reset_parameters(), that writes them; "
-    "or call compile(..., initialize=False) and load a checkpoint"
-)
-
 
 def is_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer of ``model`` is on ``meta``."""
@@ -52,14 +46,13 @@ def is_meta(model: nn.Module) -> bool:
 def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: Fetch, on_host: bool = False) -> None:
     """Run the model's own initialisation for its parameters and buffers on ``meta``; see the module's docstring.
 
-    Parameters are passed to ``store`` and stay on ``meta`` in the model. Buffers become real in the model, on
-    ``device``. Real tensors keep their values, although the initialisation draws random numbers for them as usual.
+    Parameters are passed to ``store`` and stay on ``meta`` in the model; buffers become real in the model. Real tensors
+    keep their values, although the initialisation draws random numbers for them as usual.
 
     Args:
-        device: where unsharded parameters are while they are initialised.
-        store: ``store(fqn, full)`` receives each parameter's unsharded value, of its shape and dtype, on ``device``.
-            Tied parameters are passed once, under their first name. It must copy what it keeps. A parameter that is
-            written after it was stored is passed once more, with the new value.
+        device: where unsharded parameters are while they are initialised, and buffers in the end.
+        store: ``store(fqn, full)`` receives each parameter's unsharded value, and copies what it keeps. Tied parameters
+            are passed once, under their first name; one that is written after it was stored is passed once more.
         fetch: ``fetch(fqn)`` returns the unsharded value that was stored last. Called for few parameters or none,
             and, like ``store``, in the same order on every rank.
         on_host: initialise in host memory, for parameters that do not fit on ``device``.
@@ -72,12 +65,11 @@ def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: 
     memory = _Memory(model, device, store, fetch, on_host)
     steps = _protocol(model)
     _forget_claims(model)
+    default: AbstractContextManager[Any] = (
+        torch.device(device) if torch.get_default_device().type == "meta" else nullcontext()
+    )
     with torch.no_grad():
-        with ExitStack() as stack:
-            if torch.get_default_device().type == "meta":
-                stack.enter_context(torch.device(device))
-            stack.enter_context(_SeemReal(memory))
-            stack.enter_context(_OnRealMemory(memory))
+        with default, _SeemReal(memory), _OnRealMemory(memory):
             for step in steps:
                 step()
         memory.finish()
@@ -86,7 +78,14 @@ def materialize(model: nn.Module, device: torch.device, *, store: Store, fetch: 
 def _protocol(model: nn.Module) -> list[Callable[[], Any]]:
     init_weights = getattr(model, "init_weights", None)
     if callable(init_weights):
-        _check_no_arguments(init_weights, type(model).__name__)
+        try:
+            inspect.signature(init_weights).bind()
+        except TypeError as error:
+            raise InitializationError(
+                f"{type(model).__name__}.init_weights cannot be called without arguments ({error}), and a model on "
+                "'meta' is initialised by init_weights(): give its parameters defaults, or rename the method if it is "
+                "a helper for one module"
+            ) from error
         return [init_weights]
     steps = []
     for module in model.modules():
@@ -97,25 +96,12 @@ def _protocol(model: nn.Module) -> list[Callable[[], Any]]:
     return steps
 
 
-def _check_no_arguments(init_weights: Callable[..., Any], model: str) -> None:
-    try:
-        inspect.signature(init_weights).bind()
-    except TypeError as error:
-        raise InitializationError(
-            f"{model}.init_weights cannot be called without arguments ({error}), and a model on 'meta' is initialised "
-            "by init_weights(): give its parameters defaults, or rename the method if it is a helper for one module"
-        ) from error
-
-
 def _forget_claims(model: nn.Module) -> None:
     # transformers marks what it has initialised and skips it, but nothing on meta has been initialised.
     modules = [module for module in model.modules() if is_meta(module)]
     tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_meta]
     for part in (*modules, *tensors):
         vars(part).pop("_is_hf_initialized", None)
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -134,36 +120,25 @@ class _Slot:
 class _Memory:
     """Real memory for the meta tensors of a model, a few parameters at a time.
 
-    Tensors are identified by their storage, so that a view of a parameter (``weight[0]``, ``weight.data``) is a meta
-    tensor that still refers to the right bytes after the parameter has been stored and fetched.
+    Tensors are identified by their storage: views of a parameter (``weight[0]``, ``weight.data``) remain valid.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, store: Store, fetch: Fetch, on_host: bool) -> None:
         self.model, self.device, self.store, self.fetch, self.on_host = model, device, store, fetch, on_host
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.slots: dict[int, _Slot] = {}
-        self.real: dict[int, torch.UntypedStorage] = {}  # kept alive, so that an id stays unique
+        self.real: dict[int, torch.UntypedStorage] = {}  # whose values are kept; alive, so that an id stays unique
         self.live: dict[_Slot, None] = {}  # slots of parameters that have memory, least recently used first
-        for fqn, parameter in self.parameters.items():
-            if (slot := self._adopt(parameter)) is not None:
-                slot.parameters[fqn] = parameter
-        for fqn, buffer in model.named_buffers():
-            if (slot := self._adopt(buffer)) is not None:
-                slot.buffers[fqn] = buffer
-
-    def _adopt(self, tensor: Tensor) -> _Slot | None:
-        storage = tensor.untyped_storage()
-        if tensor.is_meta:
-            return self.slots.setdefault(id(storage), _Slot(storage))
-        self.real[id(storage)] = storage
-        return None
+        for fqn, tensor in chain(self.parameters.items(), model.named_buffers()):
+            storage = tensor.untyped_storage()
+            if tensor.is_meta:
+                slot = self.slots.setdefault(id(storage), _Slot(storage))
+                (slot.parameters if fqn in self.parameters else slot.buffers)[fqn] = tensor
+            else:
+                self.real[id(storage)] = storage
 
     def slot_of(self, tensor: Tensor) -> _Slot | None:
         return self.slots.get(id(tensor.untyped_storage()))
-
-    def is_kept(self, tensor: Tensor) -> bool:
-        """Whether this is (a view of) a parameter or buffer that was real before, whose values are kept."""
-        return id(tensor.untyped_storage()) in self.real
 
     def touch(self, slots: list[_Slot]) -> None:
         """Allocate memory for all of these slots; the least recently used others are stored and freed."""
@@ -172,7 +147,9 @@ class _Memory:
                 self.live.pop(slot, None)
                 self.live[slot] = None  # now the most recently used
         for slot in [slot for slot in self.live if slot not in slots][: max(0, len(self.live) - _LIVE)]:
-            self._release(slot)
+            self._save(slot)
+            slot.memory = None
+            del self.live[slot]
         for slot in slots:
             if slot.memory is None:
                 slot.memory = self._empty(slot)
@@ -192,11 +169,6 @@ class _Memory:
         whole = slot.memory[: slot.memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _release(self, slot: _Slot) -> None:
-        self._save(slot)
-        slot.memory = None
-        del self.live[slot]
-
     def _save(self, slot: _Slot) -> None:
         if slot.unsaved:
             for fqn, tensor in slot.parameters.items():
@@ -209,18 +181,6 @@ class _Memory:
         Raises:
             InitializationError: nothing wrote a parameter or buffer.
         """
-        self._check_complete()
-        for slot in list(self.live):
-            self._release(slot)
-        for slot in self.slots.values():
-            if not slot.stored and not slot.storage.nbytes():  # nn.init skips empty tensors
-                slot.unsaved = True
-                self.touch([slot])
-            self._save(slot)
-        self._store_replaced()
-        self._place_buffers()
-
-    def _check_complete(self) -> None:
         missing = []
         for fqn, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
             slot = self.slot_of(tensor)
@@ -229,32 +189,27 @@ class _Memory:
         if missing:
             shown = ", ".join(map(repr, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise InitializationError(
-                f"the model is on 'meta' and its own initialisation writes nothing to {shown}: {_REMEDY}"
+                f"the model is on 'meta' and its own initialisation writes nothing to {shown}: give the model an "
+                "init_weights(), or the module that holds them a reset_parameters(), that writes them; or call "
+                "compile(..., initialize=False) and load a checkpoint"
             )
-
-    def _store_replaced(self) -> None:
+        for slot in self.slots.values():
+            if not slot.stored and not slot.storage.nbytes():  # nn.init skips empty tensors
+                slot.unsaved = True
+                self.touch([slot])
+            self._save(slot)
         # The initialisation may have replaced a parameter (tied it, or created a new one).
         for fqn, parameter in self.model.named_parameters():
-            if self.parameters.get(fqn) is parameter:
-                continue
-            if (slot := self.slot_of(parameter)) is not None:
-                self.touch([slot])
-                self.store(fqn, self.view(parameter))
-            else:
-                self.store(fqn, parameter.detach())
-        for slot in list(self.live):
-            self._release(slot)
-
-    def _place_buffers(self) -> None:
+            if self.parameters.get(fqn) is not parameter:
+                if (slot := self.slot_of(parameter)) is not None:
+                    self.touch([slot])
+                self.store(fqn, parameter.detach() if slot is None else self.view(parameter))
         placed: dict[int, Tensor] = {}
         for fqn, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             if (slot := self.slot_of(buffer)) is not None:
                 self.touch([slot])
                 owner, _, name = fqn.rpartition(".")
                 setattr(self.model.get_submodule(owner), name, placed.setdefault(id(buffer), self.view(buffer)))
-
-
-# -- operations on real memory ---------------------------------------------------------------------
 
 
 class _OnRealMemory(TorchDispatchMode):
@@ -273,43 +228,39 @@ class _OnRealMemory(TorchDispatchMode):
 
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = {id(tensor): kind for tensor, kind in _written(func, args, kwargs)}
-        self._check_values(func, tensors, written)
         slots = list(dict.fromkeys(slot for tensor in tensors if (slot := self.memory.slot_of(tensor)) is not None))
+        self._check_values(func, tensors, written, slots)
         self.memory.touch(slots)
 
-        originals: dict[int, Tensor] = {}  # an operation that returns an argument must return the caller's tensor
-        stand_ins: list[Tensor] = []  # kept alive until results have been looked up by id
+        # An operation that returns an argument must return the caller's tensor: found by the id of the real tensor,
+        # which is kept alive here.
+        originals: dict[int, tuple[Tensor, Tensor]] = {}
 
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
-                return self.memory.device if leaf.type == "meta" else leaf
+            if isinstance(leaf, torch.device) and leaf.type == "meta":
+                return self.memory.device
             if not isinstance(leaf, Tensor):
                 return leaf
             if self.memory.slot_of(leaf) is not None:
                 value = self.memory.view(leaf)
-            elif id(leaf) in written and self.memory.is_kept(leaf):
+            elif id(leaf) in written and id(leaf.untyped_storage()) in self.memory.real:
                 value = leaf.clone()
             else:
                 return leaf
-            stand_ins.append(value)
-            originals[id(value)] = leaf
+            originals[id(value)] = leaf, value
             return value
 
         args, kwargs = pytree.tree_map(real, (args, kwargs))
         result = func(*args, **kwargs)
         for tensor in tensors:
-            slot = self.memory.slot_of(tensor)
-            if slot is not None and id(tensor) in written:
+            if id(tensor) in written and (slot := self.memory.slot_of(tensor)) is not None:
                 slot.written |= written[id(tensor)]
                 slot.unsaved |= slot.written
-        return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
+        return pytree.tree_map(lambda leaf: originals.get(id(leaf), (leaf,))[0], result)
 
-    def _check_values(self, func: Any, tensors: list[Tensor], written: dict[int, bool]) -> None:
-        def has_values(tensor: Tensor) -> bool:
-            return not tensor.is_meta or self.memory.slot_of(tensor) is not None
-
-        if any(map(has_values, tensors)) and any(not has_values(t) and id(t) not in written for t in tensors):
-            slots = [slot for tensor in tensors if (slot := self.memory.slot_of(tensor)) is not None]
+    def _check_values(self, func: Any, tensors: list[Tensor], written: dict[int, bool], slots: list[_Slot]) -> None:
+        lacking = [tensor for tensor in tensors if tensor.is_meta and self.memory.slot_of(tensor) is None]
+        if len(lacking) < len(tensors) and any(id(tensor) not in written for tensor in lacking):
             names = ", ".join(repr(fqn) for slot in slots for fqn in (*slot.parameters, *slot.buffers))
             raise InitializationError(
                 f"initialising {names or 'the model'} ({func}) reads a tensor on 'meta' that is neither a parameter "

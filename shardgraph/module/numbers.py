@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -12,10 +13,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def constant_key(leaf: Any) -> tuple[type, Any]:
-    """The key of an input that is a constant of a program: equal only for equal type and value.
-
-    ``1 == True == 1.0`` and ``0.0 == -0.0`` compute differently, and ``nan`` selects the same program at each call.
-    """
+    """The key of an input that is a constant of a program, equal only for equal type and value; nan equals itself."""
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
@@ -35,7 +33,7 @@ class Numbers:
     def __init__(self) -> None:
         self._seen: dict[tuple[Any, int, type], Any] = {}
         self._changing: set[tuple[Any, int, type]] = set()
-        self._floating: dict[Any, torch.dtype | None] = {}
+        self._floating: defaultdict[Any, torch.dtype | None] = defaultdict(lambda: torch.float64)
 
     def see(self, leaves: list[Any], spec: Any) -> None:
         """Record the numbers of a call with these flattened inputs."""
@@ -47,18 +45,17 @@ class Numbers:
 
     def lift(self, leaves: list[Any], spec: Any) -> list[Any]:
         """The inputs, with numbers that change replaced by tensors."""
-        floating = self._floating.get(spec, torch.float64)
+        floating = self._floating[spec]
         if floating is None or not self._changing:
             return leaves
         return [as_tensor(leaf, floating) if self._lifts(spec, i, leaf) else leaf for i, leaf in enumerate(leaves)]
 
     def give_up(self, spec: Any) -> bool:
         """Lift this structure's numbers to the next dtype, finally to none; returns whether that changes anything."""
-        if self._floating.get(spec, torch.float64) is None or not any(where[0] == spec for where in self._changing):
+        tried, kinds = self._floating[spec], {kind for structure, _, kind in self._changing if structure == spec}
+        if tried is None or not kinds:
             return False
-        floats = any(where[0] == spec and where[2] is float for where in self._changing)
-        tried = self._floating.get(spec, torch.float64)
-        self._floating[spec] = torch.float32 if floats and tried == torch.float64 else None
+        self._floating[spec] = torch.float32 if float in kinds and tried == torch.float64 else None
         return True
 
     def _lifts(self, spec: Any, i: int, leaf: Any) -> bool:

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
@@ -38,8 +37,13 @@ class ParameterMemory:
         self._entries, self._device = entries, device
         offloaded = {fqn: part for fqn, part in parts.items() if entries[fqn].offload}
         self._files = {} if folder is None else _mapped_files(folder, offloaded)
-        if folder is None:
-            _check_room(sum(part.nbytes for part in offloaded.values()), ranks)
+        nbytes, room = sum(part.nbytes for part in offloaded.values()), host_memory() // ranks
+        if folder is None and nbytes > room:
+            raise OffloadError(
+                f"the offloaded parameters of this rank take {format_bytes(nbytes)}, and this machine has "
+                f"{format_bytes(room)} of free memory for each of {ranks}: offload fewer, use more machines, or put "
+                "them on disk with Offload(parameters=True, disk=folder)"
+            )
 
     def filled(self, fqn: str, part: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of this rank's ``part`` of a parameter; uninitialised memory if it is on ``meta``."""
@@ -52,21 +56,10 @@ class ParameterMemory:
         return own if part.is_meta else own.copy_(part)
 
 
-def _check_room(nbytes: int, ranks: int) -> None:
-    room = host_memory() // ranks
-    if nbytes > room:
-        raise OffloadError(
-            f"the offloaded parameters of this rank take {format_bytes(nbytes)}, and this machine has "
-            f"{format_bytes(room)} of free memory for each of {ranks}: offload fewer, use more machines, or put them "
-            "on disk with Offload(parameters=True, disk=folder)"
-        )
-
-
 def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A tensor in a file of its own for each of ``parts``, with reserved space.
 
-    A file is unlinked as soon as it is mapped: it has no name that could stay behind, and its space is freed with the
-    tensor, or with this process.
+    A file is unlinked as soon as it is mapped: its space is freed with the tensor, or with this process.
     """
     total = sum(part.nbytes for part in parts.values())
     with ExitStack() as files:
@@ -76,27 +69,20 @@ def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, t
                     f"the offloaded parameters of this rank take {format_bytes(total)}, and {folder!r} has "
                     f"{format_bytes(room)} left: nothing was written. Make room there, or give another folder"
                 )
-            reserved = [(fqn, files.enter_context(_reserved(folder, part.nbytes))) for fqn, part in parts.items()]
-            return {fqn: known_on_host(_mapped(file.name, parts[fqn]), in_file=True) for fqn, file in reserved}
+            paths = {}
+            for fqn, part in parts.items():
+                file = files.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="shardgraph-"))
+                if part.nbytes and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, part.nbytes)
+                file.truncate(part.nbytes)
+                paths[fqn] = file.name
+            return {fqn: known_on_host(_mapped(path, parts[fqn]), in_file=True) for fqn, path in paths.items()}
         except OSError as error:
             raise OffloadError(
                 f"the offloaded parameters of this rank take {format_bytes(total)}, which cannot be had in {folder!r} "
                 f"({error.strerror}): nothing was left there. Give a folder that exists, that this process may write "
                 "to, and that has as much room"
             ) from error
-
-
-def _reserved(folder: str, nbytes: int) -> Any:
-    """A new file of ``nbytes`` bytes, with reserved space."""
-    file = tempfile.NamedTemporaryFile(dir=folder, prefix="shardgraph-")  # noqa: SIM115, the caller closes it
-    try:
-        if nbytes and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        file.truncate(nbytes)
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def _mapped(path: str, part: torch.Tensor) -> torch.Tensor:

@@ -33,29 +33,18 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
     return torch_api.placed(local, mesh, placements, shape)
 
 
-class ParameterSlots:
-    """The modules and keys under which each parameter tensor of a model is registered."""
+@torch.no_grad()
+def as_parameter(local: torch.Tensor, old: nn.Parameter, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
+    """The parameter whose shard on this rank is ``local``, with the attributes of ``old``, which it replaces."""
+    placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
+    new = nn.Parameter(placed, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))  # attributes that libraries attach to parameters
+    return new
 
-    def __init__(self, model: nn.Module) -> None:
-        self._slots: dict[str, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
-        names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-        for module in model.modules():
-            for key, value in module._parameters.items():
-                if value is not None:
-                    self._slots.setdefault(names[id(value)], []).append((module._parameters, key))
 
-    def made(self, fqn: str, local: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
-        """The parameter whose shard on this rank is ``local``, with the attributes of the one that it replaces."""
-        slots = self._slots[fqn]
-        old = slots[0][0][slots[0][1]]
-        assert old is not None
-        with torch.no_grad():
-            placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
-        new = nn.Parameter(placed, requires_grad=old.requires_grad)
-        vars(new).update(vars(old))  # attributes that libraries attach to parameters
-        return new
-
-    def place(self, fqn: str, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` as ``fqn`` and under every name tied to it."""
-        for holder, key in self._slots[fqn]:
-            holder[key] = parameter
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, the first one first; tied parameters have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())

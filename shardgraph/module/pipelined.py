@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph.capture.captures import Captures
+from shardgraph.capture.captures import Call
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.failure import report_failure
 from shardgraph.runtime.pipeline.microbatches import batch_size, merged, microbatches, shares
@@ -31,36 +30,13 @@ class PipelinedModule(ShardedModule):
     ``parameters()`` or ``state_dict()``. All ranks of the pipeline are called with the same batch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        mesh: DeviceMesh | None,
-        *,
-        stage_mesh: DeviceMesh | None,
-        device: torch.device,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        agreement: Agreement,
-        progress: bool | None,
-        captures: Captures,
-    ) -> None:
-        super().__init__(
-            model,
-            plan,
-            stage_mesh,
-            device=device,
-            loss_fn=loss_fn,
-            agreement=agreement,
-            progress=progress,
-            captures=captures,
-        )
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
+        super().__init__(model, plan, mesh[plan.axes] if mesh is not None and plan.axes else None, setup)
         assert plan.pipeline is not None
         self.pipeline = plan.pipeline
         self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, from the first program
         self._running = RunningPipeline(plan, self._state, mesh)
         self._written: dict[str, int] = {}  # the stage that writes each buffer
-
-    # -- running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, without gradients; every rank of the pipeline returns its output.
@@ -76,7 +52,7 @@ class PipelinedModule(ShardedModule):
             )
         with torch.no_grad():
             work = self._work(args, kwargs, None)
-            with report_failure(self._agreement, self._running.group, self._running.neighbours):
+            with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
                 results = self._running.infer(work)
             outputs = [item.executor.rebuild(result, item.leaves) for item, result in zip(work, results, strict=True)]
             return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
@@ -90,7 +66,7 @@ class PipelinedModule(ShardedModule):
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
-        with report_failure(self._agreement, self._running.group, self._running.neighbours):
+        with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
             return self._running.train(work, reduce=self._sync, scale=scale)
 
     def clip_grad_norm_(
@@ -109,29 +85,20 @@ class PipelinedModule(ShardedModule):
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         """The microbatches of a call; forward alone may have fewer than the plan sets."""
-
-        def here(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if tensor.is_meta else tensor.to(self._state.device)
-
-        call = pytree.tree_map_only(torch.Tensor, here, (args, kwargs))
+        device = self._state.device
+        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
         try:
             parts = microbatches(call, self.pipeline.parts)
         except PlanError:
             if loss_fn is not None:
                 raise
             parts = [call]
-        flat = [pytree.tree_flatten(part) for part in parts]
-        spec = flat[0][1]
-        for leaves, _ in flat:
-            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-                raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
-        bound = self._executables([leaves for leaves, _ in flat], spec, loss_fn)
-        return [
-            Work(each, self._numbers.lift(leaves, spec), share)
-            for each, (leaves, _), share in zip(bound, flat, shares(parts), strict=True)
-        ]
-
-    # -- compiling ---------------------------------------------------------------------------------
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(call)):
+            raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
+        calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)
+        executors = self._executables(calls, spec, loss_fn)
+        inputs = [self._numbers.lift(leaves, spec) for leaves in calls]
+        return list(map(Work, executors, inputs, shares(parts)))
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
@@ -141,8 +108,8 @@ class PipelinedModule(ShardedModule):
             with torch.no_grad():
                 self._work(args, kwargs, None)
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
-        program = super()._program(model, args, kwargs, loss_fn, show)
+    def _program(self, call: Call, show: Callable[[str], None]) -> Program:
+        program = super()._program(call, show)
         for fqn in self.owners:
             used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self.owners))
             if missing := set(used) - set(had):
@@ -159,26 +126,15 @@ class PipelinedModule(ShardedModule):
         self._written |= {fqn: stage.number for stage in program.stages for fqn in stage.written}
         return Executor(program, self._state)
 
-    @property
-    def forward_graph(self) -> Any:
-        """A pipeline has one per stage: see ``program.stages``."""
-        raise ShardGraphError("a pipeline has a forward graph for every stage: sharded.program.stages[i].kept.forward")
-
-    @property
-    def backward_graph(self) -> Any:
-        """A pipeline has one per stage: see ``program.stages``."""
-        raise ShardGraphError(
-            "a pipeline has a backward graph for every stage: sharded.program.stages[i].kept.backward"
-        )
-
-    # -- what this rank has ------------------------------------------------------------------------
+    def _graph(self, half: str) -> Any:
+        raise ShardGraphError(f"a pipeline has a {half} graph for every stage: sharded.program.stages[i].kept.{half}")
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``, for this rank's stages."""
-        found = super().named_parameters(prefix, recurse, remove_duplicate)
-        return ((name, parameter) for name, parameter in found if not parameter.is_meta)
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in named if not parameter.is_meta)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``, for this rank's stages, under the original names.
@@ -194,11 +150,6 @@ class PipelinedModule(ShardedModule):
             if not (isinstance(value, torch.Tensor) and value.is_meta) and self._written.get(name, min(here)) in here
         }
 
-    def _whole(self) -> checkpoint.Whole:
-        first = {id(p): name for name, p in nn.Module.named_parameters(self)}
-
-        def whole(name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-            stages = self.owners.get(first.get(id(tensor), name), (self._written.get(name, 0),))
-            return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)
-
-        return whole
+    def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+        stages = self.owners.get(name, (self._written.get(name, 0),))
+        return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
+from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, constant_key, shown
 from shardgraph.passes.lowering import STAGES, lower
@@ -33,6 +35,17 @@ from shardgraph.torch_api import pytree
 _MAX_PROGRAMS = 64  # programs in the cache, which evicts the least recently used
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a module compiles its programs with, on this rank; see :func:`shardgraph.compile`."""
+
+    device: torch.device
+    loss_fn: Callable[..., torch.Tensor] | None
+    agreement: Agreement
+    progress: bool | None
+    captures: Captures
+
+
 class ShardedModule(nn.Module):
     """A model compiled under a plan, by :func:`shardgraph.compile`.
 
@@ -41,31 +54,15 @@ class ShardedModule(nn.Module):
     numbers compiles a program, under the same plan and for the same parameters; programs are cached.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        mesh: DeviceMesh | None,
-        *,
-        device: torch.device,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        agreement: Agreement,
-        progress: bool | None,
-        captures: Captures,
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
         # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
         self.__dict__["original"] = model
-        self.training = model.training
-        self.plan = plan
-        self.mesh = mesh
-        self.loss_fn = loss_fn
-        self._agreement = agreement
-        self._progress = progress
-        self._captures = captures
-        self._state = State(model, mesh, device)
+        self.training, self.plan, self.mesh = model.training, plan, mesh
+        self.loss_fn, self._setup = setup.loss_fn, setup
+        self._state = State(model, mesh, setup.device)
         self._programs: OrderedDict[Any, Executor] = OrderedDict()
         self._latest: tuple[list[Any], list[Executor]] | None = None
         self._agreed: list[str] | None = None  # communication of the programs that ranks last agreed on
@@ -83,8 +80,6 @@ class ShardedModule(nn.Module):
         self.__dict__["original"].train(mode)
         self.training = mode
         return self
-
-    # -- running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on this rank's part of the batch; returns its output."""
@@ -141,11 +136,9 @@ class ShardedModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        executable = self._executable(leaves, spec, loss_fn)
+        (executable,) = self._executables([leaves], spec, loss_fn)
         sync = self._sync
         return executable(self._numbers.lift(leaves, spec), lambda: sync)
-
-    # -- compiling ---------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Release references to parameters that the model no longer has."""
@@ -159,29 +152,25 @@ class ShardedModule(nn.Module):
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these inputs now, without running; only their shapes, dtypes and numbers matter."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._executable(leaves, spec, self.loss_fn if "target" in kwargs else None)
-
-    def _executable(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
-        (executable,) = self._executables([leaves], spec, loss_fn)
-        return executable
+        self._executables([leaves], spec, self.loss_fn if "target" in kwargs else None)
 
     def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
             self._numbers.see(leaves, spec)
-        state = self._state_key()
-        keys = [self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state) for leaves in calls]
+        keys = self._keys(calls, spec, loss_fn)
         if self._latest is not None and self._latest[0] == keys:
             return self._latest[1]
-        if not self._switches_freely(keys):
-            # Ranks switch programs together or not at all: one that continued alone would block the others.
-            self._agreement.agree(
-                "the inputs of a call (shapes, dtypes, mode)", "\n".join(map(_describe, dict.fromkeys(keys)))
-            )
+        compiled = all(key in self._programs for key in keys)
+        if not compiled or self._communication(keys) not in ([], self._agreed):
+            # Ranks switch programs together or not at all: one that continued alone would block the others. A rank may
+            # switch freely to programs that communicate nothing, or the same as those that ranks last agreed on.
+            text = "\n".join(map(_describe, dict.fromkeys(keys)))
+            self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode)", text)
         for key, leaves in zip(keys, calls, strict=True):
             if key not in self._programs:
                 program = self._compile(leaves, spec, loss_fn)
-                after = self._key(self._numbers.lift(leaves, spec), spec, loss_fn, state)
+                (after,) = self._keys([leaves], spec, loss_fn)
                 self._programs[after] = program
                 if after != key:  # its numbers cannot be lifted as before, and all keys have changed
                     return self._executables(calls, spec, loss_fn)
@@ -192,78 +181,57 @@ class ShardedModule(nn.Module):
         self._agreed = self._communication(keys) or self._agreed
         return self._latest[1]
 
-    def _switches_freely(self, keys: Sequence[Any]) -> bool:
-        """Whether this rank may run these programs without an agreement: they are compiled, and communicate nothing or
-        the same as the programs that all ranks last agreed on."""
-        if any(key not in self._programs for key in keys):
-            return False
-        return self._communication(keys) in ([], self._agreed)
-
     def _communication(self, keys: Sequence[Any]) -> list[str]:
         """The communication of calls of these programs, in order."""
         return [text for key in keys if (text := self._programs[key].program.communication)]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
-        model, text = self.__dict__["original"], ""
-        error: Exception | None = None
-        try:
-            with Progress(self.plan.name, STAGES, self._progress) as show:
-                program = self._build(model, leaves, spec, loss_fn, show)
-            text = program.text
-        except Exception as failure:  # of any kind: the other ranks must not wait for this one
-            error = failure
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self._agreement.agree("the compiled program", f"{len(text.splitlines())} nodes, digest {digest}", error)
+        with on_all_ranks(self._setup.agreement, "the compiled program") as lines:
+            with Progress(self.plan.name, STAGES, self._setup.progress) as show:
+                program = self._build(leaves, spec, loss_fn, show)
+            digest = hashlib.sha256(program.text.encode()).hexdigest()
+            lines.append(f"{len(program.text.splitlines())} nodes, digest {digest}")
         return self._bound(program)
 
     def _bound(self, program: Program) -> Executor:
-        """The executor of a program on this rank."""
         return Differentiable(program, self._state)
 
-    def _build(self, model: nn.Module, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Any:
-        def build(values: list[Any]) -> Any:
-            args, kwargs = pytree.tree_unflatten(values, spec)
-            return self._program(model, args, kwargs, loss_fn, show)
-
+    def _build(self, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
+        """The program of a call, in which as many numbers are inputs as can be."""
         while True:
+            args, kwargs = pytree.tree_unflatten(self._numbers.lift(leaves, spec), spec)
+            call = Call(self.__dict__["original"], args, kwargs, loss_fn, torch.is_grad_enabled())
             try:
-                return build(self._numbers.lift(leaves, spec))
+                return self._program(call, show)
             except CaptureError:
                 if not self._numbers.give_up(spec):
                     raise
 
-    def _program(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
+    def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         show("capture")
-        joint = self._captures.take(Call(model, args, kwargs, loss_fn, torch.is_grad_enabled()), self.plan)
-        return lower(joint, self.plan, named_shapes(model), show)
+        joint = self._setup.captures.take(call, self.plan)
+        return lower(joint, self.plan, named_shapes(call.model), show)
 
-    def _state_key(self) -> tuple[Any, ...]:
-        """The state that a program depends on besides the inputs."""
-        layout = self._state.layout
+    def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:
+        """For each call, all that its program depends on."""
+        layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         layout.refresh()
-        return layout.modes, layout.trained, torch.is_grad_enabled(), torch_api.autocast_state(self._state.device.type)
-
-    def _key(self, leaves: list[Any], spec: Any, loss_fn: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        kinds = tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad)
-            if isinstance(leaf, torch.Tensor)
-            else constant_key(leaf)
-            for leaf in leaves
-        )
-        return spec, kinds, *state, loss_fn is not None
-
-    # -- inspection --------------------------------------------------------------------------------
+        state = layout.modes, layout.trained, torch.is_grad_enabled(), autocast, loss_fn is not None
+        return [(spec, tuple(map(_kind, self._numbers.lift(leaves, spec))), *state) for leaves in calls]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The forward graph of the latest program, as this rank runs it."""
-        return self._compiled().graph("forward").module
+        """The forward graph of the latest program, as this rank runs it; a pipeline has one per stage."""
+        return self._graph("forward")
 
     @property
     def backward_graph(self) -> fx.GraphModule | None:
-        """The backward graph of the latest program, or None for one without gradients."""
-        executable = self._compiled()
-        return None if executable.program.backward is None else executable.graph("backward").module
+        """The backward graph of the latest program, or None for one without gradients; likewise."""
+        return self._graph("backward")
+
+    def _graph(self, half: str) -> Any:
+        executor = self._compiled()
+        return executor.graph(half).module if half in executor.program.graphs else None
 
     @property
     def program(self) -> Program:
@@ -276,8 +244,6 @@ class ShardedModule(nn.Module):
                 "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"
             )
         return self._latest[1][0]
-
-    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``.
@@ -300,25 +266,31 @@ class ShardedModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
-        return checkpoint.full_state_dict(self, self._whole())
+        return checkpoint.full_state_dict(self, self._whole)
 
-    def _whole(self) -> checkpoint.Whole | None:
-        """How rank 0 gets an unsharded tensor; None: by gathering it over its own mesh."""
-        return None
+    def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+        """The unsharded tensor in CPU memory if ``keep``; all ranks must call it."""
+        return checkpoint.gathered(tensor, keep)
 
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
-        checkpoint.save_safetensors(self, path, self._whole())
+        checkpoint.save_safetensors(self, path, self._whole)
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad
+    return constant_key(leaf)
 
 
 def _describe(key: tuple[Any, ...]) -> str:
     """A program's key as readable text: what must be equal between ranks."""
-    spec, kinds, modes, frozen, grad, autocast, with_loss = key
+    spec, kinds, modes, trained, grad, autocast, with_loss = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
-        is_tensor = isinstance(kind, tuple) and len(kind) == 4
+        is_tensor = len(kind) == 4
         lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
-    lines.append(f"{sum(frozen)} of {len(frozen)} parameters require a gradient")
+    lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
     lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
     return "\n".join(lines)

@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgraph.capture.casting import computed_dtypes
+from shardgraph.capture.casting import cast_buffers
 from shardgraph.errors import OffloadError
+from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.materialize import is_meta, materialize
 from shardgraph.module.parameter_memory import ParameterMemory
-from shardgraph.module.parameters import ParameterSlots, as_dtensor, own_part
-from shardgraph.module.transaction import unchanged_on_failure
+from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.torch_api import has_backend
 
-Owners = Mapping[str, tuple[int, ...]]
-"""The pipeline stages that use each parameter; empty without a pipeline."""
-
 
 class Stages:
-    """Which parameters this rank has, and their mesh: without a pipeline, all of them and ``mesh``."""
+    """Which parameters this rank has, and their mesh: without a pipeline, all of them.
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh | None) -> None:
-        self.mesh, self._pipeline = mesh, plan.pipeline
-        self.owners: Owners = {}
-        if plan.pipeline is not None and mesh is not None:
-            self._place, self._group = mesh.get_local_rank(plan.pipeline.axis), mesh.get_group(plan.pipeline.axis)
-            self.mesh = mesh[plan.axes] if plan.axes else None
+    ``whole_mesh`` has the pipeline axis too; ``owners`` are the stages that use each parameter.
+    """
+
+    def __init__(
+        self, plan: Plan, whole_mesh: DeviceMesh | None, mesh: DeviceMesh | None, owners: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.mesh, self._owners, self._pipeline = mesh, owners, plan.pipeline if whole_mesh is not None else None
+        if self._pipeline is not None and whole_mesh is not None:
+            axis = self._pipeline.axis
+            self._place, self._group = whole_mesh.get_local_rank(axis), whole_mesh.get_group(axis)
 
     def has(self, fqn: str) -> bool:
         """Whether a stage of this rank uses the parameter."""
-        if self._pipeline is None or self._pipeline.ranks == 1:
-            return True
-        return self._place in self._pipeline.places_of(self.owners[fqn])
+        return self._pipeline is None or self._place in self._pipeline.places_of(self._owners[fqn])
 
     def on_all(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
         """Broadcast ``whole`` along the pipeline axis, from the first rank that has the parameter."""
-        if self._pipeline is not None and self._pipeline.ranks > 1:
-            first = self._pipeline.rank_of(self.owners[fqn][0])
+        if self._pipeline is not None:
+            first = self._pipeline.rank_of(self._owners[fqn][0])
             dist.broadcast(whole, src=dist.get_global_rank(self._group, first), group=self._group)
         return whole
 
@@ -64,27 +65,55 @@ def shard_model(
         After any error, of these or others, the model is unchanged.
     """
     entries = plan.resolve(named_shapes(model))
-    memory = _parameter_memory(agreement, model, plan, entries, stages, device)
-    with unchanged_on_failure(model):
-        error: Exception | None = None
-        try:
-            dtypes = computed_dtypes(model, plan.precision, plan.annotations)
-            shards = _shards(model, entries, stages, memory, device, initialize)
-            slots = ParameterSlots(model)
-            made = {
-                fqn: slots.made(fqn, shards.pop(fqn), entries[fqn], stages.mesh if stages.has(fqn) else None)
-                for fqn, _ in model.named_parameters()
-            }
-            buffers = {id(each): _placed(each, dtypes.get(name), device) for name, each in model.named_buffers()}
-        except Exception as failure:  # of any kind: the other ranks must not continue alone
-            error = failure
-        agreement.agree("the sharded parameters", "", error)
-        for fqn, parameter in made.items():
-            slots.place(fqn, parameter)
+    with on_all_ranks(agreement, "room for what is offloaded"):
+        memory = _parameter_memory(model, plan, entries, stages, device)
+    with unchanged_on_failure(model), on_all_ranks(agreement, "the sharded parameters"):
+        shards = _shards(model, entries, stages, memory, device, initialize)
+        cast_buffers(model, plan.precision, plan.annotations)
+        parameters = dict(model.named_parameters())
+        for names in tied_names(model):
+            first, mesh = names[0], stages.mesh if stages.has(names[0]) else None
+            parameter = as_parameter(shards.pop(first), parameters[first], entries[first], mesh)
+            for name in names:
+                owner, _, key = name.rpartition(".")
+                model.get_submodule(owner)._parameters[key] = parameter
+        buffers = {id(b): torch.empty_like(b, device=device) if b.is_meta else b.to(device) for b in model.buffers()}
         for module in model.modules():
-            for key, value in module._buffers.items():
-                if value is not None:  # shared ones stay shared
-                    module._buffers[key] = buffers[id(value)]
+            for key, buffer in module._buffers.items():
+                if buffer is not None:  # shared ones stay shared
+                    module._buffers[key] = buffers[id(buffer)]
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
+    """Restore the tensors of modules that the body replaces if it raises; values written in place are not restored."""
+    tensors = chain(model.parameters(), model.buffers())
+    modules = ((vars(m), m._parameters, m._buffers, m._modules) for m in model.modules())
+    before = [(holder, dict(holder)) for holder in chain(map(vars, tensors), chain.from_iterable(modules))]
+    try:
+        yield
+    except BaseException:
+        for holder, items in before:
+            holder.clear()
+            holder.update(items)
+        raise
+
+
+def _parameter_memory(
+    model: nn.Module, plan: Plan, entries: Mapping[str, ParameterPlan], stages: Stages, device: torch.device
+) -> ParameterMemory:
+    if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
+        raise OffloadError(
+            "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
+            "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    parts = {
+        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
+        for fqn, parameter in model.named_parameters()
+        if stages.has(fqn)
+    }
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
+    return ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
 
 
 def _shards(
@@ -101,8 +130,8 @@ def _shards(
     shards: dict[str, torch.Tensor] = {}
 
     def store(fqn: str, full: torch.Tensor) -> None:
-        part = own_part(full.detach(), entries[fqn], mesh) if stages.has(fqn) else full.detach().to("meta")
-        shards[fqn] = memory.filled(fqn, part) if stages.has(fqn) else part
+        full = full.detach()
+        shards[fqn] = memory.filled(fqn, own_part(full, entries[fqn], mesh)) if stages.has(fqn) else full.to("meta")
 
     def fetch(fqn: str) -> torch.Tensor:
         if not stages.has(fqn):
@@ -117,38 +146,3 @@ def _shards(
         if fqn not in shards:
             store(fqn, parameter)
     return shards
-
-
-def _placed(buffer: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    if buffer.is_meta:
-        return torch.empty_like(buffer, dtype=dtype or buffer.dtype, device=device)
-    return buffer.to(device, dtype or buffer.dtype)
-
-
-def _parameter_memory(
-    agreement: Agreement,
-    model: nn.Module,
-    plan: Plan,
-    entries: Mapping[str, ParameterPlan],
-    stages: Stages,
-    device: torch.device,
-) -> ParameterMemory:
-    """Memory for this rank's parameters, once all ranks have room for theirs."""
-    parts = {
-        fqn: own_part(torch.empty_like(parameter, device="meta"), entries[fqn], stages.mesh)
-        for fqn, parameter in model.named_parameters()
-        if stages.has(fqn)
-    }
-    error = None
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
-    try:
-        if dist.is_initialized() and any(entry.offload for entry in entries.values()) and not has_backend("cpu"):
-            raise OffloadError(
-                "parameters in host memory are communicated from there too (norms of gradients, checkpoints), and this "
-                "process group communicates from GPUs alone: start it with init_process_group('cpu:gloo,cuda:nccl')"
-            )
-        memory = ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
-    except OffloadError as failure:
-        error = failure
-    agreement.agree("room for what is offloaded", "", error)
-    return memory

@@ -68,7 +68,6 @@ class Question:
         model: nn.Module,
         plan: str | Path | Plan,
         mesh_of: Callable[[str | Plan], Mesh],
-        *,
         free_mesh: bool = False,
         pipeline: Pipeline | None = None,
         precision: str | Precision | None = None,

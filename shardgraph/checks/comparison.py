@@ -1,0 +1,247 @@
+"""The original and its program, trained side by side in one process and compared after each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.capture.casting import casting, computed_dtypes
+from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
+from shardgraph.checks.step import LockstepStep, Values
+from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
+from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
+from shardgraph.runtime.executor import Executor, State
+from shardgraph.runtime.pipeline.microbatches import shares
+from shardgraph.runtime.pipeline.statistics import combined
+from shardgraph.runtime.rng import rank_generator
+from shardgraph.torch_api import pytree
+
+# A gradient below this fraction of the model's largest one, or below the resolution of a coarse dtype, is rounding
+# error, which Adam amplifies into noise.
+_NOISE = 1e-5
+_CPU = torch.device("cpu")
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Comparison:
+    """The original runs on each data-parallel rank's part of the batch in turn, the program on all ranks in lockstep.
+
+    ``programs`` are those of each microbatch; ``parts`` has the microbatches of each data-parallel rank, as ``(args,
+    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``noise`` the elements of each weight
+    that are not compared unless ``exact``, because their gradient has been rounding error.
+    """
+
+    original: nn.Module
+    plan: Plan
+    programs: Sequence[Program]
+    parts: list[list[Any]]
+    loss_fn: Callable[[Any], torch.Tensor]
+    seed: int
+    exact: bool
+    noise: Tensors = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.world = math.prod(size for _, size in self.plan.mesh)
+        self.batch_of = [self.plan.data_rank(rank) for rank in range(self.world)]
+        computed = computed_dtypes(self.original, self.plan.precision, self.plan.annotations)
+        self.rounding = max((torch.finfo(dtype).eps for dtype in computed.values()), default=0.0)
+        self.dtypes = {name: computed.get(name, p.dtype) for name, p in self.original.named_parameters()}
+        self.shares = shares(self.parts[0])
+        self.shards = self._cut()
+        self.buffers = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
+
+    def train(self, make: Callable[..., torch.optim.Optimizer], steps: int, limit: float) -> Divergence | None:
+        """Train both until an error exceeds ``limit``; returns the first node that differs, if a node does."""
+        trained = {name: p for name, p in self.original.named_parameters() if p.requires_grad}
+        optimizers = [make(list(trained.values()))]
+        optimizers += [make([shards[name] for name in trained]) for shards in self.shards]
+        for step in range(steps):
+            parameters = {name: p.detach().clone() for name, p in self.original.named_parameters()}
+            buffers = dict(self.buffers)
+            self._compare_step(step, buffers)
+            if max(self.errors.values(), default=0.0) > limit:
+                return self._bisect(step, parameters, buffers, limit)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self._compare_weights(step)
+            if max(self.errors.values(), default=0.0) > limit:
+                return None  # gradients agreed: the optimizer diverges, which no node represents
+        return None
+
+    def _cut(self) -> list[Tensors]:
+        """Each rank's shards of the original's parameters."""
+        shards: list[Tensors] = [{} for _ in range(self.world)]
+        for fqn, parameter in self.original.named_parameters():
+            parts = shards_of(parameter.detach(), self.programs[0].parameters[fqn], self.plan.mesh)
+            for mine, part in zip(shards, parts, strict=True):
+                mine[fqn] = part.contiguous().clone().requires_grad_(parameter.requires_grad)
+        return shards
+
+    def _join(self, fqn: str, shards: list[torch.Tensor]) -> torch.Tensor:
+        """The full tensor, from each rank's shard."""
+        shape, entry = self.programs[0].shapes[fqn], self.programs[0].parameters[fqn]
+        indices = torch.arange(shape.numel()).view(shape)
+        whole = shards[0].new_zeros(shape.numel())
+        for shard, positions in zip(shards, shards_of(indices, entry, self.plan.mesh), strict=True):
+            whole[positions.flatten()] = shard.flatten()
+        return whole.view(shape)
+
+    def _compare_step(self, step: int, buffers: Tensors) -> None:
+        expected = self._reference(step)
+        outputs, gradients, mutated = self._run(step, buffers)
+        for rank, results in enumerate(outputs):
+            for number, (mine, theirs) in enumerate(zip(results, expected[self.batch_of[rank]], strict=True)):
+                where = f"rank {rank} at step {step}" + (f", microbatch {number}" if len(results) > 1 else "")
+                leaves = zip(pytree.tree_leaves(mine[0]), pytree.tree_leaves(theirs[0]), strict=True)
+                for i, (a, b) in enumerate(leaves):
+                    if isinstance(b, torch.Tensor):
+                        self.errors[f"output {i} of {where}"] = relative_error(a, b)
+                self.errors[f"loss of {where}"] = relative_error(mine[1], theirs[1])
+        for fqn, value in mutated.items():
+            self.errors[f"buffer {fqn} after step {step}"] = relative_error(value, self.buffers[fqn])
+        self._compare_gradients(step, gradients)
+
+    def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
+        largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])
+        for fqn, parameter in self.original.named_parameters():
+            shards = [mine.get(fqn) for mine in gradients]
+            name = f"gradient of {fqn} at step {step}"
+            if parameter.grad is None or shards[0] is None:
+                self.errors[name] = 0.0 if parameter.grad is None and shards[0] is None else float("inf")
+                continue
+            self.errors[name] = relative_error(self._join(fqn, shards), parameter.grad, floor=1e-3 * largest)
+            if not self.exact:
+                noise = parameter.grad.abs() < max(_NOISE, self.rounding) * largest
+                self.noise[fqn] = self.noise.get(fqn, noise) | noise
+            for mine, shard in zip(self.shards, shards, strict=True):
+                mine[fqn].grad = shard.clone()
+
+    def _compare_weights(self, step: int) -> None:
+        largest = _largest([p.detach() for p in self.original.parameters()])
+        for fqn, parameter in self.original.named_parameters():
+            mine, theirs = self._join(fqn, [shards[fqn].detach() for shards in self.shards]), parameter.detach()
+            if fqn in self.noise:
+                mine, theirs = mine[~self.noise[fqn]], theirs[~self.noise[fqn]]
+            self.errors[f"weight {fqn} after step {step}"] = relative_error(mine, theirs, floor=1e-3 * largest)
+
+    def _reference(self, step: int) -> list[list[tuple[Any, torch.Tensor]]]:
+        """``(output, loss)`` of every microbatch of every rank; gradients and buffers of the step are left behind."""
+        results, after = [], []
+        for rank, parts in enumerate(self.parts):
+            torch.manual_seed(self.seed + step)
+            with rank_generator(rank, self.plan.data_size, _CPU):
+                pairs = zip(parts, self.shares, strict=True)
+                outputs, written = zip(*(self._reference_part(part, share) for part, share in pairs), strict=True)
+            results.append(list(outputs))
+            after.append(combined(self.programs, self.buffers, written) if len(written) > 1 else written[0])
+        for name in self.buffers:
+            values = [buffers.get(name, self.buffers[name]) for buffers in after]
+            self.buffers[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+        return results
+
+    def _reference_part(self, part: Any, share: float) -> tuple[tuple[Any, torch.Tensor], Tensors]:
+        """``(output, loss)`` of the original on a microbatch in the plan's precision, and the buffers after it."""
+        _write(_tensors(self.original), self.buffers)
+        args, kwargs = part
+        cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
+        with casting(self.original, self.plan.precision, self.plan.annotations):
+            output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
+        loss = self.loss_fn(output)
+        if loss.requires_grad:
+            (loss * (share / self.plan.data_size)).backward()
+        written = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
+        return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()), written
+
+    def _run(self, step: int, buffers: Tensors) -> tuple[list[list[tuple[Any, torch.Tensor]]], list[Tensors], Tensors]:
+        """One step of the program: ``(output, loss)`` of each rank's microbatches, its gradients, and the buffers."""
+        outputs: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in range(self.world)]
+
+        def tangents(number: int, results: list[Values]) -> list[dict[Tangent, Any]]:
+            scaled = []
+            for rank, result in enumerate(results):
+                output, loss, gradients = self._evaluate(result, rank, number)
+                outputs[rank].append((output, loss))
+                scaled.append({r: None if g is None else g * self.shares[number] for r, g in gradients.items()})
+            return scaled
+
+        inputs = [self._inputs(self.shards, buffers, number) for number in range(len(self.programs))]
+        return (outputs, *LockstepStep(self.programs, inputs, self._generators(step), tangents).run())
+
+    def _inputs(self, parameters: list[Tensors], buffers: Tensors, number: int = 0) -> list[Values]:
+        return [
+            {Parameter(n): p.detach() for n, p in parameters[rank].items()}
+            | {Buffer(n): b for n, b in buffers.items()}
+            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[self.batch_of[rank]][number]))}
+            for rank in range(self.world)
+        ]
+
+    def _generators(self, step: int) -> list[torch.Tensor]:
+        """Each rank's generator state at the start of a step's forward."""
+        states = []
+        for rank in range(self.world):
+            torch.manual_seed(self.seed + step)
+            with rank_generator(self.batch_of[rank], self.plan.data_size, _CPU):
+                states.append(torch.get_rng_state())
+        return states
+
+    def _evaluate(
+        self, result: Mapping[Any, Any], rank: int, number: int = 0
+    ) -> tuple[Any, torch.Tensor, dict[Tangent, Any]]:
+        """``(output, loss, tangents)`` of one rank from its forward results by role, for one microbatch.
+
+        A tangent is None where the loss does not depend on the output.
+        """
+        leaves: dict[Any, Any] = {}
+        for role, value in result.items():
+            if isinstance(role, (Output, IntermediateBase)):
+                differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
+                leaves[role] = value.detach().clone().requires_grad_() if differentiable else value
+        program, inputs = self.programs[number], pytree.tree_leaves(self.parts[self.batch_of[rank]][number])
+        output = Executor(program, State(self.original, None, _CPU)).rebuild(leaves, inputs)
+        loss = self.loss_fn(output)
+        needed = placeholders(program.joint.module)
+        tangents: dict[Tangent, Any] = {}
+        for role, leaf in leaves.items():
+            tangent = Tangent(role.index if isinstance(role, Output) else -1 - role.index)
+            if tangent in needed:
+                (tangents[tangent],) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
+
+    def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
+        """Run the captured graph and the emitted ones again from the same state, and compare node by node."""
+        (program, *more) = self.programs
+        if more or self.plan.pipeline is not None:
+            return None
+        _write(dict(self.original.named_parameters()), parameters)
+        whole, local = self._inputs([parameters] * self.world, buffers), self._inputs(self._cut(), buffers)
+        return first_divergence(program, whole, local, self._evaluate, lambda: self._generators(step), limit)
+
+
+def _tensors(model: nn.Module) -> Tensors:
+    """Buffers and plain tensor attributes: the buffers of a captured graph."""
+    tensors = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{path}.{key}" if path else key] = value
+    return tensors
+
+
+@torch.no_grad()
+def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    return max((tensor.abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
