@@ -62,10 +62,10 @@ class ChunkLoss:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.loss_chunk is None:
             return
-        found = {SCORES.of(node) for node in gm.graph.nodes if node in SCORES}
-        if not found:
+        losses = {SCORES.of(node) for node in gm.graph.nodes if node in SCORES}
+        if not losses:
             context.notes.append("loss_chunk: no cross-entropy is in the graph, so nothing is computed in chunks")
-        for number in sorted(found):
+        for number in sorted(losses):
             left = [node for node in gm.graph.nodes if SCORES.get(node) == number]
             if left:  # not already chunked together with another loss of the same scores
                 context.notes.append(_chunk(gm, left[0], context.plan.loss_chunk, context))

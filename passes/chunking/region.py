@@ -19,7 +19,6 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Output, outputs
 from shardgraph.ir.attributes import SOURCE
 from shardgraph.passes.chunking.rows import SUMMED, WHOLE, Form, form_of
-from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
 from shardgraph.sizes import format_bytes
@@ -52,11 +51,6 @@ class Region:
         """Bytes per row of the largest value."""
         return max(node.meta["val"].nbytes for node in self.large) // self.rows
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the scores of all rows, in their largest dtype."""
-        return self.row_bytes * self.rows
-
 
 def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
     """The operations of a joint graph to be chunked so that ``scores`` never exist in full.
@@ -78,7 +72,9 @@ def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
         form = form_of(node, rows, [None if each == SUMMED else each for each in known])
         of_scores = any(operand in large for operand in operands(node))
         if form is None and of_scores:
-            raise NotByRowsError(f"{_described(node)} reads all of them, or is not known to work row by row")
+            line = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
+            name = str(node.target).removeprefix("aten.")
+            raise NotByRowsError(f"{name}{line} reads all of them, or is not known to work row by row")
         if form is None:
             continue
         forms[node] = form
@@ -102,10 +98,10 @@ def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
 def _product_of(scores: fx.Node) -> fx.Node:
     node = scores
     while node.target not in _PRODUCTS:
-        above = [each for each in operands(node) if each.op == "call_function"] if node.op == "call_function" else []
-        if not above:
+        computed = [each for each in operands(node) if each.op == "call_function"]
+        if not computed:
             raise NotByRowsError("they are not the product of hidden states and a matrix")
-        node = max(above, key=lambda each: math.prod(results(each)[0].shape))
+        node = max(computed, key=lambda each: math.prod(results(each)[0].shape))
     return node
 
 
@@ -155,22 +151,10 @@ def _read_by_rows(node: fx.Node, form: Form) -> list[tuple[fx.Node, int]]:
     return [(operand, take) for operand, take in zip(operands(node), form.takes, strict=True) if take != WHOLE]
 
 
-def halves(gm: fx.GraphModule, region: Region) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The region's operations in forward and in backward."""
-    inside = forward_nodes(gm)
-    return [n for n in region.forms if n in inside], [n for n in region.forms if n not in inside]
-
-
-def _described(node: fx.Node) -> str:
-    name = str(node.target).removeprefix("aten.")
-    where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
-    return f"{name}{where}"
-
-
 def described(region: Region) -> str:
     """The scores, described for users."""
     shape = list(region.product.meta["val"].shape)
     return (
         f"scores {shape} of the loss at {SOURCE.get(region.product) or region.product.name}, "
-        f"{format_bytes(region.whole_bytes)},"
+        f"{format_bytes(region.row_bytes * region.rows)},"
     )
