@@ -46,16 +46,11 @@ _UNDECLARED_VIEWS = {ir.WAIT, ir.WAIT_COPY, ir.trim_shard, ir.local_chunk, torch
 class MemoryProfile:
     """The memory of one run of a program on one rank (rank 0 unless its values have another rank's shapes).
 
-    ``timeline``
-        Live bytes at the end of each node, before the tensors of which it is the last user are freed.
-    ``compositions``
-        The timeline by kind: parameters, gathered parameters (also those that are only cast for the computation),
-        buffers, inputs, saved (for backward), activations (outputs of the model), gradients, communication buffers,
-        optimizer state, temporaries (everything else).
-    ``nodes``
-        The point of the timeline as ``(graph, node)`` names.
-    ``host``
-        Like ``compositions``, for host memory without files; everything else here is device memory.
+    ``timeline`` has the live bytes at the end of each node, before the tensors of which it is the last user are freed;
+    ``nodes`` are its points, as ``(graph, node)`` names. ``compositions`` is the timeline by kind: parameters, gathered
+    parameters (also those that are only cast for the computation), buffers, inputs, saved (for backward), activations
+    (outputs of the model), gradients, communication buffers, optimizer state, temporaries (everything else). ``host``
+    is like ``compositions``, for host memory without files; everything else here is device memory.
     """
 
     timeline: tuple[int, ...]

@@ -103,10 +103,10 @@ def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | 
     whole = _before(forward.cut)
     rows = _range(forward.cut.args[1:], whole)
     nodes = gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
-    found = [each for each in nodes if list(each.args[1]) == whole and _range(each.args[2:], whole) == rows]
-    if len(found) != 1:
-        return None if found else ()
-    node, casts = found[0], list[fx.Node]()
+    spreads = [each for each in nodes if list(each.args[1]) == whole and _range(each.args[2:], whole) == rows]
+    if len(spreads) != 1:
+        return None if spreads else ()
+    node, casts = spreads[0], list[fx.Node]()
     while len(node.users) == 1:
         (user,) = node.users
         if user.target not in _SAME_ROWS and not (user.target is aten.slice_backward.default and _keeps_all(user)):
@@ -114,7 +114,7 @@ def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | 
         casts += [user] if user.target is aten._to_copy.default else []
         node = user
     ends = node.users and all(_is_end(user, node, forward.hidden) for user in node.users)
-    return _Backward(found[0], tuple(casts), node) if ends else None
+    return _Backward(spreads[0], tuple(casts), node) if ends else None
 
 
 def _range(args: Sequence[Any], shape: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
