@@ -134,9 +134,7 @@ class SizedTensor(torch.Tensor):
 class _SizedStorage:
     """One storage, shared by all values in it."""
 
-    real: torch.UntypedStorage
-    """Kept alive, so that no later storage has its address."""
-
+    real: torch.UntypedStorage  # kept alive, so that no later storage has its address
     size: Any
 
     def nbytes(self) -> Any:

@@ -24,6 +24,8 @@ WHOLE, TURNED, SUMMED = 0, -1, -2
 """Layouts other than a count of leading row dimensions: no rows, a matrix whose rows are the last dimension, or a
 sum over rows."""
 
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -230,7 +232,7 @@ def sum_over(operation: Operation) -> Form | None:
     return operation.form([count], SUMMED) if count > 0 else None
 
 
-@rule(aten.mm.default, aten.addmm.default)
+@rule(*PRODUCTS)
 def product(operation: Operation) -> Form | None:
     """Rows times a matrix are rows; two matrices multiplied along their rows give a sum over rows."""
     rows, bias = operation.rows, len(operation.shapes) - 2

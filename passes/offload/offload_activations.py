@@ -80,10 +80,10 @@ def _check_annotations(context: Context, kept: Sequence[Kept]) -> None:
     for pattern, annotation in context.plan.annotations:
         of_parameters = any(matches(pattern, fqn) for fqn in context.shapes)
         if isinstance(annotation, offload) and pattern not in marked and not of_parameters:
-            made = list(dict.fromkeys(repr(module_of(each.value)) for each in kept))
+            names = list(dict.fromkeys(repr(module_of(each.value)) for each in kept))
             raise PlanError(
                 f"{written((pattern, annotation))} names modules of which nothing is kept for backward that could "
-                f"leave the device; it keeps values of {', '.join(made[:4]) or 'none'}{', ...' if made[4:] else ''}"
+                f"leave the device; it keeps values of {', '.join(names[:4]) or 'none'}{', ...' if names[4:] else ''}"
             )
 
 
