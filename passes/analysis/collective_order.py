@@ -6,13 +6,15 @@ the next collective, or if they wait for each other in a cycle of groups.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from shardgraph import ir
 from shardgraph.errors import DeadlockError, nearest
 from shardgraph.mesh import Mesh, axes_of, size_along
 
-_GROUP_SIZE_ARGUMENT = {ir.ALL_GATHER: 1, ir.REDUCE_SCATTER: 2}
+_GROUP_SIZE_ARGUMENT: dict[Any, int] = {ir.ALL_GATHER: 1, ir.REDUCE_SCATTER: 2}
 
 
 def check_program(gm: fx.GraphModule, mesh: Mesh) -> None:

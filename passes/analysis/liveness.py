@@ -177,9 +177,9 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], gra
     _set_deaths(list(gm.graph.nodes), held, start)
     for role, node in ir.placeholders(gm).items():
         left.setdefault(role, held[node])
-    for role, value in ir.outputs(gm):
-        if role is not None and isinstance(value, fx.Node):
-            left[role] = held[value]
+    for result, value in ir.outputs(gm):
+        if result is not None and isinstance(value, fx.Node):
+            left[result] = held[value]
     return [storage for each in held.values() for storage in each]
 
 
