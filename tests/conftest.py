@@ -33,8 +33,8 @@ multiprocessing.set_forkserver_preload(
 @pytest.fixture(scope="session", autouse=True)
 def values_are_checked_between_passes():
     """Every value is computed again after the pass that writes it or what it follows from."""
-    from shardgraph.passes.analysis.values import CheckValues
     from shardgraph.passes.base import checking
+    from tests.value_check import CheckValues
 
     with checking(CheckValues()):
         yield

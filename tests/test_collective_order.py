@@ -13,13 +13,8 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.errors import DeadlockError
-from shardgraph.passes.analysis.collective_order import (
-    Collective,
-    check_collective_order,
-    check_program,
-    check_waits,
-    collectives_of,
-)
+from shardgraph.passes.analysis.collective_order import check_program, check_waits
+from tests.rank_order import Collective, check_collective_order, collectives_of
 
 SIZES = {"replica": 2, "shard": 2}
 MESH = tuple(SIZES.items())

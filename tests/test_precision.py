@@ -12,7 +12,7 @@ import shardgraph
 from shardgraph import CaptureError, Plan, PlanError, Precision, precision, preset
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, Gradient, Mutation, Parameter, Saved, outputs, placeholders
 from shardgraph.ir.attributes import MEMORY_KIND, ROLE, SUBJECT
-from shardgraph.passes.analysis.wire import summarize_communication
+from shardgraph.passes.analysis.wire import node_wire_bytes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.plans.remembered import annotated
@@ -102,8 +102,8 @@ def test_parameters_and_their_gradients_are_as_they_are_stored():
 def test_gathers_send_half_the_bytes(plan):
     def gathered(given: str | None) -> int:
         program = built(Net(), plan, given)
-        halves = [summarize_communication(gm, program.plan.mesh) for gm in (program.forward, program.backward)]
-        return sum(row.nbytes for half in halves for row in half.rows if row.operation == "all_gather_into_tensor")
+        nodes = [*program.forward.graph.nodes, *program.backward.graph.nodes]
+        return sum(node_wire_bytes(node, program.plan.mesh) for node in nodes if node.target is ALL_GATHER)
 
     assert 2 * gathered("bf16") == gathered(None) > 0
 

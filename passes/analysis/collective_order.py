@@ -6,50 +6,21 @@ the next collective, or if they wait for each other in a cycle of groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 from torch import fx
 
+from shardgraph import ir
 from shardgraph.errors import DeadlockError, nearest
-from shardgraph.ir import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    collectives,
-    describe_collective,
-    group_of,
-    is_started,
-    is_wait,
-)
-from shardgraph.mesh import Mesh, axes_of, group_along, size_along
-from shardgraph.passes.analysis.wire import operation_of
+from shardgraph.mesh import Mesh, axes_of, size_along
 
-_GROUP_SIZE_ARGUMENT: dict[Any, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One call of a collective by one rank.
-
-    ``id`` describes it in errors; ``group`` are the global ranks that must all call it, ascending; ``signature`` is
-    the shape and dtype of its input.
-    """
-
-    id: str
-    operation: str
-    group: tuple[int, ...]
-    signature: str
-
-
-# -- programs --------------------------------------------------------------------------------------
+_GROUP_SIZE_ARGUMENT: dict[Any, int] = {ir.ALL_GATHER: 1, ir.REDUCE_SCATTER: 2}
 
 
 def check_program(gm: fx.GraphModule, mesh: Mesh) -> None:
     """Check the collectives of a symbolic graph on all ranks of ``mesh``, in time independent of their number.
 
-    Every rank runs the same text, so this is as strong as :func:`check_collective_order` over all ranks:
+    Every rank runs the same text, so this is as strong as comparing the sequences of collectives of all ranks:
 
     * The groups of a mesh axis partition the ranks, and members of a group differ only in that coordinate. The text
       determines which calls go to "my group along the axis", so all members make the same calls in the same order with
@@ -61,124 +32,20 @@ def check_program(gm: fx.GraphModule, mesh: Mesh) -> None:
     Raises:
         DeadlockError: a collective names an axis that the mesh does not have, or expects another number of members.
     """
-    for node in collectives(gm):
-        _check_group(node, mesh)
-
-
-def collectives_of(gm: fx.GraphModule, mesh: Mesh, rank: int) -> list[Collective]:
-    """The collectives that ``rank`` issues when it runs the symbolic graph on ``mesh``, in program order.
-
-    Ranks are numbered row-major over the mesh, the last axis fastest, as in a DeviceMesh.
-
-    Raises:
-        DeadlockError: a collective names an axis that the mesh does not have, or expects another number of members.
-    """
-    groups: dict[str, tuple[int, ...]] = {}
-    calls = []
-    for node in collectives(gm):
-        _check_group(node, mesh)
-        if (axis := group_of(node)) not in groups:
-            groups[axis] = group_along(mesh, axis, rank)
-        tensor = node.args[0].meta["val"]
-        calls.append(
-            Collective(
-                id=describe_collective(node),
-                operation=operation_of(node),
-                group=groups[axis],
-                signature=f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}",
-            )
-        )
-    return calls
-
-
-def _check_group(node: fx.Node, mesh: Mesh) -> None:
-    group, sizes = group_of(node), dict(mesh)
-    if unknown := [axis for axis in axes_of(group) if axis not in sizes]:
-        raise DeadlockError(
-            f"{describe_collective(node)} names the mesh axis {unknown[0]!r}, and the mesh is {sizes}"
-            f": nobody would answer; give the collective an axis of the mesh{nearest(unknown[0], sizes)}"
-        )
-    position = _GROUP_SIZE_ARGUMENT.get(node.target)
-    if position is not None and node.args[position] != size_along(mesh, group):
-        raise DeadlockError(
-            f"{describe_collective(node)} expects {node.args[position]} ranks, and the mesh axis {group!r} has "
-            f"{size_along(mesh, group)}: compile the program for the mesh that it runs on"
-        )
-
-
-# -- any ranks' sequences --------------------------------------------------------------------------
-
-
-def check_collective_order(sequences: Mapping[int, Sequence[Collective]]) -> None:
-    """Check that the calls of all ranks, each rank's in its program order, can complete.
-
-    Sufficient for any backend: a cycle between groups counts as a deadlock even if calls are asynchronous, because
-    NCCL may run out of the resources needed to have all of them in flight.
-
-    Raises:
-        DeadlockError: members of a group disagree about its k-th call, a member does not make it, or the orders of
-            calls across groups form a cycle.
-    """
-    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
-    for rank, calls in sequences.items():
-        for call in calls:
-            if rank not in call.group:
-                raise DeadlockError(
-                    f"rank {rank} issues {call.id} on the ranks {call.group}, to which it does not belong: "
-                    "only members of a group may use it"
-                )
-            by_group.setdefault(call.group, {}).setdefault(rank, []).append(call)
-    for group, calls_of in by_group.items():
-        _check_members_agree(group, calls_of)
-    _check_no_circle(sequences)
-
-
-def _check_members_agree(group: tuple[int, ...], calls_of: Mapping[int, Sequence[Collective]]) -> None:
-    speaker = next(iter(calls_of))
-    for rank in group:
-        ours, theirs = calls_of[speaker], calls_of.get(rank, [])
-        for k, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-            if (a.operation, a.signature) != (b.operation, b.signature):
-                raise DeadlockError(
-                    f"the ranks {group} disagree about their collective number {k}: rank {speaker} issues {a.id} "
-                    f"[{a.operation} {a.signature}], rank {rank} issues {b.id} [{b.operation} {b.signature}]; "
-                    "all members must issue the same operation on the same shape"
-                )
-        if len(ours) != len(theirs):
-            k = min(len(ours), len(theirs))
-            caller, silent, more = (speaker, rank, ours) if len(ours) > k else (rank, speaker, theirs)
+    sizes = dict(mesh)
+    for node in ir.collectives(gm):
+        group, call = ir.group_of(node), ir.describe_collective(node)
+        if unknown := [axis for axis in axes_of(group) if axis not in sizes]:
             raise DeadlockError(
-                f"rank {caller} would wait for ever for rank {silent}: on the ranks {group}, rank {caller} issues "
-                f"{more[k].id} as collective number {k} and rank {silent} issues only {k}"
+                f"{call} names the mesh axis {unknown[0]!r}, and the mesh is {sizes}: nobody would answer; "
+                f"give the collective an axis of the mesh{nearest(unknown[0], sizes)}"
             )
-
-
-def _check_no_circle(sequences: Mapping[int, Sequence[Collective]]) -> None:
-    """Events are (group, k-th call of it); an edge means that some rank issues one before the other."""
-    order: nx.DiGraph = nx.DiGraph()
-    for rank, calls in sequences.items():
-        counts: dict[tuple[int, ...], int] = {}
-        previous = None
-        for call in calls:
-            k = counts.get(call.group, 0)
-            counts[call.group] = k + 1
-            order.add_node((call.group, k), id=call.id)
-            if previous is not None and not order.has_edge(previous, (call.group, k)):
-                order.add_edge(previous, (call.group, k), rank=rank)
-            previous = (call.group, k)
-    try:
-        circle = nx.find_cycle(order)
-    except nx.NetworkXNoCycle:
-        return
-    steps = "; ".join(
-        f"rank {order.edges[a, b]['rank']} issues {order.nodes[a]['id']} on the ranks {a[0]} "
-        f"before {order.nodes[b]['id']} on the ranks {b[0]}"
-        for a, b in circle
-    )
-    raise DeadlockError(f"collectives wait for each other in a circle: {steps}; give all ranks one common order")
-
-
-# -- waits -----------------------------------------------------------------------------------------
+        position = _GROUP_SIZE_ARGUMENT.get(node.target)
+        if position is not None and node.args[position] != size_along(mesh, group):
+            raise DeadlockError(
+                f"{call} expects {node.args[position]} ranks, and the mesh axis {group!r} has "
+                f"{size_along(mesh, group)}: compile the program for the mesh that it runs on"
+            )
 
 
 def check_waits(gm: fx.GraphModule) -> None:
@@ -187,15 +54,16 @@ def check_waits(gm: fx.GraphModule) -> None:
     Raises:
         DeadlockError: one is never awaited, is awaited twice, or its result is used or returned unawaited.
     """
-    for node in filter(is_started, gm.graph.nodes):
-        waits = [user for user in node.users if is_wait(user)]
-        others = [user for user in node.users if not is_wait(user)]
+    for node in filter(ir.is_started, gm.graph.nodes):
+        others = [user for user in node.users if not ir.is_wait(user)]
         if others:
             use = "returned" if others[0].op == "output" else f"used by {others[0].name!r}"
             raise DeadlockError(
-                f"the result of {describe_collective(node)} is {use} without being awaited: use the value of its wait"
+                f"the result of {ir.describe_collective(node)} is {use} without being awaited: use the value of its "
+                "wait"
             )
-        if len(waits) != 1:
+        if len(node.users) != 1:
             raise DeadlockError(
-                f"{describe_collective(node)} is awaited {len(waits)} times: each one that is started needs one wait"
+                f"{ir.describe_collective(node)} is awaited {len(node.users)} times: each one that is started needs "
+                "one wait"
             )

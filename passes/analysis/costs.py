@@ -32,42 +32,32 @@ EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 # Operations by kind of work, where tags do not determine it; a name covers its backward and in-place forms too.
-_TRANSCENDENTAL = """
-    acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
-    sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax safe_softmax log_softmax
-    logsumexp
-"""
-_RANDOM = """
-    native_dropout bernoulli rand rand_like randn randn_like normal uniform exponential multinomial
-"""
-_REDUCTION = """
-    native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm rms_norm fused_rms_norm sum mean var
-    var_mean std amax amin argmax argmin prod norm cumsum cumprod sort topk avg_pool2d max_pool2d_with_indices
-    adaptive_avg_pool2d mean_dim batch_norm_elemt batch_norm_gather_stats native_batch_norm_legit
-    native_batch_norm_legit_no_training native_batch_norm_legit_functional linalg_vector_norm
-"""
-_GATHER = """
-    embedding embedding_dense index index_add index_select index_put gather scatter scatter_add scatter_reduce take
-    nll_loss_forward nll_loss nll_loss2d_forward nll_loss2d masked_select nonzero one_hot slice select
-    slice_scatter select_scatter embedding_bag local_part
-"""
-_COPY = """
-    cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor
-    copy fill repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
-    linspace upsample_nearest2d upsample_bilinear2d reflection_pad2d pad_shard masked_fill to_copy contiguous
-    as_strided_scatter native_dropout_backward
-"""
-_KIND = {
-    name: kind
-    for kind, names in (
-        ("pointwise", _COPY),
-        ("transcendental", _TRANSCENDENTAL),
-        ("random", _RANDOM),
-        ("reduction", _REDUCTION),
-        ("gather", _GATHER),
-    )
-    for name in names.split()
+_NAMES = {
+    "pointwise": """
+        cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor
+        copy fill repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
+        linspace upsample_nearest2d upsample_bilinear2d reflection_pad2d pad_shard masked_fill to_copy contiguous
+        as_strided_scatter native_dropout_backward
+    """,
+    "transcendental": """
+        acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
+        sqrt tan tanh sigmoid gelu silu mish elu selu celu softplus hardswish log_sigmoid softmax safe_softmax
+        log_softmax logsumexp
+    """,
+    "random": "native_dropout bernoulli rand rand_like randn randn_like normal uniform exponential multinomial",
+    "reduction": """
+        native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm rms_norm fused_rms_norm sum mean var
+        var_mean std amax amin argmax argmin prod norm cumsum cumprod sort topk avg_pool2d max_pool2d_with_indices
+        adaptive_avg_pool2d mean_dim batch_norm_elemt batch_norm_gather_stats native_batch_norm_legit
+        native_batch_norm_legit_no_training native_batch_norm_legit_functional linalg_vector_norm
+    """,
+    "gather": """
+        embedding embedding_dense index index_add index_select index_put gather scatter scatter_add scatter_reduce take
+        nll_loss_forward nll_loss nll_loss2d_forward nll_loss2d masked_select nonzero one_hot slice select
+        slice_scatter select_scatter embedding_bag local_part
+    """,
 }
+_KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -110,24 +100,16 @@ def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCos
     return {node: _fuse(node, cost, costs) for node, cost in costs.items()} if fused else costs
 
 
-def count_flops(gm: fx.GraphModule) -> int:
-    """FLOPs of one run of a graph on one rank, as :class:`torch.utils.flop_counter.FlopCounterMode` counts them."""
-    return sum(cost.flops for cost in node_costs(gm).values())
-
-
 def _cost(node: fx.Node) -> NodeCost:
-    value = node.meta.get("val")
-    dtype = _dtype(value) or _dtype([n.meta.get("val") for n in node.all_input_nodes])
+    value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
+    dtype = _dtype(value) or _dtype(operands)
     if node.op != "call_function" or _is_free(node):
         return NodeCost(VIEW if _is_view(node) else "free", dtype)
-    read, written = _bytes([n.meta.get("val") for n in node.all_input_nodes]), _bytes(value)
-    if ir.is_collective(node):
-        return NodeCost("collective", dtype, read=read, written=written)
-    if ir.is_copy(node):
-        return NodeCost("copy", dtype, read=read, written=written)
-    formula = _formula(node)
-    name = _name(node)
-    if formula is not None:
+    read, written = _bytes(operands), _bytes(value)
+    if ir.is_started(node):
+        return NodeCost("collective" if ir.is_collective(node) else "copy", dtype, 0, read, written)
+    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+    if (formula := _formula(node)) is not None:
         kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         causal = _causal_length(node) if kind == "attention" else 0
@@ -136,22 +118,22 @@ def _cost(node: fx.Node) -> NodeCost:
     if name == "_safe_softmax":  # a softmax, a comparison of its input, and a choice between its output and 0
         read, written = 3 * read, 2 * written
     if known == "gather" and "backward" not in name:  # reads as much of its table as it writes
-        read = written + _bytes([n.meta.get("val") for n in node.all_input_nodes[1:]])
+        read = written + _bytes(operands[1:])
     return NodeCost(known or "pointwise", dtype, 0, read, written, known=known is not None)
 
 
 def _causal_length(node: fx.Node) -> int:
     names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given["query"].meta["val"].shape[-2] if given.get("is_causal") else 0
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return arguments["query"].meta["val"].shape[-2] if arguments.get("is_causal") else 0
 
 
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     """A function of the node's (fake) arguments and result, or None."""
     packet = getattr(node.target, "overloadpacket", None)
-    given = _equal_heads if "_scaled_dot_product" in str(packet) else list
+    prepare = _equal_heads if "_scaled_dot_product" in str(packet) else list
     if packet in flop_registry:
-        return lambda args, kwargs, value: flop_registry[packet](*given(args), **kwargs, out_val=value)
+        return lambda args, kwargs, value: flop_registry[packet](*prepare(args), **kwargs, out_val=value)
     if packet in EXTRA_FLOPS:
         return lambda args, kwargs, value: EXTRA_FLOPS[packet](*args, **kwargs)
     return None
@@ -163,11 +145,9 @@ def _equal_heads(args: Any) -> list[Any]:
     The counter of torch 2.11 refuses fewer.
     """
     shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
-    operands = [shape for shape in shapes if isinstance(shape, tuple) and len(shape) == 4]
-    heads = operands[0][1]  # the first operand is the queries, or the gradient of their attention
-    return [
-        (shape[0], heads, *shape[2:]) if isinstance(shape, tuple) and len(shape) == 4 else shape for shape in shapes
-    ]
+    operands = [isinstance(shape, tuple) and len(shape) == 4 for shape in shapes]
+    heads = shapes[operands.index(True)][1]  # the first operand is the queries, or the gradient of their attention
+    return [(s[0], heads, *s[2:]) if operand else s for s, operand in zip(shapes, operands, strict=True)]
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -185,16 +165,12 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
-    own = name.strip("_")
-    for each in (own, own.removesuffix("_backward_data").removesuffix("_backward")):
+    name = name.strip("_")
+    for each in (name, name.removesuffix("_backward_data").removesuffix("_backward")):
         if each in _KIND:
             return _KIND[each]
     tags = getattr(node.target, "tags", ())
     return "reduction" if torch.Tag.reduction in tags else "pointwise" if torch.Tag.pointwise in tags else None
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
 def _bytes(value: Any) -> int:

@@ -8,79 +8,49 @@ fragmentation. Host memory (:mod:`shardgraph.passes.analysis.places`) is counted
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardgraph.ir import (
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    WAIT,
-    Accumulated,
-    Buffer,
-    Forwarded,
-    Gathered,
-    Gradient,
-    Input,
-    IntermediateBase,
-    Mutation,
-    Output,
-    Parameter,
-    Returned,
-    Role,
-    Saved,
-    Tangent,
-    is_collective,
-    local_chunk,
-    outputs,
-    pad_shard,
-    placeholders,
-    trim_shard,
-)
+from shardgraph import ir
+from shardgraph.ir import Role
 from shardgraph.ir.attributes import MEMORY_KIND, ON_DISK, REDUCES, ROLE
-from shardgraph.ir.copies import WAIT_COPY
 from shardgraph.passes.analysis.places import on_host
 
 KINDS = {
-    Parameter: "parameters",
-    Buffer: "buffers",
-    Input: "inputs",
-    Tangent: "gradients",
-    Gradient: "gradients",
-    Accumulated: "gradients",
-    Returned: "gradients",
-    Gathered: "gathered parameters",
-    Forwarded: "activations",
-    Saved: "saved",
-    Mutation: "buffers",
-    Output: "activations",
-    IntermediateBase: "activations",
+    ir.Parameter: "parameters",
+    ir.Buffer: "buffers",
+    ir.Input: "inputs",
+    ir.Tangent: "gradients",
+    ir.Gradient: "gradients",
+    ir.Accumulated: "gradients",
+    ir.Returned: "gradients",
+    ir.Gathered: "gathered parameters",
+    ir.Forwarded: "activations",
+    ir.Saved: "saved",
+    ir.Mutation: "buffers",
+    ir.Output: "activations",
+    ir.IntermediateBase: "activations",
 }
 
 # Alias their first argument although their schema does not declare it.
-_UNDECLARED_VIEWS = frozenset({WAIT, WAIT_COPY, trim_shard, local_chunk, torch.ops.aten._unsafe_view.default})
+_UNDECLARED_VIEWS = {ir.WAIT, ir.WAIT_COPY, ir.trim_shard, ir.local_chunk, torch.ops.aten._unsafe_view.default}
 
 
 @dataclass(frozen=True)
 class MemoryProfile:
     """The memory of one run of a program on one rank (rank 0 unless its values have another rank's shapes).
 
-    ``peak_bytes``, ``peak_node``
-        The peak in bytes, and the first node at which it occurs.
-    ``timeline``
-        Live bytes at the end of each node, before the tensors of which it is the last user are freed.
-    ``compositions``
-        The timeline by kind: parameters, gathered parameters (also those that are only cast for the computation),
-        buffers, inputs, saved (for backward), activations (outputs of the model), gradients, communication buffers,
-        optimizer state, temporaries (everything else).
-    ``nodes``
-        The point of the timeline as ``(graph, node)`` names.
-    ``host``
-        Like ``compositions``, for host memory without files; everything else here is device memory.
+    ``timeline`` has the live bytes at the end of each node, before the tensors of which it is the last user are freed;
+    ``nodes`` are its points, as ``(graph, node)`` names. ``compositions`` is the timeline by kind: parameters, gathered
+    parameters (also those that are only cast for the computation), buffers, inputs, saved (for backward), activations
+    (outputs of the model), gradients, communication buffers, optimizer state, temporaries (everything else). ``host``
+    is like ``compositions``, for host memory without files; everything else here is device memory.
     """
 
     timeline: tuple[int, ...]
@@ -89,25 +59,9 @@ class MemoryProfile:
     host: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
-    def peak_index(self) -> int:
-        """The first point of the timeline at its maximum."""
-        return self.timeline.index(max(self.timeline))
-
-    @property
     def peak_bytes(self) -> int:
-        """Peak bytes."""
+        """The most bytes that are live at a time."""
         return max(self.timeline)
-
-    @property
-    def peak_node(self) -> str:
-        """The first node at which live memory is at its peak."""
-        return self.nodes[self.peak_index][1]
-
-    @property
-    def composition(self) -> dict[str, int]:
-        """Bytes at the peak by kind."""
-        at = self.peak_index
-        return {kind: line[at] for kind, line in self.compositions.items() if line[at]}
 
 
 @dataclass(frozen=True)
@@ -153,24 +107,35 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[Upd
     for name, gm in graphs.items():
         storages += _follow(gm, len(points), left, granule)
         points += [(name, node.name) for node in gm.graph.nodes]
-    if len(graphs) > 1:
-        _keep_what_the_loss_uses(graphs, left, len(points) - 1)
+    if len(graphs) > 1:  # the caller holds the outputs that the loss depends on
+        tangents = {role.index for role in ir.placeholders(graphs["backward"]) if isinstance(role, ir.Tangent)}
+        for role, held in left.items():
+            if isinstance(role, _OF_CALLER) or (isinstance(role, ir.Output) and role.index in tangents):
+                _extend(held, len(points) - 1)
     if any(update.state or update.temporaries for update in updates):
         points.append(("optimizer", "update"))
         end = len(points) - 1
         for role, held in left.items():
-            for storage in held if isinstance(role, (Parameter, Buffer, Input, Gradient)) else []:
-                storage.death = end
+            if isinstance(role, (*_OF_CALLER, ir.Gradient)):
+                _extend(held, end)
         for place, update in zip(("device", "host"), updates, strict=True):
             storages.append(Storage(update.state, 0, end, "optimizer state", place))
             storages.append(Storage(update.temporaries, end, end, "temporaries", place))
 
-    together = list({id(each): each for each in storages}.values())
     compositions, host = (
-        _compositions([each for each in together if each.place == place], len(points)) for place in ("device", "host")
+        _compositions([each for each in dict.fromkeys(storages) if each.place == place], len(points))
+        for place in ("device", "host")
     )
     timeline = tuple(map(sum, zip(*compositions.values(), strict=True)))
     return MemoryProfile(timeline, compositions, tuple(points), host)
+
+
+_OF_CALLER = (ir.Parameter, ir.Buffer, ir.Input)
+
+
+def _extend(storages: list[Storage], death: int) -> None:
+    for storage in storages:
+        storage.death = death
 
 
 def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, ...]]:
@@ -199,55 +164,41 @@ class Storage:
 
 def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
     """The storages of one graph, whose first node is point ``start``; updates ``left`` for later graphs."""
-    nodes = list(gm.graph.nodes)
-    known = {id(storage) for held in left.values() for storage in held}
-    held = _storages(nodes, start, left, granule)
+    known = {storage for held in left.values() for storage in held}
+    held = storages_of(gm, granule, start, left)
     for node in on_host(gm):
         for storage in held[node]:
             if storage.place == "device":  # a storage of an earlier graph may be on disk already
                 storage.place = "disk" if ON_DISK.get(node) else "host"
-    _set_kinds(gm, {n: [s for s in each if id(s) not in known] for n, each in held.items()})
-    _set_deaths(nodes, held, start)
-    for role, node in placeholders(gm).items():
+    for node, kind in _kinds(gm):
+        for storage in held[node]:
+            if storage not in known:
+                storage.kind = kind
+    _set_deaths(list(gm.graph.nodes), held, start)
+    for role, node in ir.placeholders(gm).items():
         left.setdefault(role, held[node])
-    for left_as, value in outputs(gm):
-        if left_as is not None and isinstance(value, fx.Node):
-            left[left_as] = held[value]
+    for result, value in ir.outputs(gm):
+        if result is not None and isinstance(value, fx.Node):
+            left[result] = held[value]
     return [storage for each in held.values() for storage in each]
 
 
-def _keep_what_the_loss_uses(graphs: dict[str, fx.GraphModule], left: dict[Role, list[Storage]], end: int) -> None:
-    tangents = {role for role in placeholders(graphs["backward"]) if isinstance(role, Tangent)}
-    for role, held in left.items():
-        used = isinstance(role, Output) and Tangent(role.index) in tangents
-        for storage in held if used or isinstance(role, (Parameter, Buffer, Input)) else []:
-            storage.death = end
-
-
-# -- which storages a node's value holds -----------------------------------------------------------
-
-
-def storages_of(gm: fx.GraphModule, granule: int = 1) -> dict[fx.Node, list[Storage]]:
+def storages_of(
+    gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
+) -> dict[fx.Node, list[Storage]]:
     """The storages of each node's value, one per tensor in it; views share those of their base.
 
-    Their deaths are not set.
+    Their deaths are not set. ``start`` is the point of the first node, ``left`` are storages of earlier graphs.
     """
-    return _storages(list(gm.graph.nodes), 0, {}, granule)
-
-
-def _storages(
-    nodes: list[fx.Node], start: int, left: dict[Role, list[Storage]], granule: int
-) -> dict[fx.Node, list[Storage]]:
-    """The storages of each node's value, one per tensor in it; views share those of their base."""
     held: dict[fx.Node, list[Storage]] = {}
-    given: dict[torch.UntypedStorage, Storage] = {}
-    for index, node in enumerate(nodes, start):
+    inputs: dict[torch.UntypedStorage, Storage] = {}
+    for index, node in enumerate(gm.graph.nodes, start):
         tensors = _tensors(node.meta.get("val"))
         if node.op == "placeholder" and ROLE.of(node) in left:
             held[node] = left[ROLE.of(node)]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
-            held[node] = [given.setdefault(t.untyped_storage(), Storage(_nbytes(t, granule), start)) for t in tensors]
+            held[node] = [inputs.setdefault(t.untyped_storage(), Storage(_nbytes(t, granule), start)) for t in tensors]
         elif node.op == "output":
             held[node] = []
         elif node.target is operator.getitem:
@@ -274,7 +225,7 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if node.target in _UNDECLARED_VIEWS:
         return [(value, first)]
-    if node.target is pad_shard:
+    if node.target is ir.pad_shard:
         whole = first is not None and first.meta["val"].shape[0] == value.shape[0]
         return [(value, first if whole else None)]
     schema = getattr(node.target, "_schema", None)
@@ -287,10 +238,10 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
 def _aliased_argument(node: fx.Node, schema: Any, result: Any) -> fx.Node | None:
     if result.alias_info is None:
         return None
-    wanted = result.alias_info.before_set
+    names = result.alias_info.before_set
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
-        if info is not None and (not wanted or wanted & info.before_set):
+        if info is not None and (not names or names & info.before_set):
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             return value if isinstance(value, fx.Node) else None
     return None
@@ -307,16 +258,13 @@ def _nbytes(tensor: torch.Tensor, granule: int) -> int:
     return nbytes if granule == 1 else -(-nbytes // granule) * granule
 
 
-# -- lifetime and kind of a storage ----------------------------------------------------------------
-
-
 def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[Storage]], start: int) -> None:
     """A storage dies after the last use of any value in it."""
     index = {node: i for i, node in enumerate(nodes, start)}
     end = start + len(nodes) - 1
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            handed_over = isinstance(ROLE.get(node), (Saved, Tangent, Forwarded, Returned)) and node.users
+            handed_over = isinstance(ROLE.get(node), (ir.Saved, ir.Tangent, ir.Forwarded, ir.Returned)) and node.users
             last = max(index[user] for user in node.users) if handed_over else end
         else:
             last = max((index[user] for user in _uses(node)), default=index[node])
@@ -328,7 +276,7 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes until which the node's value is needed."""
     for user in node.users:
         yield user
-        if is_collective(user) and not _works_on_a_copy(user):
+        if ir.is_collective(user) and not _works_on_a_copy(user):
             yield from user.users
 
 
@@ -339,20 +287,16 @@ def _works_on_a_copy(node: fx.Node) -> bool:
     copy, which is no tensor of the program.
     """
     gloo = node.meta["val"].device.type == "cpu"
-    return node.target is ALL_REDUCE or (node.target is REDUCE_SCATTER and gloo)
+    return node.target is ir.ALL_REDUCE or (node.target is ir.REDUCE_SCATTER and gloo)
 
 
-def _set_kinds(gm: fx.GraphModule, storages: dict[fx.Node, list[Storage]]) -> None:
-    """Set the kind of each storage by its most specific node; later rules are more specific."""
+def _kinds(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
+    """The kinds of the storages of nodes; a storage is of the last kind, which is the most specific."""
     nodes = list(gm.graph.nodes)
-    rules: list[tuple[fx.Node, str]] = []
-    rules += [(node, "communication buffers") for node in nodes if node in REDUCES]
-    results = [(role, value) for role, value in outputs(gm) if role is not None and isinstance(value, fx.Node)]
-    rules += sorted(((value, KINDS[type(role)]) for role, value in results), key=lambda rule: rule[1] == "saved")
-    rules += [(node, "saved") for node in nodes if MEMORY_KIND.get(node) == "saved"]
-    rules += [(node, "gathered parameters") for node in nodes if MEMORY_KIND.get(node) == "gathered"]
-    rules += [(node, "buffers") for node in nodes if node.op == "get_attr"]
-    rules += [(node, KINDS[type(ROLE.of(node))]) for node in nodes if node.op == "placeholder"]
-    for node, kind in rules:
-        for storage in storages[node]:
-            storage.kind = kind
+    yield from ((node, "communication buffers") for node in nodes if node in REDUCES)
+    results = [(role, value) for role, value in ir.outputs(gm) if role is not None and isinstance(value, fx.Node)]
+    yield from sorted(((value, KINDS[type(role)]) for role, value in results), key=lambda rule: rule[1] == "saved")
+    for memory_kind, kind in (("saved", "saved"), ("gathered", "gathered parameters")):
+        yield from ((node, kind) for node in nodes if MEMORY_KIND.get(node) == memory_kind)
+    yield from ((node, "buffers") for node in nodes if node.op == "get_attr")
+    yield from ((node, KINDS[type(role)]) for role, node in ir.placeholders(gm).items())

@@ -21,22 +21,20 @@ def on_rank(
     Values computed from them, except for casts and copies, have the same shape on every rank, because shards are padded
     before they are sent.
     """
-    given: dict[Role, torch.Tensor] = {}
-    forward = _reshape(forward, context, rank, given)
+    shards: dict[Role, torch.Tensor] = {}
+    forward = _reshape(forward, context, rank, shards)
     for role, value in outputs(forward):
         if isinstance(role, Saved) and isinstance(value, fx.Node) and value.op == "placeholder":
-            given[role] = value.meta["val"]
-    return forward, None if backward is None else _reshape(backward, context, rank, given)
+            shards[role] = value.meta["val"]
+    return forward, None if backward is None else _reshape(backward, context, rank, shards)
 
 
 def shard_shape(context: Context, fqn: str, rank: int) -> tuple[int, ...]:
     """The shape of ``rank``'s shard of a parameter."""
-    shape, entry = tuple(context.shapes[fqn]), context.parameters[fqn]
-    if entry.shard_axis is None:
+    shape, axis, mesh = tuple(context.shapes[fqn]), context.parameters[fqn].shard_axis, context.plan.mesh
+    if axis is None:
         return shape
-    mesh = context.plan.mesh
-    index = coordinates(mesh, rank)[entry.shard_axis]
-    start, stop = chunk_bounds(shape[0], mesh[entry.shard_axis][1], index)
+    start, stop = chunk_bounds(shape[0], mesh[axis][1], coordinates(mesh, rank)[axis])
     return (stop - start, *shape[1:])
 
 
@@ -49,20 +47,17 @@ def _reshape_copies(shard: fx.Node, shape: torch.Size, context: Context) -> None
     """Set ``shape`` on values with the elements of a shard: copies to the device, and casts before the all-gather."""
     for user in shard.users:
         if user.target in (TO_DEVICE, WAIT_COPY, torch.ops.aten._to_copy.default):
-            value = user.meta["val"]
-            with context.fake_mode:
-                user.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+            user.meta["val"] = context.values.empty(shape, user.meta["val"])
             _reshape_copies(user, shape, context)
 
 
-def _reshape(gm: fx.GraphModule, context: Context, rank: int, given: dict[Role, torch.Tensor]) -> fx.GraphModule:
+def _reshape(gm: fx.GraphModule, context: Context, rank: int, shards: dict[Role, torch.Tensor]) -> fx.GraphModule:
     copy = copy_graph(gm)
     for role, node in placeholders(copy).items():
         value = node.meta["val"]
         if isinstance(role, Parameter) and tuple(value.shape) != (shape := shard_shape(context, role.fqn, rank)):
-            with context.fake_mode:
-                given[role] = torch.empty(shape, dtype=value.dtype, device=value.device)
-        if role in given:
-            node.meta["val"] = given[role]
-            _reshape_copies(node, given[role].shape, context)
+            shards[role] = context.values.empty(shape, value)
+        if role in shards:
+            node.meta["val"] = shards[role]
+            _reshape_copies(node, shards[role].shape, context)
     return copy

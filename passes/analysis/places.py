@@ -24,22 +24,18 @@ def on_host(gm: fx.GraphModule) -> set[fx.Node]:
             host = node.args[0] in hosted
         elif node.target in (TO_HOST, TO_DEVICE):
             host = node.target is TO_HOST
-            _check_crosses(node, hosted)
+            if (node.args[0] in hosted) == host:
+                where = "host" if host else "device"
+                raise GraphInvariantError(f"{node.format_node()} copies to the {where} what is there already")
         elif node.op == "call_function":
-            given = {value in hosted for value in node.all_input_nodes if not isinstance(value.meta.get("val"), int)}
-            if len(given) > 1:
+            places = {value in hosted for value in node.all_input_nodes if not isinstance(value.meta.get("val"), int)}
+            if len(places) > 1:
                 raise GraphInvariantError(
                     f"{node.format_node()} takes values of the host and of the device: copy the one to the other first"
                 )
-            host = given == {True}
+            host = places == {True}
         else:
             host = bool(ON_HOST.get(node))
         if host:
             hosted.add(node)
     return hosted
-
-
-def _check_crosses(node: fx.Node, hosted: set[fx.Node]) -> None:
-    if (node.args[0] in hosted) == (node.target is TO_HOST):
-        where = "host" if node.target is TO_HOST else "device"
-        raise GraphInvariantError(f"{node.format_node()} copies to the {where} what is there already")

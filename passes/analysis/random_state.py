@@ -19,8 +19,8 @@ def draws(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return "dropout_p" not in names or arguments.get("dropout_p", 0.0) != 0.0
 
 
 def check_random_state(forward: fx.GraphModule, backward: fx.GraphModule | None) -> None:

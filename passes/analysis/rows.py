@@ -26,20 +26,12 @@ from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
 class Row:
     """One operation: its location in the program and the model, its work, and its cost on one rank.
 
-    ``half``
-        ``"forward"``, ``"backward"`` or ``"optimizer"``.
-    ``stream``
-        The mesh axis of a collective, the direction of a copy (``"to host"``), ``""`` for computation.
-    ``read``, ``written``, ``sent``
-        Bytes of its operands, of its results, and on the wire.
-    ``seconds``
-        Time on its stream.
-    ``memory``, ``host``
-        Live bytes at its end by kind, on the device and on the host.
-    ``waits``
-        The distance in rows to the earlier collective or copy that it waits for; 0 if it waits for none.
-    ``known``
-        False for an operation without a formula, which is priced by its bytes.
+    ``half`` is ``"forward"``, ``"backward"`` or ``"optimizer"``. ``stream`` is the mesh axis of a collective, the
+    direction of a copy (``"to host"``), ``""`` for computation; ``seconds`` is the time on it. ``read``, ``written``
+    and ``sent`` are bytes of its operands, of its results, and on the wire; ``memory`` and ``host`` are live bytes at
+    its end by kind, on the device and on the host. ``waits`` is the distance in rows to the earlier collective or copy
+    that it waits for; 0 if it waits for none. ``known`` is False for an operation without a formula, which is priced by
+    its bytes.
     """
 
     half: str
@@ -91,13 +83,13 @@ class Prices:
 
     def communication(self, node: fx.Node) -> float:
         """Seconds of a collective on its stream."""
-        given, gotten = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
-        return self.collective(operation_of(node), given, gotten, group_of(node))
+        taken, returned = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+        return self.collective(operation_of(node), taken, returned, group_of(node))
 
-    def collective(self, operation: str, given: int, gotten: int, axis: str) -> float:
-        """Seconds of one ``operation`` over ``axis``; ``given`` and ``gotten`` are a rank's bytes in and out."""
+    def collective(self, operation: str, taken: int, returned: int, axis: str) -> float:
+        """Seconds of one ``operation`` over ``axis``; ``taken`` and ``returned`` are a rank's bytes in and out."""
         link, ranks = self.cluster.link_of(self.mesh, axis), size_along(self.mesh, axis)
-        return collective_seconds(operation, given, gotten, ranks, link, self.cluster.efficiency)
+        return collective_seconds(operation, taken, returned, ranks, link, self.cluster.efficiency)
 
     def copy(self, node: fx.Node) -> float:
         """Seconds of a copy between host and device on its stream."""

@@ -105,9 +105,9 @@ class SizedTensor(torch.Tensor):
     @staticmethod
     def of(value: torch.Tensor, sizes: tuple[Any, ...], held: _SizedStorage) -> SizedTensor:
         """Like ``value``, with these sizes and this storage."""
-        made = torch.empty(0, dtype=value.dtype, device="meta").as_subclass(SizedTensor)
-        made.sizes, made.held, made.place = sizes, held, value.device
-        return made
+        tensor = torch.empty(0, dtype=value.dtype, device="meta").as_subclass(SizedTensor)
+        tensor.sizes, tensor.held, tensor.place = sizes, held, value.device
+        return tensor
 
     # The analyses read these; torch's own signatures promise numbers.
 
@@ -134,9 +134,7 @@ class SizedTensor(torch.Tensor):
 class _SizedStorage:
     """One storage, shared by all values in it."""
 
-    real: torch.UntypedStorage
-    """Kept alive, so that no later storage has its address."""
-
+    real: torch.UntypedStorage  # kept alive, so that no later storage has its address
     size: Any
 
     def nbytes(self) -> Any:
@@ -178,13 +176,11 @@ def _sized(
     storages: dict[int, _SizedStorage],
 ) -> Any:
     """The sized value for a value's samples; ``storages`` are those of earlier values."""
-    flat, spec = pytree.tree_flatten(values[0])
-    columns = zip(*(pytree.tree_leaves(value) for value in values), strict=True)
-    made = []
-    for leaf, column in zip(flat, columns, strict=True):
+
+    def sized(leaf: Any, *others: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            made.append(leaf)
-            continue
+            return leaf
+        column = (leaf, *others)
         dims = tuple(sizes.through(each, points) for each in zip(*(t.shape for t in column), strict=True))
         stored = dims if part is None else (part.rows, *dims[1:])
         real = leaf.untyped_storage()
@@ -194,11 +190,9 @@ def _sized(
             size = math.prod(stored, start=leaf.element_size()) if dense else sizes.through(held, points)
             storages[real._cdata] = _SizedStorage(real, size)
         shape = stored if part is not None and part.shard else dims
-        made.append(SizedTensor.of(leaf, shape, storages[real._cdata]))
-    return pytree.tree_unflatten(made, spec)
+        return SizedTensor.of(leaf, shape, storages[real._cdata])
 
-
-# -- shards of parameters --------------------------------------------------------------------------
+    return pytree.tree_map(sized, *values)
 
 
 class _Part(NamedTuple):

@@ -33,16 +33,15 @@ class SizedPrices(Prices):
     sizes: Sizes
 
     def sent(self, node: fx.Node) -> Any:
-        given, gotten, ranks = self._sizes(node)
-        return wire_bytes(operation_of(node), given, gotten, ranks, EXPRESSIONS)
+        taken, returned, ranks = self._sizes(node)
+        return wire_bytes(operation_of(node), taken, returned, ranks, EXPRESSIONS)
 
     def communication(self, node: fx.Node) -> Any:
-        given, gotten, ranks = self._sizes(node)
-        cluster = self.cluster
+        taken, returned, ranks = self._sizes(node)
+        cluster, operation = self.cluster, operation_of(node)
 
         def seconds(link: Any) -> Any:
-            efficiency = cluster.efficiency
-            return collective_seconds(operation_of(node), given, gotten, ranks, link, efficiency, EXPRESSIONS)
+            return collective_seconds(operation, taken, returned, ranks, link, cluster.efficiency, EXPRESSIONS)
 
         if cluster.inter is None:
             return seconds(cluster.intra)
@@ -70,10 +69,10 @@ class SizedPrices(Prices):
 
     def _sizes(self, node: fx.Node) -> tuple[Any, Any, Any]:
         """Input bytes, output bytes and ranks; computed from the shard, whose size includes padding for uneven rows."""
-        given, gotten = (self.sizes.expression(n.meta["val"].nbytes) for n in (node.args[0], node))
+        taken, returned = (self.sizes.expression(n.meta["val"].nbytes) for n in (node.args[0], node))
         ranks = sympy.Mul(*(self.sizes.axes[axis] for axis in axes_of(group_of(node))))
         if node.target is ALL_GATHER:
-            gotten = given * ranks
+            returned = taken * ranks
         elif node.target is REDUCE_SCATTER:
-            given = gotten * ranks
-        return given, gotten, ranks
+            taken = returned * ranks
+        return taken, returned, ranks

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from shardgraph.ir.attributes import SCORES, SOURCE
 from shardgraph.passes.base import Context
 from shardgraph.passes.chunking.region import NotByRowsError, described, find_region
+from shardgraph.passes.chunking.slice_before_scores import normalizations
 from shardgraph.passes.chunking.write_chunks import write_chunks
 
 LOSS_CHUNK = 64 * 2**20
@@ -29,17 +29,13 @@ class MarkScores:
     excludes: ClassVar[frozenset[str]] = frozenset({"sharded-operators", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        for number, node in enumerate(_normalisations(gm)):
+        for number, node in enumerate(normalizations(gm)):
             SCORES.set(node, number)
-
-
-def _normalisations(gm: fx.GraphModule) -> list[fx.Node]:
-    return list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._log_softmax.default))
 
 
 def has_scores(gm: fx.GraphModule, nbytes: int) -> bool:
     """Whether a captured graph has a cross-entropy over more than ``nbytes`` bytes of scores."""
-    return any(node.meta["val"].nbytes > nbytes for node in _normalisations(gm))
+    return any(node.meta["val"].nbytes > nbytes for node in normalizations(gm))
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,10 @@ class ChunkLoss:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.loss_chunk is None:
             return
-        found = {SCORES.of(node) for node in gm.graph.nodes if node in SCORES}
-        if not found:
+        losses = {SCORES.of(node) for node in gm.graph.nodes if node in SCORES}
+        if not losses:
             context.notes.append("loss_chunk: no cross-entropy is in the graph, so nothing is computed in chunks")
-        for number in sorted(found):
+        for number in sorted(losses):
             left = [node for node in gm.graph.nodes if SCORES.get(node) == number]
             if left:  # not already chunked together with another loss of the same scores
                 context.notes.append(_chunk(gm, left[0], context.plan.loss_chunk, context))

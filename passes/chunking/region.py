@@ -12,21 +12,15 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Output, outputs
 from shardgraph.ir.attributes import SOURCE
-from shardgraph.passes.chunking.rows import SUMMED, WHOLE, Form, form_of
-from shardgraph.passes.partition.split import forward_nodes
+from shardgraph.passes.chunking.rows import PRODUCTS, SUMMED, WHOLE, Form, form_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
 from shardgraph.sizes import format_bytes
-
-aten = torch.ops.aten
-
-_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 
 class NotByRowsError(ShardGraphError):
@@ -37,25 +31,19 @@ class NotByRowsError(ShardGraphError):
 class Region:
     """Operations to be computed in chunks of rows.
 
-    ``product`` makes the scores of ``rows`` tokens. ``forms`` has every operation in order, ``layouts`` every value
-    that they produce; ``large`` are the nodes whose result is as large as the scores.
+    ``product`` makes the scores of ``rows`` tokens. ``forms`` has every operation in order; ``large`` are the nodes
+    whose result is as large as the scores.
     """
 
     product: fx.Node
     rows: int
     forms: Mapping[fx.Node, Form]
-    layouts: Mapping[Value, int]
     large: frozenset[fx.Node]
 
     @property
     def row_bytes(self) -> int:
         """Bytes per row of the largest value."""
         return max(node.meta["val"].nbytes for node in self.large) // self.rows
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the scores of all rows, in their largest dtype."""
-        return self.row_bytes * self.rows
 
 
 def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
@@ -76,40 +64,18 @@ def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
         if not reached or node.target is operator.getitem:
             continue
         form = form_of(node, rows, [None if each == SUMMED else each for each in known])
-        of_scores = any(operand in large for operand in operands(node))
-        if form is None and of_scores:
-            raise NotByRowsError(f"{_described(node)} reads all of them, or is not known to work row by row")
         if form is None:
-            continue
+            if large.isdisjoint(operands(node)):
+                continue
+            line = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
+            name = str(node.target).removeprefix("aten.")
+            raise NotByRowsError(f"{name}{line} reads all of them, or is not known to work row by row")
         forms[node] = form
         layouts |= {(node, index): layout for index, layout in enumerate(form.gives)}
-        if node is not product and node.target in _PRODUCTS:
+        if node is not product and node.target in PRODUCTS:
             del layouts[node, 0]  # hidden states again, or a sum over rows: the scores end here
         elif math.prod(results(node)[0].shape) >= size:
             large.add(node)
-    _check_outputs(gm, large)
-    kept = _kept(forms, large)
-    _add_makers(forms, kept, large, product)
-    return Region(
-        product,
-        rows,
-        {node: forms[node] for node in gm.graph.nodes if node in kept},
-        {(node, index): layout for node in kept for index, layout in enumerate(forms[node].gives)},
-        frozenset(large),
-    )
-
-
-def _product_of(scores: fx.Node) -> fx.Node:
-    node = scores
-    while node.target not in _PRODUCTS:
-        above = [each for each in operands(node) if each.op == "call_function"] if node.op == "call_function" else []
-        if not above:
-            raise NotByRowsError("they are not the product of hidden states and a matrix")
-        node = max(above, key=lambda each: math.prod(results(each)[0].shape))
-    return node
-
-
-def _check_outputs(gm: fx.GraphModule, large: set[fx.Node]) -> None:
     for role, value in outputs(gm):
         if value in large and isinstance(role, Output):
             raise NotByRowsError(
@@ -117,6 +83,19 @@ def _check_outputs(gm: fx.GraphModule, large: set[fx.Node]) -> None:
             )
         if value in large:
             raise NotByRowsError(f"they are the result {role}")
+    kept = _kept(forms, large)
+    _add_makers(forms, kept, large, product)
+    return Region(product, rows, {node: forms[node] for node in gm.graph.nodes if node in kept}, frozenset(large))
+
+
+def _product_of(scores: fx.Node) -> fx.Node:
+    node = scores
+    while node.target not in PRODUCTS:
+        computed = [each for each in operands(node) if each.op == "call_function"]
+        if not computed:
+            raise NotByRowsError("they are not the product of hidden states and a matrix")
+        node = max(computed, key=lambda each: math.prod(results(each)[0].shape))
+    return node
 
 
 def _kept(forms: Mapping[fx.Node, Form], large: set[fx.Node]) -> set[fx.Node]:
@@ -144,7 +123,7 @@ def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.No
             continue
         value = node.meta["val"]
         form = form_of(node, rows, [None] * len(operands(node))) if value.numel() >= rows * columns else None
-        if form is not None and form.gives == (layout,) and node.target not in _PRODUCTS:
+        if form is not None and form.gives == (layout,) and node.target not in PRODUCTS:
             forms[node] = form
             kept.add(node)
             large.add(node)
@@ -155,22 +134,10 @@ def _read_by_rows(node: fx.Node, form: Form) -> list[tuple[fx.Node, int]]:
     return [(operand, take) for operand, take in zip(operands(node), form.takes, strict=True) if take != WHOLE]
 
 
-def halves(gm: fx.GraphModule, region: Region) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The region's operations in forward and in backward."""
-    inside = forward_nodes(gm)
-    return [n for n in region.forms if n in inside], [n for n in region.forms if n not in inside]
-
-
-def _described(node: fx.Node) -> str:
-    name = str(node.target).removeprefix("aten.")
-    where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
-    return f"{name}{where}"
-
-
 def described(region: Region) -> str:
     """The scores, described for users."""
     shape = list(region.product.meta["val"].shape)
     return (
         f"scores {shape} of the loss at {SOURCE.get(region.product) or region.product.name}, "
-        f"{format_bytes(region.whole_bytes)},"
+        f"{format_bytes(region.row_bytes * region.rows)},"
     )

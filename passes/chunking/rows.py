@@ -8,7 +8,6 @@ graph they are always one dimension. A rule adds one kind of operation; an opera
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,8 @@ aten = torch.ops.aten
 WHOLE, TURNED, SUMMED = 0, -1, -2
 """Layouts other than a count of leading row dimensions: no rows, a matrix whose rows are the last dimension, or a
 sum over rows."""
+
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ RULES: dict[Any, Rule] = {}
 
 def form_of(node: fx.Node, rows: int, known: Sequence[int | None]) -> Form | None:
     """How ``node`` is computed for a chunk of ``rows``, given ``known`` layouts of operands; None if it cannot be."""
-    operation = Operation(node, rows, tuple(known))
-    rule = RULES.get(node.target) or (pointwise if _is_pointwise(node) else None)
-    found = None if rule is None else rule(operation)
-    if found is None or any(before not in (None, take) for before, take in zip(known, found.takes, strict=True)):
+    elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    rule = RULES.get(node.target) or (pointwise if elementwise else None)
+    form = None if rule is None else rule(Operation(node, rows, tuple(known)))
+    if form is None or any(layout not in (None, take) for layout, take in zip(known, form.takes, strict=True)):
         return None
-    return found
+    return form
 
 
 def leading(shape: Sequence[int], rows: int) -> int | None:
@@ -94,13 +95,6 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-# -- elementwise -------------------------------------------------------------------------------------------
-
-
 @rule(
     aten._to_copy.default,
     aten.clone.default,
@@ -114,28 +108,30 @@ def pointwise(operation: Operation) -> Form | None:
     """Elementwise, with broadcast operands."""
     shape = operation.result
     count = leading(shape, operation.rows)
-    takes = [] if count is None else [_aligned(each, shape, count) for each in operation.shapes]
-    if count is None or None in takes:
+    if count is None:
         return None
-    return operation.form([take for take in takes if take is not None], count)
+    takes = [take for each in operation.shapes if (take := _aligned(each, shape, count)) is not None]
+    return operation.form(takes, count) if len(takes) == len(operation.shapes) else None
 
 
 def _aligned(shape: torch.Size, result: torch.Size, count: int) -> int | None:
     """The layout of an operand of ``shape``, if rows are the first ``count`` dimensions of the result."""
     if len(shape) == len(result) and shape[:count] == result[:count]:
         return count
-    apart = len(result) - len(shape)
-    same_for_all = all(size == 1 for size in shape[: max(0, count - apart)])
-    return WHOLE if same_for_all and len(shape) <= len(result) - count + 1 else None
+    missing = len(result) - len(shape)
+    same_for_all = all(size == 1 for size in shape[: max(0, count - missing)])
+    return WHOLE if same_for_all and missing >= count - 1 else None
 
 
 @rule(aten.expand.default, aten.new_zeros.default, aten.new_ones.default)
 def sized(operation: Operation) -> Form | None:
     """Expansions and constants, with a size argument."""
-    found = pointwise(operation)
-    if found is None or operation.node.target is aten.expand.default:
-        return found and _in_size(operation, found)
-    return _in_size(operation, replace(found, takes=tuple(known or WHOLE for known in operation.known)))
+    form, node = pointwise(operation), operation.node
+    if form is None:
+        return None
+    takes = form.takes if node.target is aten.expand.default else tuple(known or WHOLE for known in operation.known)
+    rest = list(operation.result[form.gives[0] :])
+    return replace(form, takes=takes, args=lambda rows: (node.args[0], [rows, *rest], *node.args[2:]))
 
 
 @rule(aten.full.default, aten.zeros.default, aten.ones.default)
@@ -146,14 +142,6 @@ def constant(operation: Operation) -> Form | None:
         return None
     rest = list(operation.result[count:])
     return operation.form([], count, args=lambda rows: ([rows, *rest], *operation.node.args[1:]))
-
-
-def _in_size(operation: Operation, form: Form) -> Form:
-    first, rest = operation.node.args[0], list(operation.result[form.gives[0] :])
-    return replace(form, args=lambda rows: (first, [rows, *rest], *operation.node.args[2:]))
-
-
-# -- layout ------------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -169,13 +157,13 @@ def _in_size(operation: Operation, form: Form) -> Form:
 def view(operation: Operation) -> Form | None:
     """Views: nothing to do if only the row dimensions change."""
     (before,), shape, rows = operation.shapes, operation.result, operation.rows
-    taken, given = leading(before, rows), leading(shape, rows)
-    if taken is None or given is None:
+    take, give = leading(before, rows), leading(shape, rows)
+    if take is None or give is None:
         return None
-    rest = list(shape[given:])
-    if rest == list(before[taken:]):
-        return Form((taken,), (given,), None, lambda rows: ())
-    return Form((taken,), (given,), aten.view.default, lambda rows: (operation.node.args[0], [rows, *rest]))
+    rest = list(shape[give:])
+    if rest == list(before[take:]):
+        return Form((take,), (give,), None, lambda rows: ())
+    return Form((take,), (give,), aten.view.default, lambda rows: (operation.node.args[0], [rows, *rest]))
 
 
 @rule(aten.t.default, aten.transpose.int, aten.permute.default)
@@ -189,8 +177,6 @@ def turn(operation: Operation) -> Form | None:
         return None
     return operation.form([TURNED if turned else 1], 1 if turned else TURNED)
 
-
-# -- along the other dimensions ----------------------------------------------------------------------------
 
 _DIMENSION = {
     aten._log_softmax.default: 1,
@@ -221,17 +207,16 @@ def along_others(operation: Operation) -> Form | None:
         return None
     if any(leading(each, operation.rows) != count for each in (*operation.shapes, operation.result)):
         return None
-    given = operation.node.args[position]
     args = list(operation.node.args)
-    args[position] = dims if isinstance(given, (list, tuple)) else dims[0]
+    args[position] = dims if isinstance(args[position], (list, tuple)) else dims[0]
     return operation.form([count] * len(operation.shapes), count, args=lambda rows: tuple(args))
 
 
 def _from_the_end(operation: Operation, position: int) -> list[int]:
     """The dimensions as negative numbers: the same in a chunk, whose rows are one dimension."""
     args, size = operation.node.args, len(operation.shapes[0])
-    given = args[position] if len(args) > position else None
-    dims = list(given) if isinstance(given, (list, tuple)) else [given]
+    argument = args[position] if len(args) > position else None
+    dims = argument if isinstance(argument, (list, tuple)) else [argument]
     return [dim % size - size for dim in dims if isinstance(dim, int)]
 
 
@@ -239,18 +224,15 @@ def _from_the_end(operation: Operation, position: int) -> list[int]:
 def sum_over(operation: Operation) -> Form | None:
     """Over dimensions other than the rows, over the rows, or over all."""
     if operation.node.target is aten.sum.dim_IntList:
-        if found := along_others(operation):
-            return found
+        if form := along_others(operation):
+            return form
         if operation.known[0] != 1 or _from_the_end(operation, 1) != [-len(operation.shapes[0])]:
             return None
     count = operation.known[0] or WHOLE
     return operation.form([count], SUMMED) if count > 0 else None
 
 
-# -- products ----------------------------------------------------------------------------------------------
-
-
-@rule(aten.mm.default, aten.addmm.default)
+@rule(*PRODUCTS)
 def product(operation: Operation) -> Form | None:
     """Rows times a matrix are rows; two matrices multiplied along their rows give a sum over rows."""
     rows, bias = operation.rows, len(operation.shapes) - 2
@@ -265,8 +247,6 @@ def product(operation: Operation) -> Form | None:
     return operation.form([*[WHOLE] * bias, 1, WHOLE], 1)
 
 
-# -- the loss ----------------------------------------------------------------------------------------------
-
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
@@ -276,15 +256,11 @@ def nll_loss(operation: Operation) -> Form | None:
     scores, target, weight, reduction, ignored = operation.node.args
     if len(operation.shapes[0]) != 2:
         return None
-    wanted = _SUM if reduction == _MEAN else reduction
+    of_chunk = _SUM if reduction == _MEAN else reduction
     takes = [1, 1, *[WHOLE] * (weight is not None)]
-    found = operation.form(
-        takes,
-        1 if reduction == _NONE else SUMMED,
-        SUMMED,
-        args=lambda rows: (scores, target, weight, wanted, ignored),
-    )
-    return replace(found, mean=reduction == _MEAN)
+    args = (scores, target, weight, of_chunk, ignored)
+    form = operation.form(takes, 1 if reduction == _NONE else SUMMED, SUMMED, args=lambda rows: args)
+    return replace(form, mean=reduction == _MEAN)
 
 
 @rule(aten.nll_loss_backward.default)
@@ -295,8 +271,3 @@ def nll_loss_backward(operation: Operation) -> Form | None:
         return None
     by_row = reduction == _NONE
     return operation.form([1 if by_row else WHOLE, 1, 1, *[WHOLE] * (weight is not None), WHOLE], 1)
-
-
-def is_number(node: fx.Node) -> bool:
-    """Whether the node returns a number and not a tensor, such as the position of a rank's first row."""
-    return node.target is not operator.getitem and isinstance(node.meta.get("val"), (int, float))

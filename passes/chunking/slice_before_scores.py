@@ -13,12 +13,11 @@ from shardgraph.ir.attributes import Change, carried
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
+from shardgraph.passes.chunking.rows import PRODUCTS
 from shardgraph.passes.sharding.options import operands
 
 aten = torch.ops.aten
 
-_LOG_SOFTMAX = aten._log_softmax.default
-_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 _SAME_ROWS = frozenset({aten.view.default, aten._unsafe_view.default, aten._to_copy.default, aten.clone.default})
 
 
@@ -39,12 +38,17 @@ class SliceBeforeScores:
     excludes: ClassVar[frozenset[str]] = frozenset({"sharded-operators", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        for scores in gm.graph.find_nodes(op="call_function", target=_LOG_SOFTMAX):
+        for scores in normalizations(gm):
             forward = _forward(scores)
             backward = None if forward is None else _backward(gm, forward)
             if forward is not None and backward is not None:
                 _rewrite(gm, forward, backward, context.values)
                 gm.graph.eliminate_dead_code()
+
+
+def normalizations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The log-softmax of every cross-entropy."""
+    return gm.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class _Backward:
 def _forward(scores: fx.Node) -> _Forward | None:
     """The slice between a product and the normalization of its result; None if none can be moved before the product."""
     node, chain = operands(scores)[0], list[fx.Node]()
-    while node.target not in _PRODUCTS:
+    while node.target not in PRODUCTS:
         if node.target not in _SAME_ROWS and node.target is not aten.slice.Tensor:
             return None
         chain.append(node)
@@ -103,10 +107,10 @@ def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | 
     whole = _before(forward.cut)
     rows = _range(forward.cut.args[1:], whole)
     nodes = gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
-    found = [each for each in nodes if list(each.args[1]) == whole and _range(each.args[2:], whole) == rows]
-    if len(found) != 1:
-        return None if found else ()
-    node, casts = found[0], list[fx.Node]()
+    spreads = [each for each in nodes if list(each.args[1]) == whole and _range(each.args[2:], whole) == rows]
+    if len(spreads) != 1:
+        return None if spreads else ()
+    node, casts = spreads[0], list[fx.Node]()
     while len(node.users) == 1:
         (user,) = node.users
         if user.target not in _SAME_ROWS and not (user.target is aten.slice_backward.default and _keeps_all(user)):
@@ -114,7 +118,7 @@ def _backward(gm: fx.GraphModule, forward: _Forward) -> _Backward | tuple[()] | 
         casts += [user] if user.target is aten._to_copy.default else []
         node = user
     ends = node.users and all(_is_end(user, node, forward.hidden) for user in node.users)
-    return _Backward(found[0], tuple(casts), node) if ends else None
+    return _Backward(spreads[0], tuple(casts), node) if ends else None
 
 
 def _range(args: Sequence[Any], shape: Sequence[int]) -> tuple[int, tuple[int, int, int]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Sequence
-from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -15,8 +14,9 @@ from shardgraph.ir import ALL_REDUCE, WAIT, add_output, outputs
 from shardgraph.ir.attributes import CHUNK, RECOMPUTE, Change, Labels, carried
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.builder import Builder
-from shardgraph.passes.chunking.region import NotByRowsError, Region, halves, pieces
-from shardgraph.passes.chunking.rows import SUMMED, TURNED, WHOLE, Form, is_number
+from shardgraph.passes.chunking.region import NotByRowsError, Region, pieces
+from shardgraph.passes.chunking.rows import SUMMED, TURNED, WHOLE, Form
+from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
 
@@ -34,7 +34,9 @@ def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int,
     Raises:
         NotByRowsError: an operation on a row needs a sum over all rows.
     """
-    forward, backward = (tuple(half) for half in halves(gm, region))
+    inside = forward_nodes(gm)
+    forward = tuple(node for node in region.forms if node in inside)
+    backward = tuple(node for node in region.forms if node not in inside)
     order = _order(gm, [loop for loop in (forward, backward) if loop])
     _Chunks(gm, region, bounds, frozenset(backward), values).run(order)
 
@@ -45,29 +47,16 @@ def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
     unit: dict[fx.Node, fx.Node | Loop] = {node: node for node in place}
     for loop in loops:
         unit |= dict.fromkeys((*loop, *(piece for node in loop for piece in pieces(node))), loop)
-    last: dict[Any, int] = {}
-    for node, at in place.items():
-        last[unit[node]] = max(at, last.get(unit[node], 0))
-    waits_for = {each: set[Any]() for each in last}
+    last = {unit[node]: at for node, at in place.items()}
+    dependencies: nx.DiGraph = nx.DiGraph()
+    dependencies.add_nodes_from(last)
     for node in place:
-        waits_for[unit[node]] |= {unit[value] for value in node.all_input_nodes} - {unit[node]}
-    users: dict[Any, list[Any]] = {each: [] for each in last}
-    for each, needed in waits_for.items():
-        for value in needed:
-            users[value].append(each)
-    ready = [(last[each], each) for each, needed in waits_for.items() if not needed]
-    heapq.heapify(ready)
-    found: list[fx.Node | Loop] = []
-    while ready:
-        _, each = heapq.heappop(ready)
-        found.append(each)
-        for user in users[each]:
-            waits_for[user].remove(each)
-            if not waits_for[user]:
-                heapq.heappush(ready, (last[user], user))
-    if len(found) < len(last):
-        raise NotByRowsError("something of a row depends on a sum over all of them")
-    return found
+        dependencies.add_edges_from((unit[value], unit[node]) for value in node.all_input_nodes)
+    dependencies.remove_edges_from(list(nx.selfloop_edges(dependencies)))
+    try:
+        return list(nx.lexicographical_topological_sort(dependencies, key=last.__getitem__))
+    except nx.NetworkXUnfeasible:
+        raise NotByRowsError("something of a row depends on a sum over all of them") from None
 
 
 class _Chunks:
@@ -102,8 +91,6 @@ class _Chunks:
     def _get(self, node: fx.Node) -> fx.Node:
         return self.whole[node, 0] if (node, 0) in self.whole else self.whole[value_of(node)]
 
-    # -- a loop ------------------------------------------------------------------------------------
-
     def _loop(self, loop: Loop) -> None:
         for number, (start, end) in enumerate(self.bounds):
             for node in loop:
@@ -121,32 +108,35 @@ class _Chunks:
     def _operation(self, node: fx.Node, number: int, rows: int) -> None:
         form, chunk = self.region.forms[node], self.chunks[number]
         self.write.labels = self._labels(node, recompute=True, number=number)
-        given = [self._operand(each, take, number) for each, take in zip(operands(node), form.takes, strict=True)]
+        taken = [self._operand(each, take, number) for each, take in zip(operands(node), form.takes, strict=True)]
         if form.target is None:
-            chunk[node, 0] = given[0]
+            chunk[node, 0] = taken[0]
             return
         self.write.labels = self._labels(node, recompute=node in self.region.large, number=number)
         if node in self.backward and node.target is aten.mm.default and (node, 0) in self.totals:
-            self.totals[node, 0] = self._add_product(self.totals[node, 0], *given)
+            self.totals[node, 0] = self._add_product(self.totals[node, 0], *taken)
             return
-        made = self._call(node, form, rows, given, number)
-        parts = [made]
+        result = self._call(node, form, rows, taken, number)
+        parts = [result]
         if len(form.gives) > 1:
-            parts = [self.write.call(operator.getitem, made, index) for index in range(len(form.gives))]
+            parts = [self.write.call(operator.getitem, result, index) for index in range(len(form.gives))]
         for index, (layout, part) in enumerate(zip(form.gives, parts, strict=True)):
             if layout == SUMMED:
                 self._add((node, index), part)
             else:
                 chunk[node, index] = part
 
-    def _call(self, node: fx.Node, form: Form, rows: int, given: list[fx.Node], number: int) -> fx.Node:
+    def _call(self, node: fx.Node, form: Form, rows: int, taken: list[fx.Node], number: int) -> fx.Node:
         if node.target in (ALL_REDUCE, WAIT):
-            return self.write.on(node, given[0])
+            return self.write.on(node, taken[0])
         if form.target is aten.view.default:
-            given = [self.write.contiguous(given[0])]
-        places = dict(zip(operands(node), given, strict=True))  # one operand in two places has one layout
+            taken = [self.write.contiguous(taken[0])]
+        places = dict(zip(operands(node), taken, strict=True))  # one operand in two places has one layout
         args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: self._get(n) if is_number(n) else places[n], (form.args(rows), dict(node.kwargs))
+            # A node that is no operand is a number, such as the position of a rank's first row.
+            fx.Node,
+            lambda n: places[n] if n in places else self._get(n),
+            (form.args(rows), dict(node.kwargs)),
         )
         return self.write.named(f"chunk{number}_{node.name}", form.target, args, kwargs)
 
@@ -154,8 +144,6 @@ class _Chunks:
     def _labels(node: fx.Node, recompute: bool, number: int | None = None) -> Labels:
         of_chunk = {} if number is None else {CHUNK: number}
         return carried(Change.CHUNKED, node) | {RECOMPUTE: recompute} | of_chunk
-
-    # -- operands ----------------------------------------------------------------------------------
 
     def _operand(self, node: fx.Node, take: int, number: int) -> fx.Node:
         """An operand for a chunk; sliced by rows if it exists in full."""
@@ -179,8 +167,6 @@ class _Chunks:
             shape = whole.meta["val"].shape
             self.flat[node, take] = self.write.view(whole, (self.region.rows, *shape[take:]))
         return self.flat[node, take]
-
-    # -- results -----------------------------------------------------------------------------------
 
     def _is_used(self, node: fx.Node) -> bool:
         """Whether an operation outside the region reads a value of ``node``."""

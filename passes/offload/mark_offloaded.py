@@ -44,25 +44,19 @@ class MarkOffloaded:
         views = _views(gm, inside)
         for node in gm.graph.nodes:
             if node.op == "call_function" and node in inside and node not in views:
-                for pattern in patterns:
-                    if any(matches(pattern, path) for path in _modules_around(node)):
-                        for each in _kept_for(node):
-                            OFFLOADED_BY.set(each, OFFLOADED_BY.get(each, frozenset()) | {pattern})
-        for view, whole in views.items():
-            kept = whole.op == "call_function" or isinstance(ROLE.get(whole), Forwarded)
-            if kept and not RECOMPUTE.get(whole):
+                around = ["", *(path for path, _ in MODULES.get(node, {}).values())]
+                marks = {pattern for pattern in patterns if any(matches(pattern, path) for path in around)}
+                for each in _kept_for(node) if marks else ():
+                    OFFLOADED_BY.set(each, OFFLOADED_BY.get(each, frozenset()) | marks)
+        for view, base in views.items():
+            kept = base.op == "call_function" or isinstance(ROLE.get(base), Forwarded)
+            if kept and not RECOMPUTE.get(base):
                 RECOMPUTE.set(view, True)
 
 
 def offloads(plan: Plan) -> bool:
     """Whether any activations may be offloaded."""
     return plan.offload.activations or any(isinstance(annotation, offload) for _, annotation in plan.annotations)
-
-
-def _modules_around(node: fx.Node) -> Iterator[str]:
-    yield ""
-    for path, _ in MODULES.get(node, {}).values():
-        yield path
 
 
 def _kept_for(node: fx.Node) -> Iterator[fx.Node]:
@@ -79,17 +73,12 @@ def _kept_for(node: fx.Node) -> Iterator[fx.Node]:
 
 def _views(gm: fx.GraphModule, inside: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Forward's views, each with its base, which is not a view."""
-    found: dict[fx.Node, fx.Node] = {}
+    views: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node in inside and node not in MEMORY_KIND and _is_view(node, found):
-            viewed = node.args[0]
-            found[node] = found.get(viewed, viewed)
-    return found
-
-
-def _is_view(node: fx.Node, views: dict[fx.Node, fx.Node]) -> bool:
-    if not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    if node.target is operator.getitem:  # a piece of an operation that returns views
-        return node.args[0] in views
-    return node.target is torch.ops.aten._unsafe_view.default or getattr(node.target, "is_view", False)
+        if node.op != "call_function" or node not in inside or node in MEMORY_KIND or not node.all_input_nodes:
+            continue
+        viewed = node.all_input_nodes[0]
+        is_view = node.target is torch.ops.aten._unsafe_view.default or getattr(node.target, "is_view", False)
+        if is_view or (node.target is operator.getitem and viewed in views):  # a piece of what returns several views
+            views[node] = views.get(viewed, viewed)
+    return views

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,11 +16,9 @@ from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.base import Context, Graphs, of_kind, sibling
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.offload.kept import Kept, kept_values, window_of
-from shardgraph.passes.offload.mark_offloaded import offloads
 from shardgraph.passes.offload.window import awaited, started, staying
 from shardgraph.plans.annotations.kinds import offload
 from shardgraph.plans.annotations.match import matches, written
-from shardgraph.plans.plan import Plan
 
 _SMALL = 1 / 100  # of the window: below this, starting a copy costs more than its bytes are worth
 
@@ -41,13 +39,19 @@ class OffloadActivations:
     excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-activations"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
+        plan, backwards = context.plan, of_kind(graphs, "backward")
+        if not backwards and plan.offload.activations and torch.is_grad_enabled():
+            raise PlanError(
+                f"plan {plan.name!r} offloads what is kept for backward, and nothing of the model "
+                "requires a gradient: train a parameter, call it under torch.no_grad(), or compile it without offload"
+            )
         kept: list[Kept] = []
-        backwards = of_kind(graphs, "backward")
         for name in backwards:
             forward = graphs[sibling(name, "forward")]
             last = not any(isinstance(role, Forwarded) for role, _ in outputs(forward))
             kept += _offload(forward, graphs[name], context, at_once=last)
-        _check_offloaded(context.plan, context.shapes, kept if backwards else None)
+        if backwards:
+            _check_annotations(context, kept)
 
 
 def _offload(forward: fx.GraphModule, backward: fx.GraphModule, context: Context, *, at_once: bool) -> list[Kept]:
@@ -57,47 +61,29 @@ def _offload(forward: fx.GraphModule, backward: fx.GraphModule, context: Context
     Small values stay on the device, and so do those that backward uses first if it follows ``at_once``. Returns all
     values that could be moved.
     """
-    if not offloads(context.plan):
-        return []
     all_kept = kept_values(forward, backward)
-    asked = [each for each in all_kept if context.plan.offload.activations or each.marked]
-    window = window_of(asked)
-    kept = [each for each in asked if each.nbytes > _SMALL * window]
-    order = {node: i for i, node in enumerate(backward.graph.nodes)}
-    wanted = sorted(kept, key=lambda each: order[each.first])
-    stays = set(wanted[: staying([each.nbytes for each in wanted], window)]) if at_once else set()
-    if asked and len(stays) == len(kept):
+    candidates = [each for each in all_kept if context.plan.offload.activations or each.marked]
+    window = window_of(candidates)
+    kept = [each for each in candidates if each.nbytes > _SMALL * window]
+    by_use = sorted(kept, key=lambda each: each.first)
+    stays = set(by_use[: staying([each.nbytes for each in by_use], window)]) if at_once else set()
+    if candidates and len(stays) == len(kept):
         context.notes.append("no activations are offloaded: backward begins with all that are kept for it")
     _copy_away(forward, context, kept, stays, window)
-    _copy_back(backward, context, wanted, stays, window)
+    _copy_back(backward, context, by_use, stays, window)
     return all_kept
 
 
-def _check_offloaded(plan: Plan, shapes: Iterable[str], kept: Collection[Kept] | None) -> None:
-    """Check that every offload in the plan applies to something.
-
-    ``kept`` is every value saved for backward, None if there is no backward; ``shapes`` has the names of parameters,
-    which annotations may name as well as modules.
-
-    Raises:
-        PlanError: activations are offloaded and nothing is trained although gradients are enabled, or an annotation
-            names modules of which nothing is saved.
-    """
-    if kept is None:
-        if plan.offload.activations and torch.is_grad_enabled():
-            raise PlanError(
-                f"plan {plan.name!r} offloads what is kept for backward, and nothing of the model "
-                "requires a gradient: train a parameter, call it under torch.no_grad(), or compile it without offload"
-            )
-        return
-    named: set[str] = set().union(*(each.marked for each in kept))
-    for pattern, annotation in plan.annotations:
-        of_parameters = any(matches(pattern, fqn) for fqn in shapes)
-        if isinstance(annotation, offload) and pattern not in named and not of_parameters:
-            made = list(dict.fromkeys(repr(module_of(each.value)) for each in kept))
+def _check_annotations(context: Context, kept: Sequence[Kept]) -> None:
+    """Check that every ``offload()`` names parameters, or modules with values in ``kept``: all saved for backward."""
+    marked: set[str] = set().union(*(each.marked for each in kept))
+    for pattern, annotation in context.plan.annotations:
+        of_parameters = any(matches(pattern, fqn) for fqn in context.shapes)
+        if isinstance(annotation, offload) and pattern not in marked and not of_parameters:
+            names = list(dict.fromkeys(repr(module_of(each.value)) for each in kept))
             raise PlanError(
                 f"{written((pattern, annotation))} names modules of which nothing is kept for backward that could "
-                f"leave the device; it keeps values of {', '.join(made[:4]) or 'none'}{', ...' if made[4:] else ''}"
+                f"leave the device; it keeps values of {', '.join(names[:4]) or 'none'}{', ...' if names[4:] else ''}"
             )
 
 
@@ -108,7 +94,7 @@ def _copy_away(
 
     ``kept`` is in the order of last use in forward.
     """
-    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     latest: dict[fx.Node, fx.Node] = {}  # the wait that was last put after a node
     copies: dict[fx.Node, fx.Node] = {}
     until = awaited([each.nbytes for each in kept], [each not in stays for each in kept], window)
@@ -117,7 +103,7 @@ def _copy_away(
             value, after = each.value, kept[at].done
             MEMORY_KIND.set(value, "saved")
             wait = _builder(gm, context, latest.get(after, after), value).to_host(value)
-            (given[-1] if value.op == "placeholder" else value).append(wait.args[0])
+            (inputs[-1] if value.op == "placeholder" else value).append(wait.args[0])
             _is_copy_of(value, wait)
             copies[value] = latest[after] = wait
             each.given.meta["val"] = wait.meta["val"]
@@ -126,15 +112,15 @@ def _copy_away(
 
 
 def _copy_back(
-    gm: fx.GraphModule, context: Context, wanted: Sequence[Kept], stays: Collection[Kept], window: int
+    gm: fx.GraphModule, context: Context, by_use: Sequence[Kept], stays: Collection[Kept], window: int
 ) -> None:
     """Start the copy of each value a window ahead of its first use, and await it there.
 
-    ``wanted`` is in the order of first use in backward.
+    ``by_use`` is in the order of first use in backward.
     """
     arrivals = {-1: next(node for node in gm.graph.nodes if node.op != "placeholder")}
-    times = started([each.nbytes for each in wanted], window)
-    for i, (each, at) in enumerate(zip(wanted, times, strict=True)):
+    starts = started([each.nbytes for each in by_use], window)
+    for i, (each, at) in enumerate(zip(by_use, starts, strict=True)):
         arrivals[i] = each.first
         if each not in stays:
             users = list(each.given.users)

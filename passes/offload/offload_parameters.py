@@ -13,24 +13,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
-from shardgraph.ir.attributes import (
-    CAST_OF,
-    EQUALS,
-    MEAN_OF,
-    MEMORY_KIND,
-    ON_DISK,
-    ON_HOST,
-    PLACEMENTS,
-    RECOMPUTE,
-    REDUCES,
-    SOURCE,
-    SUBJECT,
-)
+from shardgraph.ir import Gradient, Parameter, placeholders
+from shardgraph.ir.attributes import CAST_OF, EQUALS, MEAN_OF, ON_DISK, ON_HOST, REDUCES, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
-
-_HOST = torch.device("cpu")
+from shardgraph.passes.parameters.rewrite import insert_before_use, replace_results
 
 
 @dataclass(frozen=True)
@@ -50,10 +37,9 @@ class OffloadParameters:
     excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        order = {node: i for i, node in enumerate(gm.graph.nodes)}
         for role, node in placeholders(gm).items():
             if isinstance(role, Parameter) and context.parameters[role.fqn].offload:
-                _load(gm, context, role.fqn, node, order)
+                _load(gm, context, role.fqn, node)
 
 
 @dataclass(frozen=True)
@@ -73,32 +59,24 @@ class OffloadGradients:
     excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        results: list[tuple[Role | None, object]] = []
-        for role, value in outputs(gm):
-            of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
-            if of_parameter and isinstance(value, fx.Node) and context.parameters[role.of.fqn].offload:
-                mean_of, fqn = MEAN_OF.get(value, CAST_OF.get(value, value.name)), role.of.fqn
-                labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(value, ""), REDUCES: fqn}
-                value = Builder(gm.graph, context.values, labels, after=value).to_host(value)
-                MEAN_OF.set(value, mean_of)
-            results.append((role, value))
-        set_outputs(gm, results)
+        def to_host(fqn: str, gradient: fx.Node) -> fx.Node:
+            if not context.parameters[fqn].offload:
+                return gradient
+            labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, ""), REDUCES: fqn}
+            copy = Builder(gm.graph, context.values, labels, after=gradient).to_host(gradient)
+            MEAN_OF.set(copy, MEAN_OF.get(gradient, CAST_OF.get(gradient, gradient.name)))
+            return copy
+
+        replace_results(gm, Gradient, Parameter, to_host)
 
 
-def _load(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+def _load(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node) -> None:
     """Move the placeholder to the host, and copy it to the device before its first use."""
-    value, users = node.meta["val"], list(node.users)
+    device = node.meta["val"].device
     ON_HOST.set(node, True)
     ON_DISK.set(node, context.plan.offload.disk is not None)
     with context.fake_mode:
-        node.meta["val"] = torch.empty_like(value, device=_HOST)
-    if users:
-        first = min(users, key=order.__getitem__)
-        again = context.parameters[fqn].reshard_after_forward
-        labels = {SUBJECT: fqn, SOURCE: SOURCE.get(first, ""), MEMORY_KIND: "gathered", RECOMPUTE: again}
-        copy = Builder(gm.graph, context.values, labels, after=first.prev).to_device(node, value.device)
-        if not any(EQUALS.get(each) == node.name for each in gm.graph.nodes):
-            EQUALS.set(copy, node.name)
-            PLACEMENTS.set(copy, PLACEMENTS.get(node, {}))
-        for user in users:
-            user.replace_input_with(node, copy)
+        node.meta["val"] = torch.empty_like(node.meta["val"], device="cpu")
+    whole = not any(EQUALS.get(each) == node.name for each in gm.graph.nodes)  # else its all-gather or cast is
+    users = list(node.users)
+    insert_before_use(gm, context, fqn, node, users, lambda build: build.to_device(node, device), equal=whole)

@@ -7,18 +7,16 @@ is in flight ahead of the awaited one, however large it is.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 def staying(sizes: Sequence[int], window: int) -> int:
     """How many values, in the order of first use in backward, need not leave the device: a window's worth."""
-    total, count = 0, 0
-    for size in sizes:
-        total += size
-        if total > window and count:
-            break
-        count += 1
-    return count
+    within = bisect_right(list(accumulate(sizes)), window)
+    return max(within, min(len(sizes), 1))
 
 
 def awaited(sizes: Sequence[int], moves: Sequence[bool], window: int) -> list[int]:
@@ -26,19 +24,20 @@ def awaited(sizes: Sequence[int], moves: Sequence[bool], window: int) -> list[in
 
     This matters for values that ``moves``; the others stay on the device and take their part of the window, in bytes.
     """
-    found = list(range(len(sizes)))
-    under_way: list[int] = []
+    until = list(range(len(sizes)))
+    in_flight: deque[int] = deque()
     behind = 0
-    for i, (size, goes) in enumerate(zip(sizes, moves, strict=True)):
+    for i, (size, moved) in enumerate(zip(sizes, moves, strict=True)):
         behind += size
-        under_way += [i] if goes else []
-        while behind > window and under_way and under_way[0] < i:
-            oldest = under_way.pop(0)
-            found[oldest] = i
+        if moved:
+            in_flight.append(i)
+        while behind > window and in_flight and in_flight[0] < i:
+            oldest = in_flight.popleft()
+            until[oldest] = i
             behind -= sizes[oldest]
-    for left in under_way:
-        found[left] = len(sizes) - 1
-    return found
+    for left in in_flight:
+        until[left] = len(sizes) - 1
+    return until
 
 
 def started(sizes: Sequence[int], window: int) -> list[int]:
@@ -46,12 +45,12 @@ def started(sizes: Sequence[int], window: int) -> list[int]:
 
     -1 is the beginning of backward.
     """
-    found: list[int] = []
+    starts: list[int] = []
     ahead = 0
     for arrived in range(-1, len(sizes)):
         if arrived >= 0:
             ahead -= sizes[arrived]
-        while len(found) < len(sizes) and (len(found) == arrived + 1 or ahead + sizes[len(found)] <= window):
-            ahead += sizes[len(found)]
-            found.append(arrived)
-    return found
+        while len(starts) < len(sizes) and (len(starts) == arrived + 1 or ahead + sizes[len(starts)] <= window):
+            ahead += sizes[len(starts)]
+            starts.append(arrived)
+    return starts

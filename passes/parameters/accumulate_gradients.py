@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gradient, Parameter, Role, outputs, set_outputs
+from shardgraph.ir import Accumulated, Gradient, Parameter, outputs
 from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
+from shardgraph.passes.parameters.rewrite import replace_results
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,7 @@ class KeepGradientsLocal:
     excludes: ClassVar[frozenset[str]] = frozenset({"local-gradients", "accumulated-gradients"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        results: list[tuple[Role | None, Any]] = []
-        for role, value in outputs(gm):
-            results.append((role, local_gradient(value) if isinstance(value, fx.Node) else value))
-        set_outputs(gm, results)
+        replace_results(gm, Gradient, Parameter, lambda _, value: local_gradient(value))
         for node in [n for n in reversed(gm.graph.nodes) if n in REDUCES]:
             gm.graph.erase_node(node)
 
@@ -56,12 +54,12 @@ class AddAccumulated:
             local = local_gradient(value)
             if local is value:
                 continue
-            users = [user for user in local.users if user in REDUCES]
+            reductions = [user for user in local.users if user in REDUCES]
             with gm.graph.inserting_before(first):
                 earlier = new_placeholder(gm.graph, f"accumulated_{local.name}", Accumulated(role.of), local)
             build = Builder(gm.graph, context.values, carried(Change.MERGED, local), after=local)
             total = build.call(torch.ops.aten.add.Tensor, local, earlier)
-            for user in users:
+            for user in reductions:
                 user.replace_input_with(local, total)
 
 

@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Buffer, Mutation, Role, outputs, set_outputs
+from shardgraph.ir import Buffer, Mutation
 from shardgraph.ir.attributes import MEAN_OF, SOURCE, SUBJECT
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
+from shardgraph.passes.parameters.rewrite import replace_results
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,17 @@ class AverageBuffers:
     excludes: ClassVar[frozenset[str]] = frozenset({"averaged-buffers", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        results: list[tuple[Role | None, object]] = []
-        for role, value in outputs(gm):
-            if isinstance(role, Mutation) and isinstance(role.of, Buffer) and isinstance(value, fx.Node):
-                value = _average(gm, context, role.of.fqn, value)
-            results.append((role, value))
-        set_outputs(gm, results)
+        if context.plan.data_size == 1:
+            return
 
+        def average(fqn: str, value: fx.Node) -> fx.Node:
+            if not value.meta["val"].is_floating_point():
+                return value
+            labels = {SUBJECT: f"buffer {fqn}", SOURCE: SOURCE.get(value, "")}
+            build = Builder(gm.graph, context.values, labels, after=value)
+            total = build.all_reduce(value, together(axis for axis, _ in context.plan.data_mesh))
+            mean = build.call(torch.ops.aten.div.Tensor, total, context.plan.data_size)
+            MEAN_OF.set(mean, value.name)
+            return mean
 
-def _average(gm: fx.GraphModule, context: Context, fqn: str, value: fx.Node) -> fx.Node:
-    if context.plan.data_size == 1 or not value.meta["val"].is_floating_point():
-        return value
-    labels = {SUBJECT: f"buffer {fqn}", SOURCE: SOURCE.get(value, "")}
-    build = Builder(gm.graph, context.values, labels, after=value)
-    total = build.all_reduce(value, together(axis for axis, _ in context.plan.data_mesh))
-    node = build.call(torch.ops.aten.div.Tensor, total, context.plan.data_size)
-    MEAN_OF.set(node, value.name)
-    return node
+        replace_results(gm, Mutation, Buffer, average)

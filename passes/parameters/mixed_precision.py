@@ -12,10 +12,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Parameter, Role, outputs, placeholders, set_outputs
-from shardgraph.ir.attributes import CAST_OF, EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
+from shardgraph.ir import Gradient, Parameter, placeholders
+from shardgraph.ir.attributes import CAST_OF, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
+from shardgraph.passes.parameters.rewrite import insert_before_use, replace_results
 from shardgraph.plans.precision import dtype_of
 
 
@@ -37,37 +38,27 @@ class MixedPrecision:
     excludes: ClassVar[frozenset[str]] = frozenset({"mixed-precision", "reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        order = {node: i for i, node in enumerate(gm.graph.nodes)}
         for role, node in placeholders(gm).items():
             if isinstance(role, Parameter) and context.stored.get(role.fqn) not in (None, node.meta["val"].dtype):
-                _store(gm, context, role.fqn, node, order)
+                _store(gm, context, role.fqn, node)
         if context.plan.precision.reduce is not None:
             _cast_gradients(gm, context, dtype_of(context.plan.precision.reduce))
 
 
-def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+def _store(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node) -> None:
     """Give the placeholder the stored dtype, and cast it before its first use."""
-    computed, users = node.meta["val"], list(node.users)
+    computed, whole = node.meta["val"], context.parameters[fqn].shard_axis is None
     with context.fake_mode:
         node.meta["val"] = torch.empty_like(computed, dtype=context.stored[fqn])
-    if users:
-        first = min(users, key=order.__getitem__)
-        again = context.parameters[fqn].reshard_after_forward
-        labels = {SUBJECT: fqn, SOURCE: SOURCE.get(first, ""), MEMORY_KIND: "gathered", RECOMPUTE: again}
-        cast = Builder(gm.graph, context.values, labels, after=first.prev).cast(node, computed.dtype)
-        if context.parameters[fqn].shard_axis is None:
-            EQUALS.set(cast, node.name)
-            PLACEMENTS.set(cast, PLACEMENTS.get(node, {}))
-        for user in users:
-            user.replace_input_with(node, cast)
+    users = list(node.users)
+    insert_before_use(gm, context, fqn, node, users, lambda build: build.cast(node, computed.dtype), equal=whole)
 
 
 def _cast_gradients(gm: fx.GraphModule, context: Context, dtype: torch.dtype) -> None:
-    results: list[tuple[Role | None, object]] = []
-    for role, value in outputs(gm):
-        of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
-        if of_parameter and isinstance(value, fx.Node) and value.meta["val"].dtype != dtype:
-            labels = {SUBJECT: f"gradient of {role.of.fqn}", SOURCE: SOURCE.get(value, ""), CAST_OF: value.name}
-            value = Builder(gm.graph, context.values, labels, after=value).cast(value, dtype)
-        results.append((role, value))
-    set_outputs(gm, results)
+    def cast(fqn: str, gradient: fx.Node) -> fx.Node:
+        if gradient.meta["val"].dtype == dtype:
+            return gradient
+        labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, ""), CAST_OF: gradient.name}
+        return Builder(gm.graph, context.values, labels, after=gradient).cast(gradient, dtype)
+
+    replace_results(gm, Gradient, Parameter, cast)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import fx
 
-from shardgraph.ir import Gradient, Parameter, Role, local_chunk, outputs, set_outputs, trim_shard
+from shardgraph.ir import Gradient, Parameter, local_chunk, trim_shard
 from shardgraph.ir.attributes import CAST_OF, MEAN_OF, REDUCES, SOURCE, SUBJECT
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder, padded_rows
+from shardgraph.passes.parameters.rewrite import replace_results
 
 aten = torch.ops.aten
 
@@ -38,52 +40,42 @@ class ReduceGradients:
     excludes: ClassVar[frozenset[str]] = frozenset({"reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        results: list[tuple[Role | None, object]] = []
-        for role, value in outputs(gm):
-            if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
-                value = reduce_gradient(gm, context, role.of.fqn, value)
-            results.append((role, value))
-        set_outputs(gm, results)
+        replace_results(gm, Gradient, Parameter, partial(_reduce, gm, context))
 
 
-def reduce_gradient(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
+def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
     """Insert the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
-    entry, world = context.parameters[fqn], context.plan.data_size
+    entry, world, mesh = context.parameters[fqn], context.plan.data_size, context.plan.mesh
     sums = context.sums.get(fqn, ())
     labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, ""), REDUCES: fqn}
     build = Builder(gm.graph, context.values, labels, after=gradient)
-    node = gradient
-    stored = context.stored.get(fqn, gradient.meta["val"].dtype)
+    node, dtype = gradient, gradient.meta["val"].dtype
+    stored = context.stored.get(fqn, dtype)
     if world == 1 and not sums:
-        return node if node.meta["val"].dtype == stored else build.cast(node, stored)
-    early = gradient.meta["val"].dtype == torch.float16 and world > 1
+        return node if dtype == stored else build.cast(node, stored)
+    early = dtype == torch.float16 and world > 1
     if early:
         node = build.call(aten.div.Tensor, node, world)
 
-    mesh = context.plan.mesh
-    shard_axis = entry.shard_axis
-    rows = context.shapes[fqn][0] if context.shapes[fqn] else 0
-    scattered = shard_axis is not None and entry.gradient == "reduce_scatter"
-    if scattered:
-        axis, size = mesh[shard_axis]
-        full = padded_rows(rows, size)
-        if full != rows:
-            node = build.pad_rows(node, full)
-        node = build.reduce_scatter(node, axis)
     done = {mesh[position][0] for position in entry.splits}  # such as experts, whose gradients cover all ranks' tokens
+    rows = context.shapes[fqn][0] if context.shapes[fqn] else 0
+    axis, size = mesh[entry.shard_axis] if entry.shard_axis is not None else ("", 1)
+    padded = padded_rows(rows, size)
+    scattered = axis and entry.gradient == "reduce_scatter"
     if scattered:
-        done.add(mesh[shard_axis][0])
+        if padded != rows:
+            node = build.pad_rows(node, padded)
+        node = build.reduce_scatter(node, axis)
+        done.add(axis)
     summed = {*(axis for axis, _ in context.plan.data_mesh), *sums} - done
     if summed:  # one collective over all axes
         node = build.all_reduce(node, together(axis for axis in context.plan.axes if axis in summed))
     if not early and world > 1:
         node = build.call(aten.div.Tensor, node, world)
-    if shard_axis is not None:
-        axis, size = mesh[shard_axis]
-        if not scattered:
-            node = build.call(local_chunk, node, rows, axis)
-        elif padded_rows(rows, size) != rows:
-            node = build.call(trim_shard, node, rows, axis)
+    if axis and not scattered:
+        node = build.call(local_chunk, node, rows, axis)
+    elif scattered and padded != rows:
+        node = build.call(trim_shard, node, rows, axis)
     if node.meta["val"].dtype != stored:
         node = build.cast(node, stored)
     MEAN_OF.set(node, CAST_OF.get(gradient, gradient.name))

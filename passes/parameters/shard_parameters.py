@@ -11,9 +11,9 @@ from typing import ClassVar
 from torch import fx
 
 from shardgraph.ir import Parameter, placeholders
-from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder, padded_rows
+from shardgraph.passes.parameters.rewrite import insert_before_use
 
 
 @dataclass(frozen=True)
@@ -35,37 +35,21 @@ class ShardParameters:
     excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        order = {node: i for i, node in enumerate(gm.graph.nodes)}
         for role, node in placeholders(gm).items():
             if isinstance(role, Parameter) and context.parameters[role.fqn].shard_axis is not None:
-                _shard(gm, context, role.fqn, node, order)
+                _shard(gm, context, role.fqn, node)
 
 
-def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
-    entry = context.parameters[fqn]
-    assert entry.shard_axis is not None
-    axis, size = context.plan.mesh[entry.shard_axis]
+def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node) -> None:
+    axis, size = context.plan.mesh[context.parameters[fqn].shard_axis]
     rows, *rest = context.shapes[fqn]
     longest = padded_rows(rows, size) // size
-    users = [user for user in node.users if user.op != "output"]
     node.meta["val"] = context.values.empty((longest, *rest), node.meta["val"])
-    if not users:
-        return
 
-    first = min(users, key=order.__getitem__)
-    labels = {
-        SUBJECT: fqn,
-        SOURCE: SOURCE.get(first, ""),
-        MEMORY_KIND: "gathered",
-        RECOMPUTE: entry.reshard_after_forward,
-    }
-    build = Builder(gm.graph, context.values, labels, after=first.prev)
-    even = longest * size == rows
-    shard = node if even else build.pad_rows(node, longest)
-    full = build.all_gather(shard, axis)
-    if not even:
-        full = build.rows(full, rows)
-    EQUALS.set(full, node.name)
-    PLACEMENTS.set(full, PLACEMENTS.get(node, {}))
-    for user in users:
-        user.replace_input_with(node, full)
+    def gather(build: Builder) -> fx.Node:
+        if longest * size == rows:
+            return build.all_gather(node, axis)
+        return build.rows(build.all_gather(build.pad_rows(node, longest), axis), rows)
+
+    users = [user for user in node.users if user.op != "output"]
+    insert_before_use(gm, context, fqn, node, users, gather)

@@ -42,7 +42,7 @@ class Step:
     own: int
 
 
-def _given(node: fx.Node, late: set[fx.Node], inside: set[fx.Node]) -> Iterator[fx.Node]:
+def _forward_operands(node: fx.Node, late: set[fx.Node], inside: set[fx.Node]) -> Iterator[fx.Node]:
     """The forward nodes that a backward node is computed from."""
     stack = [operand for operand in node.all_input_nodes if operand not in late]
     while stack:
@@ -75,15 +75,15 @@ def backward_steps(gm: fx.GraphModule, values: Values, granule: int = 1) -> list
     late, inside = after_tangents(gm), forward_nodes(gm)
     mine = [node for node in gm.graph.nodes if node.op == "call_function" and node in late]
     others = {s for node in gm.graph.nodes if node not in late for s in stored[node]}
-    made = {s: order[node] for node in reversed(mine) for s in stored[node] if s not in others}
+    births = {s: order[node] for node in reversed(mine) for s in stored[node] if s not in others}
     end: dict[Storage, int] = {}
     for node in mine:
         for s in stored[node]:
             end[s] = max(end.get(s, 0), *(order[user] for user in (node, *node.users)))
     steps: list[Step] = []
     for node in mine:
-        own = sum(s.nbytes for s, birth in made.items() if birth <= order[node] <= end[s])
-        reads = frozenset(s for operand in _given(node, late, inside) for s in values.held.get(operand, ()))
+        own = sum(s.nbytes for s, birth in births.items() if birth <= order[node] <= end[s])
+        reads = frozenset(s for operand in _forward_operands(node, late, inside) for s in values.held.get(operand, ()))
         if reads or not steps or own > steps[-1].own:  # else the previous step implies it
             steps.append(Step(reads, own))
     return steps
@@ -107,7 +107,7 @@ def least_seconds(
     }
     runs = {(t, o): program.variable(cost, integer=True) for t in range(len(steps)) for o, cost in seconds.items()}
 
-    def found_before(t: int, s: Storage) -> dict[int, float]:
+    def available(t: int, s: Storage) -> dict[int, float]:
         """Row terms for: the result is in memory at step ``t``, kept from the previous step or recomputed."""
         run = runs.get((t, values.maker[s]))
         return {kept[t, s]: -1.0} | ({run: -1.0} if run is not None else {})
@@ -115,10 +115,10 @@ def least_seconds(
     program.constrain("bytes at the start", {kept[0, s]: s.nbytes / scale for s in stores}, high=bound / scale)
     for t, step in enumerate(steps):
         for s in stores:
-            program.constrain(f"{s} at {t}", {kept[t + 1, s]: 1.0} | found_before(t, s), high=0.0)
+            program.constrain(f"{s} at {t}", {kept[t + 1, s]: 1.0} | available(t, s), high=0.0)
         for o in seconds:
             for s in values.takes[o]:
-                program.constrain(f"{o.name} reads {s} at {t}", {runs[t, o]: 1.0} | found_before(t, s), high=0.0)
+                program.constrain(f"{o.name} reads {s} at {t}", {runs[t, o]: 1.0} | available(t, s), high=0.0)
         row = {kept[t + 1, s]: s.nbytes / scale for s in stores}
         program.constrain(f"bytes at {t}", row, high=(bound - step.own) / scale)
     try:

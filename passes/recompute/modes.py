@@ -22,15 +22,13 @@ def operations_of(mode: str, gm: fx.GraphModule, values: Values) -> set[fx.Node]
     al., 2022, https://arxiv.org/abs/2205.05198). Both save layer outputs and what must not be computed twice.
     """
     kept = values.once | values.leaving()
-    found = {node for node in values.makes if values.layer[node] and node not in kept}
-    return found if mode == "full" else found - _dear(gm, found)
-
-
-def _dear(gm: fx.GraphModule, operations: set[fx.Node]) -> set[fx.Node]:
+    operations = {node for node in values.makes if values.layer[node] and node not in kept}
+    if mode == "full":
+        return operations
     costs = node_costs(gm)
-    dear = {node for node in operations if costs[node].kind in ("attention", "convolution", "collective")}
+    expensive = {node for node in operations if costs[node].kind in ("attention", "convolution", "collective")}
     products = (node for node in operations if costs[node].kind == "matmul")
-    return dear | {node for node in products if any(_is_weight(operand) for operand in node.all_input_nodes)}
+    return operations - expensive - {node for node in products if any(map(_is_weight, node.all_input_nodes))}
 
 
 def _is_weight(node: fx.Node) -> bool:

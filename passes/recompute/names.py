@@ -6,10 +6,10 @@ A rule is a module name pattern and the names of operations in those modules:
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from torch import fx
 
@@ -27,36 +27,32 @@ def chosen_by(rules: Iterable[Rule], names: Mapping[fx.Node, Name]) -> set[fx.No
     Raises:
         PlanError: a pattern matches no module with operations, or the matched modules have no operation of a name.
     """
-    modules: dict[str, list[fx.Node]] = defaultdict(list)
-    for node, (module, _, _) in names.items():
-        modules[module].append(node)
+    modules = list(dict.fromkeys(module for module, _, _ in names.values()))
     chosen: set[fx.Node] = set()
-    for pattern, wanted in rules:
-        inside = [node for module, nodes in modules.items() if matches(pattern, module) for node in nodes]
+    for pattern, operations in rules:
+        matching = {module for module in modules if matches(pattern, module)}
+        inside = [node for node, (module, _, _) in names.items() if module in matching]
         if not inside:
-            known = nearest(pattern, modules) or f"; such modules are {', '.join(map(repr, list(modules)[:4]))}"
+            known = nearest(pattern, modules) or f"; such modules are {', '.join(map(repr, modules[:4]))}"
             raise PlanError(f"recompute names the module {pattern!r}, and none that computes something matches{known}")
-        for name in wanted:
-            found = {node for node in inside if _is_called(names[node], name)}
-            if not found:
+        for name in operations:
+            kind, _, number = name.partition(".")
+            kind = canonical(kind)
+            named = [n for n in inside if fnmatchcase(names[n][1], kind) and number in ("", str(names[n][2]))]
+            if not named:
                 kinds = dict.fromkeys(names[node][1] for node in inside)
                 raise PlanError(
                     f"recompute names the operation {name!r} of {pattern!r}, which is not there{nearest(name, kinds)}; "
                     f"there are {', '.join(kinds)}"
                 )
-            chosen |= found
+            chosen.update(named)
     return chosen
-
-
-def _is_called(name: Name, wanted: str) -> bool:
-    kind, _, number = wanted.partition(".")
-    return fnmatch.fnmatchcase(name[1], canonical(kind)) and number in ("", str(name[2]))
 
 
 def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tuple[Rule, ...]:
     """Rules that name exactly the ``chosen`` operations, with equal layers merged into one pattern."""
     every: dict[tuple[str, str, str], set[str]] = defaultdict(set)
-    wanted: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    layers_of: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     kinds = Counter(name[:2] for name in names.values())
     whole = Counter(names[node][:2] for node in chosen)
     for node, (module, kind, number) in names.items():
@@ -64,9 +60,9 @@ def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tup
         every[before, after, kind].add(layer)
         if node in chosen:
             alone = whole[module, kind] < kinds[module, kind]
-            wanted[before, after, f"{kind}.{number}" if alone else kind].add(layer)
+            layers_of[before, after, f"{kind}.{number}" if alone else kind].add(layer)
     rules: dict[str, list[str]] = defaultdict(list)
-    for (before, after, name), layers in wanted.items():
+    for (before, after, name), layers in layers_of.items():
         full = layers == every[before, after, name.partition(".")[0]]
         for wildcard in ["*"] if full and layers != {""} else _ranges(layers):
             rules[before + wildcard + after].append(name)
@@ -75,8 +71,8 @@ def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tup
 
 def _in_layer(module: str) -> tuple[str, str, str]:
     """A module name split into the parts before, at and after its first number."""
-    found = re.search(r"(?<![^.])\d+(?![^.])", module)
-    return (module[: found.start()], found[0], module[found.end() :]) if found else (module, "", "")
+    number = re.search(r"(?<![^.])\d+(?![^.])", module)
+    return (module[: number.start()], number[0], module[number.end() :]) if number else (module, "", "")
 
 
 def _ranges(numbers: Collection[str]) -> list[str]:
@@ -84,13 +80,13 @@ def _ranges(numbers: Collection[str]) -> list[str]:
     last: dict[str, list[int]] = defaultdict(list)
     for number in sorted(numbers, key=lambda text: int(text or 0)):
         last[number[:-1]].append(int(number[-1])) if number else last[""]
-    found: list[str] = [] if "" not in numbers else [""]
+    wildcards: list[str] = [] if "" not in numbers else [""]
     for tens, digits in last.items():
         while digits:
             run = 1
             while run < len(digits) and digits[run] == digits[0] + run:
                 run += 1
             first, end = digits[0], digits[run - 1]
-            found.append(f"{tens}{first}" if run == 1 else f"{tens}[{first}-{end}]")
+            wildcards.append(f"{tens}{first}" if run == 1 else f"{tens}[{first}-{end}]")
             digits = digits[run:]
-    return found
+    return wildcards

@@ -28,18 +28,9 @@ Class = Hashable
 class RecomputeProblem:
     """Forward operations by class.
 
-    ``members``
-        The operations of each class, from the first layer to the last.
-    ``seconds``
-        Seconds to recompute one member.
-    ``most``
-        The largest number of members that may be recomputed.
-    ``nbytes``
-        The bytes of each result, by ``(class, position)``.
-    ``demanded``
-        The results that backward reads.
-    ``reads``
-        The results that a class reads, as ``(class, (class, position))``.
+    ``members`` are the operations of each class, from the first layer to the last; at ``most`` so many may be
+    recomputed, in ``seconds`` each. ``nbytes`` are the bytes of each result, by ``(class, position)``; ``demanded`` are
+    the results that backward reads, ``reads`` those that a class reads, as ``(class, (class, position))``.
     """
 
     members: dict[Class, list[fx.Node]]

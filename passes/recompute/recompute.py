@@ -50,15 +50,15 @@ class Recompute:
             )
         if context.plan.recompute != "none" and any(isinstance(role, Tangent) for role in placeholders(gm)):
             _mark_planned(gm, context)
-        said = [each for each in context.plan.annotations if isinstance(each[1], (recompute, save))]
-        if said:
-            _mark_annotated(gm, said)
+        annotations = [each for each in context.plan.annotations if isinstance(each[1], (recompute, save))]
+        if annotations:
+            _mark_annotated(gm, annotations)
 
 
 def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
-    values, wanted = values_of(gm), context.plan.recompute
+    values, rules = values_of(gm), context.plan.recompute
     names = names_of(values.makes)
-    chosen = operations_of(wanted, gm, values) if isinstance(wanted, str) else chosen_by(wanted, names)
+    chosen = operations_of(rules, gm, values) if isinstance(rules, str) else chosen_by(rules, names)
     chosen = {node for node in chosen if node not in CHUNK}
     for node in sorted(chosen & values.once, key=lambda node: names[node]):
         why = "draws random numbers" if draws(node) else "reads what forward writes"
@@ -71,10 +71,9 @@ def _mark_planned(gm: fx.GraphModule, context: Context) -> None:
             RECOMPUTE.set(node, RECOMPUTE.get(node, False))
 
 
-def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
-    inside = forward_nodes(gm)
+def _mark_annotated(gm: fx.GraphModule, annotations: list[Annotated]) -> None:
     once = computed_once(gm)
-    regions = {node: _region(node, said) for node in gm.graph.nodes if node in inside}
+    regions = {node: _region(node, annotations) for node in forward_nodes(gm)}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node not in CHUNK and (region := regions.get(node)):
             alone = all(regions.get(user, region) == region for user in node.users)
@@ -84,15 +83,15 @@ def _mark_annotated(gm: fx.GraphModule, said: list[Annotated]) -> None:
 _SAVED = "save()"
 
 
-def _region(node: fx.Node, said: list[Annotated]) -> str:
+def _region(node: fx.Node, annotations: list[Annotated]) -> str:
     """The module call that is recomputed as one region around ``node``: the outermost one inside the last ``save()``.
 
     ``_SAVED`` if ``save()`` is the innermost annotation; empty if there is no annotation.
     """
     region = ""
-    stack = MODULES.get(node, {})
-    for call, path in [("the model", ""), *((call, path) for call, (path, _) in stack.items())]:
-        for pattern, annotation in said:
+    calls = {"the model": ("", None), **MODULES.get(node, {})}
+    for call, (path, _) in calls.items():
+        for pattern, annotation in annotations:
             if matches(pattern, path):
                 outer = region if region != _SAVED else ""
                 region = _SAVED if isinstance(annotation, save) else outer or call

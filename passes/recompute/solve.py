@@ -57,8 +57,7 @@ def _solve(problem: RecomputeProblem, bound: float | None) -> Counts:
     program, size = Program(), {key: len(nodes) for key, nodes in problem.members.items()}
     most_bytes = max([1.0, *problem.nbytes.values()])
     slowest = max([1e-12, *problem.seconds.values()])
-    # The tie-breaker has a small weight.
-    per_second, per_byte = (1e-6, 1.0) if bound is None else (1.0, 1e-6)
+    per_second, per_byte = (1e-6, 1.0) if bound is None else (1.0, 1e-6)  # the tie-breaker has a small weight
     again = {
         key: program.variable(per_second * problem.seconds[key] / slowest, high=problem.most[key], integer=True)
         for key in problem.members

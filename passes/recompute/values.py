@@ -21,20 +21,10 @@ from shardgraph.passes.partition.split import forward_nodes
 class Values:
     """The values that the forward half of a joint graph produces.
 
-    ``makes``
-        The storages that each operation produces, in order. Nodes that produce none (views, waits) are not operations.
-    ``takes``
-        The storages that each operation reads, if an operation produced them.
-    ``maker``
-        The operation that produces a storage.
-    ``held``
-        The storages that hold the value of each node, for nodes whose storages are all produced by operations.
-    ``demanded``
-        The storages that backward reads.
-    ``once``
-        Nodes that must not run twice: see :func:`computed_once`.
-    ``layer``
-        The layer that each operation is in: see :func:`layers_of`.
+    ``makes`` are the storages that each operation produces, in order, ``takes`` those of other operations that it
+    reads, and ``maker`` is the operation that produces a storage. Nodes that produce none (views, waits) are not
+    operations. ``held`` are the storages of each node's value, if operations produce all of them; ``demanded`` are
+    those that backward reads. For ``once`` see :func:`computed_once`, for ``layer`` :func:`layers_of`.
     """
 
     makes: dict[fx.Node, list[Storage]]
@@ -68,24 +58,24 @@ def values_of(gm: fx.GraphModule, granule: int = 1) -> Values:
     """The forward values of ``gm``, with each storage rounded up to ``granule`` bytes."""
     inside = forward_nodes(gm)
     stored = storages_of(gm, granule)
-    found = Values({}, {}, {}, {}, set(), computed_once(gm), layers_of(gm))
-    given = {storage for node in gm.graph.nodes if node.op in ("placeholder", "get_attr") for storage in stored[node]}
+    values = Values({}, {}, {}, {}, set(), computed_once(gm), layers_of(gm))
+    inputs = {storage for node in gm.graph.nodes if node.op in ("placeholder", "get_attr") for storage in stored[node]}
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        read = dict.fromkeys(s for operand in node.all_input_nodes for s in stored[operand] if s in found.maker)
+        read = dict.fromkeys(s for operand in node.all_input_nodes for s in stored[operand] if s in values.maker)
         if node not in inside:
-            found.demanded.update(read)
+            values.demanded.update(read)
             continue
-        if new := [s for s in dict.fromkeys(stored[node]) if s not in found.maker and s not in given]:
-            found.makes[node], found.takes[node] = new, list(read)
-            found.maker.update(dict.fromkeys(new, node))
-        if stored[node] and all(s in found.maker for s in stored[node]):
-            found.held[node] = stored[node]
+        if new := [s for s in dict.fromkeys(stored[node]) if s not in values.maker and s not in inputs]:
+            values.makes[node], values.takes[node] = new, list(read)
+            values.maker.update(dict.fromkeys(new, node))
+        if stored[node] and all(s in values.maker for s in stored[node]):
+            values.held[node] = stored[node]
     for role, value in outputs(gm):
-        if isinstance(role, Gradient) and value in found.held:
-            found.demanded.update(found.held[value])
-    return found
+        if isinstance(role, Gradient) and value in values.held:
+            values.demanded.update(values.held[value])
+    return values
 
 
 def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
@@ -127,4 +117,4 @@ def layers_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 def _numbered(path: str) -> list[str]:
     """The modules enclosing ``path``, itself included, whose own name is a number, outermost first."""
-    return [path[: found.end()] for found in _NUMBER.finditer(path)]
+    return [path[: number.end()] for number in _NUMBER.finditer(path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,17 +56,16 @@ def _made_ready(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    chains: dict[str, list[fx.Node]] = {}
+    chains: dict[str, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if node in REDUCES:
-            chains.setdefault(REDUCES.of(node), []).append(node)
+            chains[REDUCES.of(node)].append(node)
     tails = []
     for chain in chains.values():
         wait = next((i for i, node in enumerate(chain) if node.target is WAIT), None)
         if wait is not None:
             tails.append((chain[wait - 1], chain[wait:]))
-    tails.sort(key=lambda item: order[item[0]])
+    tails.sort()
     for i, (_, tail) in enumerate(tails):
         last = i + depth >= len(tails)
         point = gm.graph.output_node() if last else tails[i + depth][0].next

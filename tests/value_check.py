@@ -15,31 +15,27 @@ from shardgraph.ir.fake_values import Propagation, layout_of
 from shardgraph.passes.base import Context, Pass
 
 
-def check_values(gm: fx.GraphModule, values: Propagation) -> None:
-    """Recompute the value of each operation by fake propagation; compare shapes, dtypes, devices and strides.
-
-    Raises:
-        GraphInvariantError: a value is another than its operation gives.
-    """
-    CheckValues().check(gm, values)
-
-
 class CheckValues:
-    """The same after every pass (:func:`shardgraph.passes.base.checking`), for what is new since the one before."""
+    """Recomputes the value of each operation by fake propagation after every pass; compares shapes, dtypes, devices and
+    strides. Only what is new since the previous pass is computed. See :func:`shardgraph.passes.base.checking`.
+    """
 
     def __init__(self) -> None:
         # By value: the operation that it was found to be of, with the values of its arguments.
         self._known: Any = WeakIdKeyDictionary()
 
     def __call__(self, step: Pass, gm: fx.GraphModule, context: Context) -> None:
-        """Check a graph that a pass has changed."""
+        """Check a graph that a pass has changed.
+
+        Raises:
+            GraphInvariantError: a value is another than its operation gives.
+        """
         try:
-            self.check(gm, context.values)
+            self._check(gm, context.values)
         except GraphInvariantError as error:
             raise GraphInvariantError(f"the pass {step.name!r} left a wrong value: {error}") from error
 
-    def check(self, gm: fx.GraphModule, values: Propagation) -> None:
-        """See :func:`check_values`."""
+    def _check(self, gm: fx.GraphModule, values: Propagation) -> None:
         for node in gm.graph.nodes:
             if node.op != "call_function":
                 continue
