@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,16 @@ class Operation:
 
 
 Rule = Callable[[Operation], Iterable[Option]]
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether the node is an operation; ``getitem`` only selects one of its results."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def operations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The operations of a graph, in order."""
+    return [node for node in gm.graph.nodes if is_operation(node)]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -112,12 +112,12 @@ class PlacementPrices:
         ring = (self.parts - 1) * self.collective("send", passed / self.parts, 0) if passed else 0.0
         return reduced + max(ring, self._product(cost, cost.executed / parts, moved))
 
-    def parameter(self, node: fx.Node, placement: Placement) -> float:
-        """Seconds for a parameter's placement: its optimizer's reads and writes."""
-        if not isinstance(ROLE.of(node), Parameter):
+    def parameter(self, node: fx.Node, option: Option) -> float:
+        """Seconds of the reads and writes of a parameter's optimizer; 0 for another placeholder or a constant."""
+        if not isinstance(ROLE.get(node), Parameter):
             return 0.0
         value = node.meta["val"]
-        moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(placement) else 1)
+        moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(option.results[0]) else 1)
         return self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
 
     def collective(self, operation: str, given: float, gotten: float) -> float:
