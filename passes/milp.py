@@ -89,53 +89,42 @@ class Program:
         costs = np.array(self._costs)
         scale = np.abs(costs).max(initial=0.0) or 1.0
         # The solver's tolerances are absolute, so costs are scaled: the largest becomes 1e6.
-        found = self._solved(costs / scale * 1e6, self._rows, self._bounds, self._integer, limit, gap)
-        if found.x is None:
-            timed_out = found.status != _INFEASIBLE
+        result = self._result(costs / scale * 1e6, limit, gap)
+        if result.x is None:
+            timed_out = result.status != _INFEASIBLE
             raise NoSolution(() if timed_out else self._contradiction(limit), limit, timed_out)
-        objective = float(costs @ found.x)
-        bound = objective if found.mip_dual_bound is None else float(found.mip_dual_bound) * scale / 1e6
-        proven = found.mip_gap if found.mip_gap is not None else 0.0
-        return Solution(found.x, objective, min(bound, objective), float(proven) if proven > 1e-9 else 0.0)
+        objective = float(costs @ result.x)
+        bound = objective if result.mip_dual_bound is None else float(result.mip_dual_bound) * scale / 1e6
+        proven = float(result.mip_gap or 0.0)
+        return Solution(result.x, objective, min(bound, objective), proven if proven > 1e-9 else 0.0)
 
     def _contradiction(self, limit: float) -> tuple[str, ...]:
         """Names of constraints to relax so that the others can be met, minimising the total violation."""
-        rows, bounds, integer = list(self._rows), list(self._bounds), list(self._integer)
-        costs = [0.0] * len(bounds)
+        relaxed = Program()
+        for bounds, integer in zip(self._bounds, self._integer, strict=True):
+            relaxed.variable(0.0, *bounds, integer=integer)
         slacks: list[tuple[str, int]] = []
-        for number, name in enumerate(self._names):
-            row = dict(rows[number])
-            for sign in (1.0, -1.0):
-                slacks.append((name, len(bounds)))
-                row[len(bounds)] = sign
-                bounds.append((0.0, math.inf))
-                integer.append(False)
-                costs.append(1.0)
-            rows[number] = row
-        found = self._solved(np.array(costs), rows, bounds, integer, limit, 0.0)
-        if found.x is None:  # the bounds of variables contradict each other
-            return tuple(dict.fromkeys(self._names))[:_NAMED]
-        return tuple(dict.fromkeys(name for name, slack in slacks if found.x[slack] > _SLACK))[:_NAMED]
+        for name, row, limits in zip(self._names, self._rows, self._limits, strict=True):
+            above, below = (relaxed.variable(1.0, high=math.inf) for _ in range(2))
+            slacks += [(name, above), (name, below)]
+            relaxed.constrain(name, {**row, above: 1.0, below: -1.0}, *limits)
+        result = relaxed._result(np.array(relaxed._costs), limit, 0.0)
+        names = self._names  # all, if the bounds of variables contradict each other
+        if result.x is not None:
+            names = [name for name, slack in slacks if result.x[slack] > _SLACK]
+        return tuple(dict.fromkeys(names))[:_NAMED]
 
-    def _solved(
-        self,
-        costs: np.ndarray,
-        rows: Sequence[Row],
-        bounds: Sequence[tuple[float, float]],
-        integer: Sequence[bool],
-        limit: float,
-        gap: float,
-    ) -> OptimizeResult:
+    def _result(self, costs: np.ndarray, limit: float, gap: float) -> OptimizeResult:
         constraints = []
-        if rows:
-            entries = [(i, column, value) for i, row in enumerate(rows) for column, value in row.items()]
-            at, columns, values = (np.array(each) for each in zip(*entries, strict=True))
-            matrix = coo_array((values, (at, columns)), shape=(len(rows), len(costs))).tocsr()
+        if self._rows:
+            entries = [(i, column, value) for i, row in enumerate(self._rows) for column, value in row.items()]
+            rows, columns, values = (np.array(each) for each in zip(*entries, strict=True))
+            matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(costs))).tocsr()
             constraints.append(LinearConstraint(matrix, *(np.array(each) for each in zip(*self._limits, strict=True))))
         return milp(
             costs,
-            integrality=np.array(integer, dtype=int),
-            bounds=Bounds(*(np.array(each) for each in zip(*bounds, strict=True))),
+            integrality=np.array(self._integer, dtype=int),
+            bounds=Bounds(*(np.array(each) for each in zip(*self._bounds, strict=True))),
             constraints=constraints,
             options={"mip_rel_gap": gap, "time_limit": limit},
         )

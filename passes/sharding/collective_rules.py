@@ -6,7 +6,7 @@ nor concatenates may be sharded, and sums may be partial.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch.distributed.tensor import Shard
 
@@ -19,24 +19,24 @@ from shardgraph.passes.sharding.rules import rule
 @rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only)
 def elementwise(operation: Operation) -> Iterator[Option]:
     """Elementwise over ranks."""
-    yield from _along(operation, range(len(operation.result)))
+    return _along(operation, range(len(operation.result)))
 
 
 @rule(ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
 def rows_exchanged(operation: Operation) -> Iterator[Option]:
     """Whole rows go to other ranks."""
-    yield from _along(operation, range(1, len(operation.result)))
+    return _along(operation, range(1, len(operation.result)))
 
 
 @rule(ir.local_part)
 def part_taken(operation: Operation) -> Iterator[Option]:
     """One dimension is already sharded."""
-    taken = operation.args[1]
-    yield from _along(operation, (dim for dim in range(len(operation.result)) if dim != taken))
+    taken = operation.node.args[1]
+    return _along(operation, (dim for dim in range(len(operation.result)) if dim != taken))
 
 
-def _along(operation: Operation, dims: Iterator[int] | range) -> Iterator[Option]:
+def _along(operation: Operation, dims: Iterable[int]) -> Iterator[Option]:
     for dim in dims:
         yield Option((Shard(dim),), (Shard(dim),))
-    if "max" not in operation.args and results(operation.node)[0].is_floating_point():
+    if "max" not in operation.node.args and results(operation.node)[0].is_floating_point():
         yield Option((PARTIAL,), (PARTIAL,))

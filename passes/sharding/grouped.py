@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import lowering
-from shardgraph.passes.sharding.options import Operation, Option, operands
+from shardgraph.passes.sharding.options import Operation, Option
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 from shardgraph.passes.sharding.rules import rule
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 @rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default", replaces=True)
 def product(operation: Operation) -> Iterator[Option]:
     """Shards columns, the inner dimension, or groups."""
-    dims = [operand.meta["val"].dim() for operand in operands(operation.node)]
+    dims = [tensor.dim() for tensor in operation.tensors]
     if dims == [2, 3, 1]:
         yield Option((REPLICATE, Shard(2), REPLICATE), (Shard(1),))
         yield Option((Shard(1), Shard(1), REPLICATE), (PARTIAL,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from shardgraph.passes.sharding.constraints import Constraints, marks_of
 from shardgraph.passes.sharding.dtensor_rules import Refused, notes_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
-from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
+from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut, local_shape
 from shardgraph.passes.sharding.problem import OperatorPlacements
 from shardgraph.plans.annotations.kinds import Placement as PlacementAnnotation
 from shardgraph.plans.annotations.match import matches, written
@@ -120,15 +120,17 @@ def _decided(context: Context, position: int) -> dict[str, Placement]:
 
 
 def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
-    """Record in the context a parameter's placement along the axis, and its local shape."""
+    """Record in the context a parameter's placement along the axis at ``position``, and its local shape."""
     text = REPLICATE_TEXT
-    if is_cut(placement):
-        assert placement is not None
-        dim, count = cut_of(placement)
-        text = split_text(dim, count)
-        shape = context.shapes[fqn]
-        size = context.plan.mesh[position][1]
-        context.shapes[fqn] = torch.Size((*shape[:dim], shape[dim] // size, *shape[dim + 1 :]))
+    if placement is not None and is_cut(placement):
+        text = split_text(*cut_of(placement))
+        shape, size = context.shapes[fqn], context.plan.mesh[position][1]
+        context.shapes[fqn] = torch.Size(local_shape(placement, shape, size))
+    record_text(context, fqn, position, text)
+
+
+def record_text(context: Context, fqn: str, position: int, text: str) -> None:
+    """Record a parameter's placement along the axis at ``position`` as plans write it."""
     entry = context.parameters[fqn]
     placements = (*entry.placements[:position], text, *entry.placements[position + 1 :])
     context.parameters[fqn] = context.plan.storable(fqn, replace(entry, placements=placements))
@@ -152,28 +154,19 @@ def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
 def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
     """Split a bias from its product or convolution: a partial product is reduced before the bias is added."""
     for node in list(gm.graph.nodes):
+        build = _in_place_of(gm, context, node)
         if node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
-            _add_after(gm, context, node, aten.mm.default, (left, right), bias)
+            product = build.call(aten.mm.default, left, right)
         elif node.target is aten.convolution.default and node.args[2] is not None:
             images, weight, bias, *rest = node.args
             shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
-            column = _before(gm, context, node).call(aten.view.default, bias, shape)
-            _add_after(gm, context, node, aten.convolution.default, (images, weight, None, *rest), column)
-
-
-def _add_after(
-    gm: fx.GraphModule, context: Context, node: fx.Node, target: Any, args: tuple[Any, ...], bias: fx.Node
-) -> None:
-    build = _before(gm, context, node)
-    total = build.call(aten.add.Tensor, build.call(target, *args), bias)
-    node.replace_all_uses_with(total)
-    gm.graph.erase_node(node)
-
-
-def _before(gm: fx.GraphModule, context: Context, node: fx.Node) -> Builder:
-    """A builder that inserts the computation of ``node``'s value in its place."""
-    return Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
+            bias = build.call(aten.view.default, bias, shape)
+            product = build.call(aten.convolution.default, images, weight, None, *rest)
+        else:
+            continue
+        node.replace_all_uses_with(build.call(aten.add.Tensor, product, bias))
+        gm.graph.erase_node(node)
 
 
 _CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
@@ -185,6 +178,11 @@ def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
         if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
             value = node.meta["val"]
             fill, options = _CONSTANTS[node.target], {"dtype": value.dtype, "device": value.device}
-            constant = _before(gm, context, node).call(aten.full.default, node.args[1], fill, **options)
+            constant = _in_place_of(gm, context, node).call(aten.full.default, node.args[1], fill, **options)
             node.replace_all_uses_with(constant)
             gm.graph.erase_node(node)
+
+
+def _in_place_of(gm: fx.GraphModule, context: Context, node: fx.Node) -> Builder:
+    """A builder that inserts the computation of a node's value in its place."""
+    return Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
