@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 from torch.distributed.tensor import Shard
@@ -82,18 +82,19 @@ class ExpertPlacements(Placements):
     ``experts`` are parameter names, as for :class:`ExpertOptions`.
     """
 
-    ends_as = {Summed(0): "gradient", REPLICATE: "result"}  # noqa: RUF012
+    whole: ClassVar = False
+    ends_as: ClassVar = {Summed(0): "gradient", REPLICATE: "result"}
 
     def __init__(self, gm: fx.GraphModule, parts: int, experts: Collection[str]) -> None:
-        self._experts, self._legal = experts, ExpertOptions(gm, parts, experts)
-        self._prices = PlacementPrices.of(node_costs(gm), parts, sequence=False)
+        self._legal = ExpertOptions(gm, parts, experts)
+        self._prices = PlacementPrices(node_costs(gm), parts, sequence=False)
         options: dict[fx.Node, list[Option]] = {}
         for node in gm.graph.nodes:
             if is_operation(node):
                 options[node] = self._legal.of(node)
             elif node.op in ("placeholder", "get_attr"):
                 options[node] = [Option((), (Shard(0) if _is_expert(ROLE.get(node), experts) else REPLICATE,))]
-        super().__init__(gm, options, dict.fromkeys(experts, Shard(0)), whole=False)
+        self.gm, self.options, self.fixed = gm, options, dict.fromkeys(experts, Shard(0))
 
     def seconds(self, node: fx.Node, option: Option) -> float:
         """Next to nothing: what counts is which values are exchanged."""
@@ -121,7 +122,7 @@ class ExpertPlacements(Placements):
         """Gradients of experts end sharded, all else replicated."""
         for role, value in outputs(self.gm):
             if isinstance(value, fx.Node):
-                of_expert = isinstance(role, Gradient) and _is_expert(role.of, self._experts)
+                of_expert = isinstance(role, Gradient) and _is_expert(role.of, self.fixed)
                 yield value_of(value), Summed(0) if of_expert else REPLICATE
 
 

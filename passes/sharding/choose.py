@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from torch import fx
@@ -49,21 +50,15 @@ class Placements(ABC):
 
     ``options`` has those of every placeholder, constant and operation; the first of an operation is fully replicated.
     ``fixed`` are placements of parameters, by name. If ``whole``, all operations are part of the integer program,
-    otherwise only those with several options and their neighbours.
+    otherwise only those with several options and their neighbours. ``ends_as`` has the placements that outputs may be
+    required to have, with their names in errors.
     """
 
-    ends_as: Mapping[Placement, str]
-    """The placements required of the graph's outputs, with their names in errors."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        options: Mapping[fx.Node, list[Option]],
-        fixed: Mapping[str, Placement],
-        *,
-        whole: bool = True,
-    ) -> None:
-        self.gm, self.options, self._fixed, self._whole = gm, options, fixed, whole
+    gm: fx.GraphModule
+    options: dict[fx.Node, list[Option]]
+    fixed: Mapping[str, Placement]
+    whole: ClassVar[bool] = True
+    ends_as: ClassVar[Mapping[Placement, str]]
 
     @abstractmethod
     def seconds(self, node: fx.Node, option: Option) -> float:
@@ -86,16 +81,16 @@ class Placements(ABC):
             PlanError: the constraints are infeasible, and the message names the contradiction; or no solution was found
                 in time.
         """
-        keys = classes_of(self.gm, self._fixed)
+        keys = classes_of(self.gm, self.fixed)
         classes, uses = self._problem(keys)
         program = Program()
         for each in classes.values():
             costs = [self.seconds(each.node, option) if each.node else 0.0 for option in each.options]
             each.variables = [program.variable(each.members * cost, integer=len(costs) > 1) for cost in costs]
             program.constrain(f"one option of {each.name}", dict.fromkeys(each.variables, 1.0), 1.0, 1.0)
-        moves: dict[tuple[_Class, int, Placement, Placement], int] = {}
-        for maker, result, user, operand in uses:
-            self._add_flows(program, moves, maker, result, user, operand)
+        moves: dict[_Move, int] = {}
+        for use in uses:
+            self._add_flows(program, moves, use)
         try:
             solution = program.solve(limit=_LIMIT)
         except NoSolution as error:
@@ -126,30 +121,24 @@ class Placements(ABC):
             return entry
 
         for node, options in self.options.items():
-            if self._whole:
+            if self.whole:
                 enter(node)
             for position, operand in enumerate(operands(node)):
                 source, index = value_of(operand)
-                if self._whole or len(options) > 1 or len(self.options[source]) > 1:
+                if self.whole or len(options) > 1 or len(self.options[source]) > 1:
                     uses.append((enter(source), index, enter(node), position))
         for (source, index), end in self.ends():
             if isinstance(end, fx.Node):
                 ties.append((enter(source), index, enter(end), None))
-            elif self._whole or len(self.options[source]) > 1:
+            elif self.whole or len(self.options[source]) > 1:
                 uses.append((enter(source), index, ends[end], 0))
         return classes | ends, list(dict.fromkeys(uses + ties))
 
-    def _add_flows(
-        self,
-        program: Program,
-        moves: dict[tuple[_Class, int, Placement, Placement], int],
-        maker: _Class,
-        result: int,
-        user: _Class,
-        operand: int | None,
-    ) -> None:
-        """Add the variables and constraints of one use; ``moves`` are the redistributions that have a variable."""
-        made, used = maker.making(result), user.making(0) if operand is None else user.using(operand)
+    def _add_flows(self, program: Program, moves: dict[_Move, int], use: _Use) -> None:
+        """Add the variables and constraints of a use; ``moves`` are the redistributions that have a variable."""
+        maker, result, user, operand = use
+        made = maker.by_placement(option.results[result] for option in maker.options)
+        used = user.by_placement(o.results[0] if operand is None else o.operands[operand] for o in user.options)
         out = {p: dict.fromkeys(variables, -1.0) for p, variables in made.items()}
         into = {q: dict.fromkeys(variables, -1.0) for q, variables in used.items()}
         for before, after in itertools.product(made, used):
@@ -172,10 +161,7 @@ class Placements(ABC):
 
 @dataclass(eq=False)
 class _Class:
-    """Operations that take the same option, or the end of the graph.
-
-    ``node`` is one of them (None for the end), ``variables`` has one for each option.
-    """
+    """Operations that take the same option, of which ``node`` is one, or an end of the graph, without a node."""
 
     name: str
     options: list[Option]
@@ -183,15 +169,8 @@ class _Class:
     members: int = 0
     variables: list[int] = field(default_factory=list)
 
-    def making(self, result: int) -> dict[Placement, list[int]]:
-        """The variables by the placement of a result."""
-        return self._by(option.results[result] for option in self.options)
-
-    def using(self, operand: int) -> dict[Placement, list[int]]:
-        """The variables by the placement of an operand."""
-        return self._by(option.operands[operand] for option in self.options)
-
-    def _by(self, placements: Iterable[Placement | None]) -> dict[Placement, list[int]]:
+    def by_placement(self, placements: Iterable[Placement | None]) -> dict[Placement, list[int]]:
+        """The variables by the placement that each option gives an operand or a result."""
         found: dict[Placement, list[int]] = defaultdict(list)
         for placement, variable in zip(placements, self.variables, strict=True):
             assert placement is not None
@@ -201,3 +180,4 @@ class _Class:
 
 _Use = tuple[_Class, int, _Class, int | None]
 """Maker, its result, user, its operand; None if the result must end with the placement of the user's first result."""
+_Move = tuple[_Class, int, Placement, Placement]

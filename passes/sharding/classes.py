@@ -49,7 +49,8 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
         for nodes in layers[stack].values():
             alike[tuple(_kind(node, fixed) for node in nodes)].append(nodes)
         for number, members in enumerate(alike.values()):
-            if len(members) >= least and _matrices(members[0]) > 1:
+            matrices = [n for n in members[0] if isinstance(ROLE.get(n), Parameter) and n.meta["val"].dim() > 1]
+            if len(members) >= least and len(matrices) > 1:
                 for nodes in members:
                     for position, node in enumerate(nodes):
                         found.setdefault(node, (stack, number, position))
@@ -65,7 +66,3 @@ def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
     placed = fixed.get(role.fqn) if isinstance(role, Parameter) else None
     marks = tuple(str(user.args[1:]) for user in node.users if user.target is CONSTRAIN)
     return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed, marks
-
-
-def _matrices(nodes: list[fx.Node]) -> int:
-    return sum(isinstance(ROLE.get(node), Parameter) and node.meta["val"].dim() > 1 for node in nodes)

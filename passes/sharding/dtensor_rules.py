@@ -86,42 +86,38 @@ def _raised(error: Exception) -> str:
 
 
 def _from_function(operation: Operation, refused: Refused) -> Iterator[Option]:
+    node, mesh = operation.node, _mesh(operation.parts)
     candidates: list[list[Placement]] = []
     for value in operation.tensors:
         cuts = [Shard(d) for d, size in enumerate(value.shape) if size > 1 and size % operation.parts == 0]
         candidates.append([REPLICATE, *cuts, *([PARTIAL] if value.is_floating_point() else [])])
     if (left := math.prod(map(len, candidates)) - _MOST_COMBINATIONS) > 0:
-        refused[str(operation.node.target), f"of one operation {_MOST_COMBINATIONS} are tried at most"] += left
+        refused[str(node.target), f"of one operation {_MOST_COMBINATIONS} are tried at most"] += left
     for combination in itertools.islice(itertools.product(*candidates), _MOST_COMBINATIONS):
-        if (outs := _result_placements(operation, combination, refused)) is not None:
-            yield Option(combination, outs)
+        placements = iter(combination)
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n, p=placements: torch_api.strategy_of(mesh, next(p), _meta(n)), (node.args, node.kwargs)
+        )
+        try:
+            answer = torch_api.ask_strategy(node.target, args, kwargs)
+        except Exception as error:  # whatever it is, the operation can use other placements or be computed in full
+            refused[str(node.target), _raised(error)] += 1
+            continue
+        options = (_option(spec, combination) for spec in answer)
+        count = len(results(node))
+        if option := next((each for each in options if each and len(each.results) == count), None):
+            yield option
 
 
-def _result_placements(
-    operation: Operation, before: tuple[Placement, ...], refused: Refused
-) -> tuple[Placement | None, ...] | None:
-    """The result placements if the operation runs on these operand placements without redistribution."""
-    node, mesh = operation.node, _mesh(operation.parts)
-    placements = iter(before)
-    args, kwargs = pytree.tree_map_only(
-        fx.Node, lambda n: torch_api.strategy_of(mesh, next(placements), _meta(n)), (node.args, node.kwargs)
-    )
-    try:
-        answer = torch_api.ask_strategy(node.target, args, kwargs)
-    except Exception as error:  # whatever it is, the operation can use other placements or be computed in full
-        refused[str(node.target), _raised(error)] += 1
+def _option(spec: Any, operands: tuple[Placement, ...]) -> Option | None:
+    """A strategy's answer, if the operation runs on these operand placements without redistribution."""
+    moves = any(cost for costs in spec.redistribute_cost or [] for cost in costs)
+    if moves or (spec.input_specs is not None and tuple(s.placements[0] for s in spec.input_specs) != operands):
         return None
-    for spec in answer:
-        if any(cost for costs in spec.redistribute_cost or [] for cost in costs):
-            continue
-        if spec.input_specs is not None and tuple(s.placements[0] for s in spec.input_specs) != before:
-            continue
-        specs = spec.output_specs if isinstance(spec.output_specs, tuple) else (spec.output_specs,)
-        after = tuple(None if each is None else each.placements[0] for each in specs)
-        known = all(p is None or p == PARTIAL or isinstance(p, (Replicate, Shard)) for p in after)
-        if known and len(after) == len(results(node)):
-            return after
-    return None
+    specs = spec.output_specs if isinstance(spec.output_specs, tuple) else (spec.output_specs,)
+    outs = tuple(None if each is None else each.placements[0] for each in specs)
+    known = all(p is None or p == PARTIAL or isinstance(p, (Replicate, Shard)) for p in outs)
+    return Option(operands, outs) if known else None
 
 
 def _meta(node: fx.Node) -> Any:

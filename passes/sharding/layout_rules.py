@@ -39,14 +39,6 @@ def _joined(operation: Operation) -> list[torch.Tensor]:
     return [tensor for tensor in operation.tensors if tensor.numel()] or operation.tensors
 
 
-def _view_down(operation: Operation, cut: Placement) -> Placement | None:
-    return through_view(cut, _operand(operation), operation.result, operation.parts)
-
-
-def _view_up(operation: Operation, cut: Placement) -> Placement | None:
-    return through_view(cut, operation.result, _operand(operation), operation.parts)
-
-
 def order_of(node: fx.Node) -> list[int]:
     """For each dimension of a permutation's result, the operand's dimension."""
     rank = len(results(node)[0].shape)
@@ -84,7 +76,8 @@ def _split_or_joined(operation: Operation) -> tuple[int, int]:
     """The dimension that is split or concatenated and the number of pieces, which is 0 if their sizes differ."""
     joins = operation.node.target is aten.cat.default
     pieces, position = (_joined(operation), 1) if joins else (results(operation.node), 2)
-    dim = (operation.node.args[position] if len(operation.node.args) > position else 0) % pieces[0].dim()
+    args: tuple[Any, ...] = operation.node.args
+    dim = (args[position] if len(args) > position else 0) % pieces[0].dim()
     return dim, len(pieces) if len({piece.shape[dim] for piece in pieces}) == 1 else 0
 
 
@@ -104,6 +97,10 @@ def _whole(operation: Operation, cut: Placement) -> Placement | None:
     return blocks(dim, count * pieces) if pieces else None
 
 
+_VIEW = Layout(
+    down=lambda operation, cut: through_view(cut, _operand(operation), operation.result, operation.parts),
+    up=lambda operation, cut: through_view(cut, operation.result, _operand(operation), operation.parts),
+)
 _VIEWS = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
@@ -112,7 +109,7 @@ _VIEWS = (
 _PERMUTATIONS = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 LAYOUTS: dict[Any, Layout] = {
-    **dict.fromkeys(_VIEWS, Layout(_view_down, _view_up)),
+    **dict.fromkeys(_VIEWS, _VIEW),
     **dict.fromkeys(_PERMUTATIONS, Layout(_permute_down, _permute_up)),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), Layout(_piece, _whole)),
     aten.expand.default: Layout(_expand_down, _expand_up),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -13,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardgraph.ir import Gradient, Input, Parameter, outputs, placeholders
 from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
-from shardgraph.passes.sharding import collective_rules, ring_attention  # noqa: F401 (they register rules and lowerings)
+from shardgraph.passes.sharding import ring_attention  # noqa: F401 (registers lowerings)
 from shardgraph.passes.sharding.choose import Placements
 from shardgraph.passes.sharding.constraints import Constraints
 from shardgraph.passes.sharding.dtensor_rules import Refused
@@ -36,7 +37,7 @@ class OperatorPlacements(Placements):
         PlanError: the style is ``"context"`` and the sequences cannot be sharded.
     """
 
-    ends_as = {REPLICATE: "result"}  # noqa: RUF012
+    ends_as: ClassVar = {REPLICATE: "result"}
 
     def __init__(
         self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
@@ -44,7 +45,7 @@ class OperatorPlacements(Placements):
         self._marks, self._sequence = constraints.marks, style != "whole"
         self._weights = _weights(gm)
         self._marked = {value_of(mark.args[0]) for mark in constraints.marks}
-        self._prices = PlacementPrices.of(node_costs(gm, fused=False), parts, self._sequence)
+        self._prices = PlacementPrices(node_costs(gm, fused=False), parts, self._sequence)
         starts = stripes(gm, parts) if style == "context" else {}
         activations = constraints.cut_activations()
         required = constraints.cut_parameters(gm) | activations
@@ -64,7 +65,7 @@ class OperatorPlacements(Placements):
             elif is_operation(node) or node.op in ("placeholder", "get_attr"):
                 every = legal.options(node) if is_operation(node) else _stored(node, constraints.parameters, legal)
                 options[node] = [o for o in every if all(allowed(v, p) for v, p in placed_values(node, o))]
-        super().__init__(gm, options, constraints.parameters)
+        self.gm, self.options, self.fixed = gm, options, constraints.parameters
 
     def seconds(self, node: fx.Node, option: Option) -> float:
         """The operation's or the optimizer's."""

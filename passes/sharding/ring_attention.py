@@ -21,24 +21,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph import ir
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import lowering
 from shardgraph.passes.sharding.options import Option, named_arguments, results
 from shardgraph.passes.sharding.placements import blocks
+from shardgraph.passes.sharding.rules import MASKS, OF_QUERIES
 
 aten = torch.ops.aten
 
 _ROWS = 2  # the sequence dimension: tensors are [batch, heads, positions, width]
-_MASKS = ("attn_mask", "attn_bias")
-_OF_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_out_")
 
 
 @lowering
-def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[Any]:
     """Attention per step, merged by log-sum-exp."""
-    ring = _Ring(write, node, given)
-    total: list[fx.Node] = []
-    first: list[Any] = []
+    ring = _Ring(write, node, tensors)
+    total: fx.Node | None = None
     for step, pair in ring.steps():
         kernel_results, hidden = ring.attend(step, pair)
         out, logarithm = ring.padded(step, kernel_results[:2], first=True, fill=(0.0, -torch.inf))
@@ -47,19 +46,26 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, given: lis
             out = write.call(aten.masked_fill.Scalar, out, column, 0.0)
             logarithm = write.call(aten.masked_fill.Scalar, logarithm, hidden, -torch.inf)
         out = ring.accumulated(out)
-        total = _merged(write, *total, out, logarithm) if total else [out, logarithm]
-        first = first or kernel_results
-    out, logarithm = total
+        if total is None:
+            total, total_logarithm, first = out, logarithm, kernel_results
+            continue
+        # Outputs are averaged, weighted by their sums of exponentials. For a query that has seen no key in either, the
+        # difference is NaN; both its outputs are 0.
+        difference = write.call(aten.nan_to_num.default, write.call(aten.sub.Tensor, logarithm, total_logarithm), 0.0)
+        weight = write.call(aten.unsqueeze.default, write.call(aten.sigmoid.default, difference), -1)
+        total = write.call(aten.lerp.Tensor, total, out, weight)
+        total_logarithm = write.call(aten.logaddexp.default, total_logarithm, logarithm)
+    assert total is not None
     if ring.mask is not None:  # for a query that sees no key the kernel returns 0 too
-        unseen = write.call(aten.eq.Scalar, logarithm, -torch.inf)
-        logarithm = write.call(aten.masked_fill.Scalar, logarithm, unseen, 0.0)
-    return [ring.cast(out, results(node)[0].dtype), logarithm, *first[2:]]
+        unseen = write.call(aten.eq.Scalar, total_logarithm, -torch.inf)
+        total_logarithm = write.call(aten.masked_fill.Scalar, total_logarithm, unseen, 0.0)
+    return [ring.cast(total, results(node)[0].dtype), total_logarithm, *first[2:]]
 
 
 @lowering
-def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[Any]:
     """Query gradients are accumulated locally, those of keys and values as they pass by."""
-    ring = _Ring(write, node, given)
+    ring = _Ring(write, node, tensors)
     query_gradient: fx.Node | None = None
     sent: fx.Node | None = None
     kernel_results: list[Any] = []
@@ -82,11 +88,11 @@ def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, g
 class _Ring:
     """One attention, forward or backward, with this rank's operands."""
 
-    def __init__(self, write: AxisBuilder, node: fx.Node, given: list[fx.Node]) -> None:
+    def __init__(self, write: AxisBuilder, node: fx.Node, tensors: list[fx.Node]) -> None:
         self.write, self.node = write, node
-        self.call: dict[str, Any] = named_arguments(node, given)
+        self.call: dict[str, Any] = named_arguments(node, tensors)
         self.pair = [self.call["key"], self.call["value"]]
-        self.mask = next((self.call[name] for name in _MASKS if self.call.get(name) is not None), None)
+        self.mask = next((self.call[name] for name in MASKS if self.call.get(name) is not None), None)
         self.causal = bool(self.call.get("is_causal"))
         self.rows = self.call["query"].meta["val"].shape[_ROWS]
         self._later_by_step: dict[int, fx.Node] = {}
@@ -117,7 +123,7 @@ class _Ring:
         call = self.call | {"key": pair[0], "value": pair[1]}
         hidden = None
         if self.mask is not None:
-            name = next(name for name in _MASKS if name in call)
+            name = next(name for name in MASKS if name in call)
             last, keys = self.mask.meta["val"].dim() - 1, self.pair[0].meta["val"].shape[_ROWS]
             if self.mask.meta["val"].shape[last] > 1:  # the columns for the current keys
                 call[name] = self.write.part(self.mask, blocks(last, keys), step)
@@ -130,7 +136,7 @@ class _Ring:
         """All queries but the first and all keys but the last, if the keys are those of a higher rank."""
         later = self._later(step)
         fewer = self.write.call(operator.sub, self.rows, later)
-        ends = dict.fromkeys(_OF_QUERIES, (later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
+        ends = dict.fromkeys(OF_QUERIES, (later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
         rows = {
             name: self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name]) for name in ends if name in call
         }
@@ -138,7 +144,7 @@ class _Ring:
 
     def _later(self, step: int) -> fx.Node:
         if step not in self._later_by_step:
-            self._later_by_step[step] = self.write.from_later(step)
+            self._later_by_step[step] = self.write.call(ir.from_later, step, self.write.axis)
         return self._later_by_step[step]
 
     def padded(
@@ -176,11 +182,3 @@ class _Ring:
         if tensor.meta["val"].dtype == dtype:
             return tensor
         return self.write.call(aten._to_copy.default, tensor, dtype=dtype)
-
-
-def _merged(write: AxisBuilder, out: fx.Node, logarithm: fx.Node, more: fx.Node, its: fx.Node) -> list[fx.Node]:
-    """Two steps' outputs averaged, weighted by their sums of exponentials, and the combined log-sum-exp."""
-    # For a query that has seen no key in either, the difference is NaN; both its outputs are 0.
-    apart = write.call(aten.nan_to_num.default, write.call(aten.sub.Tensor, its, logarithm), 0.0)
-    weight = write.call(aten.unsqueeze.default, write.call(aten.sigmoid.default, apart), -1)
-    return [write.call(aten.lerp.Tensor, out, more, weight), write.call(aten.logaddexp.default, logarithm, its)]

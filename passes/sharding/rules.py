@@ -15,6 +15,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph import ir
 from shardgraph.passes.sharding.options import Operation, Option, Rule, named_arguments, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks
 
@@ -31,10 +32,8 @@ def rule(*targets: Any, replaces: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for operators, given as objects or by name."""
 
     def register(function: Rule) -> Rule:
-        for target in targets:
-            RULES[target] = function
-            if replaces:
-                REPLACES.add(target)
+        RULES.update(dict.fromkeys(targets, function))
+        REPLACES.update(targets if replaces else ())
         return function
 
     return register
@@ -70,20 +69,16 @@ def embedding_backward(operation: Operation) -> Iterator[Option]:
     yield Option((REPLICATE, REPLICATE), (Shard(0),), "embedding_backward")
 
 
-@rule(aten._log_softmax.default)
+@rule(aten._log_softmax.default, aten._log_softmax_backward_data.default)
 def log_softmax(operation: Operation) -> Iterator[Option]:
-    """Over a sharded dimension: its maximum and the sum of exponentials are all-reduced."""
-    dim = operation.node.args[1] % len(operation.result)
-    rows = operation.result.numel() // operation.result[dim]
-    yield Option((Shard(dim),), (Shard(dim),), "log_softmax", sent=2 * rows)
-
-
-@rule(aten._log_softmax_backward_data.default)
-def log_softmax_backward(operation: Operation) -> Iterator[Option]:
-    """Over a sharded dimension: the sum of the gradients is all-reduced."""
-    dim = operation.node.args[2] % len(operation.result)
-    rows = operation.result.numel() // operation.result[dim]
-    yield Option((Shard(dim), Shard(dim)), (Shard(dim),), "log_softmax_backward", sent=rows)
+    """Over a sharded dimension: its maximum and the sum of exponentials are all-reduced, in backward one sum."""
+    backward = operation.node.target is aten._log_softmax_backward_data.default
+    cut = Shard(operation.node.args[2 if backward else 1] % len(operation.result))
+    rows = operation.result.numel() // operation.result[cut.dim]
+    if backward:
+        yield Option((cut, cut), (cut,), "log_softmax_backward", sent=rows)
+    else:
+        yield Option((cut,), (cut,), "log_softmax", sent=2 * rows)
 
 
 @rule(aten.nll_loss_forward.default, replaces=True)
@@ -179,8 +174,8 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-_MASKS = ("attn_mask", "attn_bias")
-_OF_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_out_")
+MASKS = ("attn_mask", "attn_bias")
+OF_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_out_")
 
 
 @rule(
@@ -232,12 +227,12 @@ def ring_attention(operation: Operation) -> Iterator[Option]:
     cut = blocks(2, stripes)
 
     def option(pair: Placement, pair_gradients: Placement, name: str = "", passed: int = 0) -> Option:
-        placements = dict.fromkeys(_OF_QUERIES, cut) | {"key": pair, "value": pair}
+        placements = dict.fromkeys(OF_QUERIES, cut) | {"key": pair, "value": pair}
         before: list[Placement] = []
         for argument, value in named.items():
             if isinstance(value, fx.Node) and isinstance(tensor := value.meta.get("val"), torch.Tensor):
                 rows = tensor.dim() - 2
-                mask = blocks(rows, stripes) if argument in _MASKS and tensor.shape[rows] > 1 else REPLICATE
+                mask = blocks(rows, stripes) if argument in MASKS and tensor.shape[rows] > 1 else REPLICATE
                 before.append(placements.get(argument, mask))
         after = (cut, pair_gradients, pair_gradients) if backward else (cut, cut)
         rest = (REPLICATE if isinstance(value, torch.Tensor) else None for value in outs[len(after) :])
@@ -277,6 +272,36 @@ def overwritten(operation: Operation) -> Iterator[Option]:
         )
 
 
+@rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only)
+def collective(operation: Operation) -> Iterator[Option]:
+    """Of another axis, elementwise over ranks.
+
+    All ranks of a collective along another axis have the same shard along this one, so a dimension that the collective
+    neither splits nor concatenates may be sharded, and sums may be partial.
+    """
+    return _along(operation, range(len(operation.result)))
+
+
+@rule(ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
+def rows_exchanged(operation: Operation) -> Iterator[Option]:
+    """Whole rows go to other ranks."""
+    return _along(operation, range(1, len(operation.result)))
+
+
+@rule(ir.local_part)
+def part_taken(operation: Operation) -> Iterator[Option]:
+    """One dimension is already sharded."""
+    taken = operation.node.args[1]
+    return _along(operation, (dim for dim in range(len(operation.result)) if dim != taken))
+
+
+def _along(operation: Operation, dims: Iterable[int]) -> Iterator[Option]:
+    for dim in dims:
+        yield Option((Shard(dim),), (Shard(dim),))
+    if "max" not in operation.node.args and results(operation.node)[0].is_floating_point():
+        yield Option((PARTIAL,), (PARTIAL,))
+
+
 def _cuts(operation: Operation) -> list[Placement]:
     """The result sharded along each of its dimensions."""
     return [Shard(dim) for dim in range(len(operation.result))]
@@ -284,8 +309,8 @@ def _cuts(operation: Operation) -> list[Placement]:
 
 def own_options(operation: Operation) -> Iterable[Option]:
     """Our rule's options for an operation; empty if there is no rule."""
-    found = rule_of(operation.node.target)
-    return [] if found is None else found(operation)
+    own = rule_of(operation.node.target)
+    return own(operation) if own else ()
 
 
 def rule_of(target: Any) -> Rule | None:
