@@ -56,25 +56,17 @@ class Program:
     """A program under construction."""
 
     def __init__(self) -> None:
-        self._costs: list[float] = []
-        self._bounds: list[tuple[float, float]] = []
-        self._integer: list[bool] = []
-        self._names: list[str] = []
-        self._rows: list[Row] = []
-        self._limits: list[tuple[float, float]] = []
+        self._variables: list[tuple[float, float, float, bool]] = []  # cost, bounds, whether it is an integer
+        self._constraints: list[tuple[str, Row, float, float]] = []  # name, coefficients, limits
 
     def variable(self, cost: float = 0.0, low: float = 0.0, high: float = 1.0, *, integer: bool = False) -> int:
         """A variable from ``low`` to ``high`` that adds ``cost`` times its value to the objective."""
-        self._costs.append(cost)
-        self._bounds.append((low, high))
-        self._integer.append(integer)
-        return len(self._costs) - 1
+        self._variables.append((cost, low, high, integer))
+        return len(self._variables) - 1
 
     def constrain(self, name: str, row: Row, low: float = -math.inf, high: float = math.inf) -> None:
         """Constrain ``row`` to the range ``low`` to ``high``. ``name`` is for messages and need not be unique."""
-        self._names.append(name)
-        self._rows.append(row)
-        self._limits.append((low, high))
+        self._constraints.append((name, row, low, high))
 
     def solve(self, *, limit: float, gap: float = 0.0) -> Solution:
         """The values that minimise the objective.
@@ -86,56 +78,47 @@ class Program:
         Raises:
             NoSolution: the constraints contradict each other, or no solution was found within ``limit``.
         """
-        costs = np.array(self._costs)
+        costs = np.array([cost for cost, *_ in self._variables])
         scale = np.abs(costs).max(initial=0.0) or 1.0
         # The solver's tolerances are absolute, so costs are scaled: the largest becomes 1e6.
-        found = self._solved(costs / scale * 1e6, self._rows, self._bounds, self._integer, limit, gap)
-        if found.x is None:
-            timed_out = found.status != _INFEASIBLE
+        result = self._result(costs / scale * 1e6, limit, gap)
+        if result.x is None:
+            timed_out = result.status != _INFEASIBLE
             raise NoSolution(() if timed_out else self._contradiction(limit), limit, timed_out)
-        objective = float(costs @ found.x)
-        bound = objective if found.mip_dual_bound is None else float(found.mip_dual_bound) * scale / 1e6
-        proven = found.mip_gap if found.mip_gap is not None else 0.0
-        return Solution(found.x, objective, min(bound, objective), float(proven) if proven > 1e-9 else 0.0)
+        objective = float(costs @ result.x)
+        bound = objective if result.mip_dual_bound is None else float(result.mip_dual_bound) * scale / 1e6
+        proven = float(result.mip_gap or 0.0)
+        return Solution(result.x, objective, min(bound, objective), proven if proven > 1e-9 else 0.0)
 
     def _contradiction(self, limit: float) -> tuple[str, ...]:
         """Names of constraints to relax so that the others can be met, minimising the total violation."""
-        rows, bounds, integer = list(self._rows), list(self._bounds), list(self._integer)
-        costs = [0.0] * len(bounds)
+        relaxed = Program()
+        for _, low, high, integer in self._variables:
+            relaxed.variable(0.0, low, high, integer=integer)
         slacks: list[tuple[str, int]] = []
-        for number, name in enumerate(self._names):
-            row = dict(rows[number])
-            for sign in (1.0, -1.0):
-                slacks.append((name, len(bounds)))
-                row[len(bounds)] = sign
-                bounds.append((0.0, math.inf))
-                integer.append(False)
-                costs.append(1.0)
-            rows[number] = row
-        found = self._solved(np.array(costs), rows, bounds, integer, limit, 0.0)
-        if found.x is None:  # the bounds of variables contradict each other
-            return tuple(dict.fromkeys(self._names))[:_NAMED]
-        return tuple(dict.fromkeys(name for name, slack in slacks if found.x[slack] > _SLACK))[:_NAMED]
+        for name, row, *limits in self._constraints:
+            above, below = (relaxed.variable(1.0, high=math.inf) for _ in range(2))
+            slacks += [(name, above), (name, below)]
+            relaxed.constrain(name, {**row, above: 1.0, below: -1.0}, *limits)
+        result = relaxed._result(np.array([cost for cost, *_ in relaxed._variables]), limit, 0.0)
+        names = [name for name, *_ in self._constraints]  # all, if the bounds of variables contradict each other
+        if result.x is not None:
+            names = [name for name, slack in slacks if result.x[slack] > _SLACK]
+        return tuple(dict.fromkeys(names))[:_NAMED]
 
-    def _solved(
-        self,
-        costs: np.ndarray,
-        rows: Sequence[Row],
-        bounds: Sequence[tuple[float, float]],
-        integer: Sequence[bool],
-        limit: float,
-        gap: float,
-    ) -> OptimizeResult:
+    def _result(self, costs: np.ndarray, limit: float, gap: float) -> OptimizeResult:
         constraints = []
-        if rows:
-            entries = [(i, column, value) for i, row in enumerate(rows) for column, value in row.items()]
-            at, columns, values = (np.array(each) for each in zip(*entries, strict=True))
-            matrix = coo_array((values, (at, columns)), shape=(len(rows), len(costs))).tocsr()
-            constraints.append(LinearConstraint(matrix, *(np.array(each) for each in zip(*self._limits, strict=True))))
+        if self._constraints:
+            _, coefficients, lows, highs = zip(*self._constraints, strict=True)
+            entries = [(i, column, value) for i, row in enumerate(coefficients) for column, value in row.items()]
+            rows, columns, values = (np.array(each) for each in zip(*entries, strict=True))
+            matrix = coo_array((values, (rows, columns)), shape=(len(coefficients), len(costs))).tocsr()
+            constraints.append(LinearConstraint(matrix, np.array(lows), np.array(highs)))
+        _, lows, highs, integer = zip(*self._variables, strict=True)
         return milp(
             costs,
             integrality=np.array(integer, dtype=int),
-            bounds=Bounds(*(np.array(each) for each in zip(*bounds, strict=True))),
+            bounds=Bounds(np.array(lows), np.array(highs)),
             constraints=constraints,
             options={"mip_rel_gap": gap, "time_limit": limit},
         )

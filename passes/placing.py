@@ -19,7 +19,7 @@ from shardgraph.passes.chunking.chunk_loss import MarkScores
 from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.sharding.activations import call_of
-from shardgraph.passes.sharding.shard_operators import ShardOperators
+from shardgraph.passes.sharding.shard_operators import ShardOperators, record_text
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.parameter_plan import ParameterPlan, in_patterns
 from shardgraph.plans.plan import Plan
@@ -45,12 +45,20 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     if not passes:
         return copy_graph(joint.module), context
     key = _key(plan, context.parameters)
-    if key in joint.placed:
-        return _as_placed(joint.placed[key], context)
-    gm = copy_graph(joint.module)
-    run_passes(gm, passes, context)
-    joint.placed[key] = Placed(copy_graph(gm), context.findings.copy(), plan.axes)
-    return gm, context
+    if key not in joint.placed:
+        gm = copy_graph(joint.module)
+        run_passes(gm, passes, context)
+        joint.placed[key] = Placed(copy_graph(gm), context.findings.copy(), plan.axes)
+        return gm, context
+    placed = joint.placed[key]
+    findings = placed.findings.copy()
+    if not plan.experts:  # parameters may be stored otherwise along data axes
+        findings.parameters = context.parameters
+        for fqn, entry in placed.findings.parameters.items():
+            for axis, _ in plan.operators:
+                text = entry.placements[placed.axes.index(axis)]
+                record_text(context, fqn, plan.axes.index(axis), text)
+    return copy_graph(placed.module), replace(context, findings=findings)
 
 
 def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
@@ -62,19 +70,6 @@ def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
         for fqn, entry in entries.items()
     )
     return plan.operators, plan.experts, sizes, stored, plan.annotations, plan.activations, plan.loss_chunk
-
-
-def _as_placed(placed: Placed, context: Context) -> tuple[fx.GraphModule, Context]:
-    """A cached result from a plan with the same placements, adapted to the plan of ``context``."""
-    plan, findings = context.plan, placed.findings.copy()
-    if not plan.experts:
-        for fqn, entry in context.parameters.items():
-            for axis, _ in plan.operators:
-                text = placed.findings.parameters[fqn].placements[placed.axes.index(axis)]
-                at = plan.axes.index(axis)
-                entry = replace(entry, placements=(*entry.placements[:at], text, *entry.placements[at + 1 :]))
-            findings.parameters[fqn] = plan.storable(fqn, entry)
-    return copy_graph(placed.module), replace(context, findings=findings)
 
 
 def placing_passes(plan: Plan) -> list[Pass]:
@@ -111,5 +106,5 @@ def placed_plan(
         return plan
     activations = Activations(call_of(gm), tuple(context.activations.items()))
     decided = replace(plan, parameters=in_patterns(context.parameters), activations=activations)
-    joint.placed[_key(decided, decided.resolve(shapes))] = joint.placed[_key(plan, plan.resolve(shapes))]
+    joint.placed[_key(decided, context.parameters)] = joint.placed[_key(plan, plan.resolve(shapes))]
     return decided

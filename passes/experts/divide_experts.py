@@ -6,6 +6,7 @@ DeepSpeed-MoE (Rajbhandari et al., 2022, https://arxiv.org/abs/2201.05596): outs
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,22 +59,17 @@ class DivideExperts:
 
 def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
     """Note the operations for which the weights of all experts are gathered."""
-    users: dict[str, int] = {}
+    users: Counter[str] = Counter()
     for node, option in chosen.items():
-        for operand, wanted in zip(operands(node), option.operands, strict=True):
+        for operand, placement in zip(operands(node), option.operands, strict=True):
             source, index = value_of(operand)
-            if wanted == REPLICATE and isinstance(chosen[source].results[index], Shard):
-                name = str(_seen_by(node).target)
-                users[name] = users.get(name, 0) + 1
+            if placement == REPLICATE and isinstance(chosen[source].results[index], Shard):
+                user = node
+                while getattr(user.target, "is_view", False) and user.users:
+                    user = next(iter(user.users))
+                users[str(user.target)] += 1
     for name, count in users.items():
         context.notes.append(
             f"{name} x{count}: no rule says how it may be done on a part of the experts, so weights of all experts are "
             "gathered for it"
         )
-
-
-def _seen_by(node: fx.Node) -> fx.Node:
-    """The first operation after a chain of views."""
-    while getattr(node.target, "is_view", False) and node.users:
-        node = next(iter(node.users))
-    return node

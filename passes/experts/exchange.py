@@ -28,7 +28,7 @@ class ExchangeBuilder(AxisBuilder):
         if isinstance(after, Exchanged) and before == REPLICATE:
             return self._swap(tensor, after.experts, after.tokens)
         if isinstance(after, Summed) and before == REPLICATE:
-            return super()._scatter(tensor, Shard(after.dim))
+            return self._scatter(tensor, Shard(after.dim))
         return super().place(tensor, before, after, shape)
 
     def gradient(self, placement: Placement) -> Placement:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -16,6 +14,9 @@ from shardgraph.passes.sharding.layout_rules import order_of
 from shardgraph.sizes import divisors
 
 aten = torch.ops.aten
+
+_PERMUTATIONS = (aten.permute.default, aten.transpose.int)
+_WITHIN_ROWS = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 
 
 def find_experts(gm: fx.GraphModule, axis: str, parts: int) -> set[str]:
@@ -54,24 +55,17 @@ def find_experts(gm: fx.GraphModule, axis: str, parts: int) -> set[str]:
 def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:
     common = same_on_all_ranks(gm)
     from_parameter: dict[fx.Node, fx.Node] = {}
-    found: dict[str, fx.Node] = {}
+    matrices: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() == 3:
             from_parameter[node] = node
-        elif node.op == "call_function" and node.target is not operator.getitem and _keeps_rows(node):
+        elif node.target in _WITHIN_ROWS or (node.target in _PERMUTATIONS and order_of(node)[0] == 0):
             if node.args[0] in from_parameter:
                 from_parameter[node] = from_parameter[node.args[0]]
         elif node.target in (aten.bmm.default, aten.baddbmm.default):
             factors = node.args[-2:]
             for factor, other in (factors, factors[::-1]):
                 if factor in from_parameter and other not in common:
-                    found[ROLE.of(from_parameter[factor]).fqn] = from_parameter[factor]
-    return found
-
-
-def _keeps_rows(node: fx.Node) -> bool:
-    """Whether the operation only casts or moves elements, each within its row."""
-    if node.target in (aten.permute.default, aten.transpose.int):
-        return order_of(node)[0] == 0
-    return node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
+                    matrices[ROLE.of(from_parameter[factor]).fqn] = from_parameter[factor]
+    return matrices

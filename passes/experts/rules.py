@@ -15,7 +15,7 @@ tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,16 +38,16 @@ Known = Mapping[Value, set[Placement]]
 
 def same_on_all_ranks(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose values depend neither on a rank's batch nor on random numbers."""
-    found: set[fx.Node] = set()
+    common: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "call_function":
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            same = not random and found.issuperset(node.all_input_nodes)
+            same = not random and common.issuperset(node.all_input_nodes)
         else:
             same = node.op == "get_attr" or isinstance(ROLE.get(node), (Parameter, Buffer))
         if same:
-            found.add(node)
-    return found
+            common.add(node)
+    return common
 
 
 def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterator[Option]:
@@ -55,9 +55,9 @@ def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterato
 
     Some may not divide evenly.
     """
-    if node.target in _PRODUCTS:
+    if node.target in (aten.bmm.default, aten.baddbmm.default):
         yield from _product(node, common)
-    elif node.target in _SUMS:
+    elif node.target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
         yield from _sum(node, known)
     elif node.target in _LAYOUTS:
         yield from _layout(node, known, _LAYOUTS[node.target](node))
@@ -65,160 +65,23 @@ def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterato
         yield from _expand(node, known)
     elif node.target in _ALONG:
         yield from _along(node, known)
-    elif _elementwise(node.target):
-        yield from _pointwise(node, known, common)
-
-
-def _seen(placement: Placement, dims: Callable[[int], int | None]) -> Placement | None:
-    """The placement with its dimensions mapped by ``dims``; None if one that it refers to is gone."""
-    if isinstance(placement, Exchanged):
-        experts, tokens = dims(placement.experts), dims(placement.tokens)
-        return None if experts is None or tokens is None else Exchanged(experts, tokens)
-    dim = dims(placement.dim)  # type: ignore[attr-defined]
-    return None if dim is None else type(placement)(dim)  # type: ignore[call-arg]
-
-
-def _known(node: fx.Node, known: Known) -> list[Placement]:
-    return sorted(known.get(value_of(node), ()), key=repr)  # ranks must agree on the order
-
-
-# -- products ----------------------------------------------------------------------------------------------
-
-_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
-
-
-def _product(node: fx.Node, common: set[fx.Node]) -> Iterator[Option]:
-    """``bmm`` over experts, ``[E, rows, inner] x [E, inner, columns]``: tokens are rows, columns, or summed over."""
-    weights, gradients = Shard(0), Summed(0)
-    rows, columns = Exchanged(0, 1), Exchanged(0, 2)
-    for left, right, out in (
-        (rows, weights, rows),
-        (weights, columns, columns),
-        (columns, rows, gradients),
-        (weights, weights, weights),
-        (gradients, weights, gradients),
-        (weights, gradients, gradients),
-    ):
-        if node.target is aten.bmm.default:
-            yield Option((left, right), (out,))
-        elif out == rows:  # a bias, which is added once
-            bias = node.args[0].meta["val"]
-            whole = bias.dim() < 3 or bias.shape[0] == 1
-            yield from (Option((bias_as, left, right), (out,)) for bias_as in _biases(node, whole, common))
-
-
-def _biases(node: fx.Node, whole: bool, common: set[fx.Node]) -> Iterator[Placement]:
-    if not whole and node.args[0].meta["val"].shape[1] == 1:
-        yield Shard(0)
-    elif not whole:
-        yield Exchanged(0, 1)
-    elif node.args[0] in common:
-        yield REPLICATE
-
-
-# -- elementwise -------------------------------------------------------------------------------------------
-
-_LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten._to_copy.default)
-_LINEAR = (aten._to_copy.default, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-
-
-def _elementwise(target: Any) -> bool:
-    tags = getattr(target, "tags", ())
-    return (torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags) or target in _LIKE
-
-
-def _pointwise(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterator[Option]:
-    given, (out, *_) = operands(node), results(node)
-    offsets = [out.dim() - operand.meta["val"].dim() for operand in given]
-    wanted: set[Placement] = set(known.get((node, 0), ()))
-    for operand, offset in zip(given, offsets, strict=True):
-        for placement in _known(operand, known):
-            if (above := _seen(placement, lambda dim, offset=offset: dim + offset)) is not None:
-                wanted.add(above)
-    for placement in sorted(wanted, key=repr):
-        if isinstance(placement, Summed):
-            yield from _linear(node, placement)
-            continue
-        each = [
-            list(_under(operand, offset, placement, out.shape, operand in common))
-            for operand, offset in zip(given, offsets, strict=True)
-        ]
-        for chosen in itertools.product(*each):
-            if any(type(p) is type(placement) for p in chosen):
-                yield Option(chosen, (placement,))
-
-
-def _under(operand: fx.Node, offset: int, placement: Placement, shape: torch.Size, same: bool) -> Iterator[Placement]:
-    """Operand placements for a result of ``shape``, to which the operand is broadcast, to have ``placement``."""
-    own = operand.meta["val"].shape
-
-    def size(dim: int) -> int:
-        return own[dim - offset] if dim >= offset else 1
-
-    experts = placement.experts if isinstance(placement, Exchanged) else placement.dim  # type: ignore[attr-defined]
-    if size(experts) != shape[experts]:
-        tokens = placement.tokens if isinstance(placement, Exchanged) else None
-        if same and (tokens is None or size(tokens) == 1):
-            yield REPLICATE
-    elif isinstance(placement, Exchanged):
-        if placement.tokens >= offset and size(placement.tokens) == shape[placement.tokens]:
-            yield Exchanged(experts - offset, placement.tokens - offset)
-        if size(placement.tokens) == 1:
-            yield Shard(experts - offset)
     else:
-        yield Shard(experts - offset)
+        tags = getattr(node.target, "tags", ())
+        elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        if elementwise or node.target in _LIKE:
+            yield from _pointwise(node, known, common)
 
 
-def _linear(node: fx.Node, placement: Summed) -> Iterator[Option]:
-    """A sum over ranks may be cast, scaled by numbers, and added to another."""
-    given = operands(node)
-    if len(given) == 1 and node.target in _LINEAR:
-        yield Option((placement,), (placement,))
-    shapes = {operand.meta["val"].shape for operand in given}
-    if len(given) == 2 and len(shapes) == 1 and node.target in (aten.add.Tensor, aten.sub.Tensor):
-        yield Option((placement, placement), (placement,))
+def _known(operand: fx.Node, known: Known) -> list[Placement]:
+    return _sorted(known.get(value_of(operand), ()))
 
 
-# -- sums --------------------------------------------------------------------------------------------------
+def _sorted(placements: Iterable[Placement]) -> list[Placement]:
+    return sorted(placements, key=repr)  # ranks must agree on the order
 
-_SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
-
-
-def _sum(node: fx.Node, known: Known) -> Iterator[Option]:
-    """Over other dimensions for each token, or over the tokens."""
-    operand = operands(node)[0]
-    rank = operand.meta["val"].dim()
-    if len(node.args) < 2 or not node.args[1]:
-        return
-    gone = {dim % rank for dim in node.args[1]}
-    keep = len(node.args) > 2 and node.args[2]
-
-    def left(dim: int) -> int | None:
-        return None if dim in gone else dim if keep else dim - sum(each < dim for each in gone)
-
-    for placement in _known(operand, known):
-        if (out := _seen(placement, left)) is not None:
-            if not isinstance(placement, Summed) or node.target is not aten.amax.default:
-                yield Option((placement,), (out,))
-        elif isinstance(placement, Exchanged) and node.target is aten.sum.dim_IntList:
-            experts = left(placement.experts)
-            yield from () if experts is None else [Option((placement,), (Summed(experts),))]
-
-
-# -- layout ------------------------------------------------------------------------------------------------
 
 Dims = list[tuple[int, int]]
 """Pairs of an operand dimension and a result dimension for which sharding is equivalent."""
-
-
-def _layout(node: fx.Node, known: Known, dims: Dims) -> Iterator[Option]:
-    for placement in _known(operands(node)[0], known):
-        for out in _through(placement, dims):
-            yield Option((placement,), (out,))
-    back = [(after, before) for before, after in dims]
-    for placement in sorted(known.get((node, 0), ()), key=repr):
-        for source in _through(placement, back):
-            yield Option((source,), (placement,))
 
 
 def _through(placement: Placement, dims: Dims) -> Iterator[Placement]:
@@ -233,47 +96,133 @@ def _through(placement: Placement, dims: Dims) -> Iterator[Placement]:
                 yield type(placement)(after)  # type: ignore[call-arg]
 
 
+def _product(node: fx.Node, common: set[fx.Node]) -> Iterator[Option]:
+    """``bmm`` over experts, ``[E, rows, inner] x [E, inner, columns]``: tokens are rows, columns, or summed over."""
+    weights, gradients = Shard(0), Summed(0)
+    rows, columns = Exchanged(0, 1), Exchanged(0, 2)
+    if node.target is aten.bmm.default:
+        yield Option((rows, weights), (rows,))
+        yield Option((weights, columns), (columns,))
+        yield Option((columns, rows), (gradients,))
+        yield Option((weights, weights), (weights,))
+        yield Option((gradients, weights), (gradients,))
+        yield Option((weights, gradients), (gradients,))
+        return
+    bias = node.args[0].meta["val"]  # of a baddbmm, added once
+    if bias.dim() == 3 and bias.shape[0] != 1:
+        yield Option((weights if bias.shape[1] == 1 else rows, rows, weights), (rows,))
+    elif node.args[0] in common:
+        yield Option((REPLICATE, rows, weights), (rows,))
+
+
+_LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten._to_copy.default)
+_LINEAR = (aten._to_copy.default, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+
+
+def _pointwise(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterator[Option]:
+    tensors, out = operands(node), results(node)[0]
+    placements = set(known.get((node, 0), ()))
+    for operand in tensors:
+        rank = operand.meta["val"].dim()
+        dims = list(zip(range(rank), range(out.dim() - rank, out.dim()), strict=True))
+        for placement in _known(operand, known):
+            placements.update(_through(placement, dims))
+    for placement in _sorted(placements):
+        if isinstance(placement, Summed):  # a sum over ranks may be cast, scaled by numbers, and added to another
+            same = len({operand.meta["val"].shape for operand in tensors}) == 1
+            linear = _LINEAR if len(tensors) == 1 else (aten.add.Tensor, aten.sub.Tensor)
+            if same and len(tensors) <= 2 and node.target in linear:
+                yield Option((placement,) * len(tensors), (placement,))
+            continue
+        candidates = [list(_broadcast(operand, placement, out.shape, operand in common)) for operand in tensors]
+        for chosen in itertools.product(*candidates):
+            if any(type(p) is type(placement) for p in chosen):
+                yield Option(chosen, (placement,))
+
+
+def _broadcast(operand: fx.Node, placement: Placement, shape: torch.Size, same: bool) -> Iterator[Placement]:
+    """Operand placements for a result of ``shape``, to which the operand is broadcast, to have ``placement``."""
+    own = operand.meta["val"].shape
+    offset = len(shape) - len(own)
+    sizes = (*[1] * offset, *own)
+    tokens = placement.tokens if isinstance(placement, Exchanged) else None
+    experts = placement.experts if isinstance(placement, Exchanged) else placement.dim  # type: ignore[attr-defined]
+    if sizes[experts] != shape[experts]:
+        if same and (tokens is None or sizes[tokens] == 1):
+            yield REPLICATE
+    elif tokens is None:
+        yield Shard(experts - offset)
+    else:
+        if tokens >= offset and sizes[tokens] == shape[tokens]:
+            yield Exchanged(experts - offset, tokens - offset)
+        if sizes[tokens] == 1:
+            yield Shard(experts - offset)
+
+
+def _sum(node: fx.Node, known: Known) -> Iterator[Option]:
+    """Over other dimensions for each token, or over the tokens."""
+    operand = operands(node)[0]
+    rank = operand.meta["val"].dim()
+    if len(node.args) < 2 or not node.args[1]:
+        return
+    summed = {dim % rank for dim in node.args[1]}
+    rest = [dim for dim in range(rank) if dim not in summed]
+    keep = len(node.args) > 2 and node.args[2]
+    dims = {dim: dim if keep else place for place, dim in enumerate(rest)}
+    for placement in _known(operand, known):
+        if (out := next(_through(placement, list(dims.items())), None)) is not None:
+            if not isinstance(placement, Summed) or node.target is not aten.amax.default:
+                yield Option((placement,), (out,))
+        elif isinstance(placement, Exchanged) and node.target is aten.sum.dim_IntList and placement.experts in dims:
+            yield Option((placement,), (Summed(dims[placement.experts]),))
+
+
+def _layout(node: fx.Node, known: Known, dims: Dims) -> Iterator[Option]:
+    for placement in _known(operands(node)[0], known):
+        for out in _through(placement, dims):
+            yield Option((placement,), (out,))
+    back = [(after, before) for before, after in dims]
+    for placement in _known(node, known):
+        for source in _through(placement, back):
+            yield Option((source,), (placement,))
+
+
 def _view(node: fx.Node) -> Dims:
     """Pairs of dimensions with equally many elements to their left: sharding or concatenating along one is
     equivalent to the other if runs of it are whole; divisibility is checked elsewhere."""
-    before, after = _lefts(operands(node)[0].meta["val"].shape), _lefts(results(node)[0].shape)
+    before, after = (
+        [value.shape[:dim].numel() for dim in range(value.dim())]
+        for value in (operands(node)[0].meta["val"], results(node)[0])
+    )
     return [(i, j) for i, left in enumerate(before) for j, other in enumerate(after) if left == other]
 
 
-def _lefts(shape: torch.Size) -> list[int]:
-    return [shape[:dim].numel() for dim in range(len(shape))]
-
-
 def _squeeze(node: fx.Node) -> Dims:
-    rank = operands(node)[0].meta["val"].dim()
-    chosen = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
     shape = operands(node)[0].meta["val"].shape
-    gone = {dim % rank for dim in chosen if shape[dim % rank] == 1}
-    return list(zip([dim for dim in range(rank) if dim not in gone], range(rank), strict=False))
+    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
+    return [(before, after) for after, before in enumerate(dim for dim in range(len(shape)) if dim not in gone)]
 
 
 def _unsqueeze(node: fx.Node) -> Dims:
     rank = results(node)[0].dim()
-    return list(zip(range(rank - 1), [dim for dim in range(rank) if dim != node.args[1] % rank], strict=True))
+    return list(enumerate(dim for dim in range(rank) if dim != node.args[1] % rank))
 
 
 def _permute(node: fx.Node) -> Dims:
     return [(before, after) for after, before in enumerate(order_of(node))]
 
 
+def _identity(node: fx.Node) -> Dims:
+    return [(dim, dim) for dim in range(results(node)[0].dim())]
+
+
 _LAYOUTS: dict[Any, Callable[[fx.Node], Dims]] = {
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
+    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), _squeeze),
     aten.unsqueeze.default: _unsqueeze,
-    aten.permute.default: _permute,
-    aten.transpose.int: _permute,
-    aten.t.default: _permute,
-    aten.alias.default: lambda node: [(dim, dim) for dim in range(results(node)[0].dim())],
-    aten.detach.default: lambda node: [(dim, dim) for dim in range(results(node)[0].dim())],
-    aten.clone.default: lambda node: [(dim, dim) for dim in range(results(node)[0].dim())],
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default), _identity),
 }
 
 
@@ -306,12 +255,10 @@ _ALONG: dict[Any, int] = {
 
 def _along(node: fx.Node, known: Known) -> Iterator[Option]:
     """Pieces of a dimension that is neither the experts' nor the tokens'."""
-    given, outs = operands(node), results(node)
+    tensors, outs = operands(node), results(node)
     position = _ALONG[node.target]
     along = (node.args[position] if len(node.args) > position else 0) % outs[0].dim()
-    wanted = {placement for operand in given for placement in _known(operand, known)}
-    for index in range(len(outs)):
-        wanted |= known.get((node, index), set())
-    for placement in sorted(wanted, key=repr):
-        if _seen(placement, lambda dim: None if dim == along else dim) is not None:
-            yield Option((placement,) * len(given), (placement,) * len(outs))
+    values = [*map(value_of, tensors), *((node, index) for index in range(len(outs)))]
+    for placement in _sorted(set[Placement]().union(*(known.get(value, ()) for value in values))):
+        if any(_through(placement, [(dim, dim) for dim in range(outs[0].dim()) if dim != along])):
+            yield Option((placement,) * len(tensors), (placement,) * len(outs))

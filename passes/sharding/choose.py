@@ -24,122 +24,160 @@ The relaxation is close to integral, and HiGHS solves it exactly. The formulatio
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError
 from shardgraph.passes.milp import NoSolution, Program
-from shardgraph.passes.sharding.options import Option
+from shardgraph.passes.sharding.classes import classes_of, pattern_of, written_names
+from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.options import Option, operands
 
-Class = Hashable
-LIMIT = 120.0  # seconds of search
+_LIMIT = 120.0  # seconds of search
 
 
-@dataclass
-class PlacementProblem:
-    """The integer program's input: options and seconds of each class, and which class uses which result of which.
+class Placements(ABC):
+    """The legal options of a graph's operations along one mesh axis, and their costs.
 
-    ``uses`` counts, for ``(maker, result, user, operand)``, how often a member of ``user`` takes the ``result`` of a
-    member of ``maker`` as its ``operand``. ``names`` identify the classes in errors.
+    ``options`` has those of every placeholder, constant and operation; the first of an operation is fully replicated.
+    ``fixed`` are placements of parameters, by name. If ``whole``, all operations are part of the integer program,
+    otherwise only those with several options and their neighbours. ``ends_as`` has the placements that outputs may be
+    required to have, with their names in errors.
     """
 
-    options: dict[Class, list[Option]] = field(default_factory=dict)
-    costs: dict[Class, list[float]] = field(default_factory=dict)
-    members: Counter[Class] = field(default_factory=Counter)
-    uses: Counter[tuple[Class, int, Class, int]] = field(default_factory=Counter)
-    ties: Counter[tuple[Class, int, Class]] = field(default_factory=Counter)
-    """``(maker, result, owner)``: the result must end with the placement of the first result of ``owner``."""
-    names: dict[Class, str] = field(default_factory=dict)
+    gm: fx.GraphModule
+    options: dict[fx.Node, list[Option]]
+    fixed: Mapping[str, Placement]
+    whole: ClassVar[bool] = True
+    ends_as: ClassVar[Mapping[Placement, str]]
+
+    @abstractmethod
+    def seconds(self, node: fx.Node, option: Option) -> float:
+        """Seconds of a placeholder, constant or operation under an option."""
+
+    @abstractmethod
+    def move(self, value: Value, before: Placement, after: Placement) -> float:
+        """Seconds to redistribute a value from one placement to another; infinite if not allowed."""
+
+    @abstractmethod
+    def ends(self) -> Iterator[tuple[Value, Placement | fx.Node]]:
+        """The graph's outputs, each with its required placement, or with the parameter whose placement it must have."""
+
+    def solve(self) -> tuple[dict[fx.Node, Option], float]:
+        """The option of every node that minimizes total time, and the gap (:mod:`shardgraph.passes.milp`).
+
+        After 120 seconds the best solution so far is returned.
+
+        Raises:
+            PlanError: the constraints are infeasible, and the message names the contradiction; or no solution was found
+                in time.
+        """
+        keys = classes_of(self.gm, self.fixed)
+        classes, uses = self._problem(keys)
+        program = Program()
+        for each in classes.values():
+            costs = [self.seconds(each.node, option) if each.node else 0.0 for option in each.options]
+            each.variables = [program.variable(each.members * cost, integer=len(costs) > 1) for cost in costs]
+            program.constrain(f"one option of {each.name}", dict.fromkeys(each.variables, 1.0), 1.0, 1.0)
+        moves: dict[_Move, int] = {}
+        for use in uses:
+            self._add_flows(program, moves, use)
+        try:
+            solution = program.solve(limit=_LIMIT)
+        except NoSolution as error:
+            raise PlanError(
+                f"no placement of the operators meets all constraints: {error}. Take back an annotation, or a "
+                "placement that the plan sets"
+            ) from None
+        chosen = {
+            key: each.options[int(np.argmax([solution.values[variable] for variable in each.variables]))]
+            for key, each in classes.items()
+        }
+        return {node: chosen.get(keys[node], options[0]) for node, options in self.options.items()}, solution.gap
+
+    def _problem(self, keys: Mapping[fx.Node, Hashable]) -> tuple[dict[Hashable, _Class], list[_Use]]:
+        """The classes by their ``keys``, and which class uses which result of which."""
+        names = written_names(self.gm)
+        classes: dict[Hashable, _Class] = {}
+        entered: set[fx.Node] = set()
+        uses: list[_Use] = []
+        ties: list[_Use] = []
+        ends = {placement: _Class(name, [Option((placement,), ())]) for placement, name in self.ends_as.items()}
+
+        def enter(node: fx.Node) -> _Class:
+            name = pattern_of(names[node]) if node in names else node.name
+            entry = classes.setdefault(keys[node], _Class(name, self.options[node], node))
+            entry.members += node not in entered
+            entered.add(node)
+            return entry
+
+        for node, options in self.options.items():
+            if self.whole:
+                enter(node)
+            for position, operand in enumerate(operands(node)):
+                source, index = value_of(operand)
+                if self.whole or len(options) > 1 or len(self.options[source]) > 1:
+                    uses.append((enter(source), index, enter(node), position))
+        for (source, index), end in self.ends():
+            if isinstance(end, fx.Node):
+                ties.append((enter(source), index, enter(end), None))
+            elif self.whole or len(self.options[source]) > 1:
+                uses.append((enter(source), index, ends[end], 0))
+        return classes | ends, list(dict.fromkeys(uses + ties))
+
+    def _add_flows(self, program: Program, moves: dict[_Move, int], use: _Use) -> None:
+        """Add the variables and constraints of a use; ``moves`` are the redistributions that have a variable."""
+        maker, result, user, operand = use
+        made = maker.by_placement(option.results[result] for option in maker.options)
+        used = user.by_placement(o.results[0] if operand is None else o.operands[operand] for o in user.options)
+        out = {p: dict.fromkeys(variables, -1.0) for p, variables in made.items()}
+        into = {q: dict.fromkeys(variables, -1.0) for q, variables in used.items()}
+        for before, after in itertools.product(made, used):
+            cost = self.move((maker.node, result), before, after)
+            if math.isinf(cost):
+                continue
+            flow = program.variable()
+            out[before][flow] = into[after][flow] = 1.0
+            if cost:
+                move = maker, result, before, after
+                if move not in moves:
+                    moves[move] = program.variable(maker.members * cost)
+                row = {flow: 1.0, moves[move]: -1.0}
+                program.constrain(f"{maker.name} is brought from {before} to {after}", row, high=0.0)
+        for row in out.values():
+            program.constrain(f"{maker.name} as it is made for {user.name}", row, 0.0, 0.0)
+        for row in into.values():
+            program.constrain(f"{maker.name} as {user.name} uses it", row, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The option of every class, and the ``gap``: the fraction of the time by which the optimum may be faster."""
+@dataclass(eq=False)
+class _Class:
+    """Operations that take the same option, of which ``node`` is one, or an end of the graph, without a node."""
 
-    options: dict[Class, Option]
-    gap: float
+    name: str
+    options: list[Option]
+    node: fx.Node | None = None
+    members: int = 0
+    variables: list[int] = field(default_factory=list)
 
-
-def solve(
-    problem: PlacementProblem,
-    moves: Callable[[Class, int, Placement, Placement], float],
-    limit: float = LIMIT,
-) -> Chosen:
-    """The option of every class that minimizes total seconds.
-
-    ``moves`` gives the seconds to redistribute a result; infinite forbids it. After ``limit`` seconds the best solution
-    so far is returned.
-
-    Raises:
-        PlanError: the constraints are infeasible, and the message names the contradiction; or no solution was found in
-            time.
-    """
-    program = Program()
-    chosen = {
-        key: [program.variable(problem.members[key] * cost, integer=len(costs) > 1) for cost in costs]
-        for key, costs in problem.costs.items()
-    }
-
-    def name(key: Class) -> str:
-        return problem.names.get(key, str(key))
-
-    for key, variables in chosen.items():
-        program.constrain(f"one option of {name(key)}", dict.fromkeys(variables, 1.0), 1.0, 1.0)
-
-    def made(key: Class, result: int) -> dict[Placement, list[int]]:
+    def by_placement(self, placements: Iterable[Placement | None]) -> dict[Placement, list[int]]:
+        """The variables by the placement that each option gives an operand or a result."""
         found: dict[Placement, list[int]] = defaultdict(list)
-        for option, variable in zip(problem.options[key], chosen[key], strict=True):
-            placement = option.results[result]
+        for placement, variable in zip(placements, self.variables, strict=True):
             assert placement is not None
             found[placement].append(variable)
         return found
 
-    def used(key: Class, operand: int) -> dict[Placement, list[int]]:
-        found: dict[Placement, list[int]] = defaultdict(list)
-        for option, variable in zip(problem.options[key], chosen[key], strict=True):
-            found[option.operands[operand]].append(variable)
-        return found
 
-    brought: dict[tuple[Class, int, Placement, Placement], int] = {}
-    flows = [(maker, result, user, used(user, operand)) for maker, result, user, operand in problem.uses]
-    flows += [(maker, result, owner, made(owner, 0)) for maker, result, owner in problem.ties]
-    for maker, result, user, wanted in flows:
-        have = made(maker, result)
-        out = {p: dict.fromkeys(variables, -1.0) for p, variables in have.items()}
-        into = {q: dict.fromkeys(variables, -1.0) for q, variables in wanted.items()}
-        for before in have:
-            for after in wanted:
-                cost = moves(maker, result, before, after)
-                if math.isinf(cost):
-                    continue
-                flow = program.variable()
-                out[before][flow] = into[after][flow] = 1.0
-                if cost:
-                    key = (maker, result, before, after)
-                    if key not in brought:
-                        brought[key] = program.variable(problem.members[maker] * cost)
-                    row = {flow: 1.0, brought[key]: -1.0}
-                    program.constrain(f"{name(maker)} is brought from {before} to {after}", row, high=0.0)
-        for row in out.values():
-            program.constrain(f"{name(maker)} as it is made for {name(user)}", row, 0.0, 0.0)
-        for row in into.values():
-            program.constrain(f"{name(maker)} as {name(user)} uses it", row, 0.0, 0.0)
-    try:
-        solution = program.solve(limit=limit)
-    except NoSolution as error:
-        raise PlanError(
-            f"no placement of the operators meets all constraints: {error}. Take back an annotation, or a placement "
-            "that the plan says"
-        ) from None
-    return Chosen(
-        {
-            key: problem.options[key][int(np.argmax([solution.values[v] for v in variables]))]
-            for key, variables in chosen.items()
-        },
-        solution.gap,
-    )
+_Use = tuple[_Class, int, _Class, int | None]
+"""Maker, its result, user, its operand; None if the result must end with the placement of the user's first result."""
+_Move = tuple[_Class, int, Placement, Placement]

@@ -1,7 +1,8 @@
-"""Groups the same operation in equal layers into one class, so that it is decided once."""
+"""Names operations, and groups the same operation in equal layers into one class, so that it is decided once."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 
@@ -12,13 +13,23 @@ from torch.distributed.tensor.placement_types import Placement
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.sharding.options import operands
+from shardgraph.passes.analysis.names import names_of
+from shardgraph.passes.sharding.options import operands, operations
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 
-_LEAST = 3  # minimum number of layers worth grouping
+
+def written_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The names that rules use for the operations of a graph."""
+    return {node: f"{module}/{kind}.{number}" for node, (module, kind, number) in names_of(operations(gm)).items()}
 
 
-def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = _LEAST) -> dict[fx.Node, Hashable]:
+def pattern_of(name: str) -> str:
+    """The pattern that matches an operation in every layer: numbers in its module's name become wildcards."""
+    module, _, operation = name.partition("/")
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) + "/" + operation
+
+
+def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 3) -> dict[fx.Node, Hashable]:
     """A key for every node; nodes with equal keys do the same in layers that run the same operations.
 
     Layers are modules whose names differ in one number, such as ``model.layers.7``. To be grouped, each must hold at
@@ -27,7 +38,8 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
     """
     layers: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in gm.graph.nodes:
-        parts = _path(node).split(".")
+        role = ROLE.get(node)
+        parts = (role.fqn if isinstance(role, Parameter) else module_of(node)).split(".")
         for at, part in enumerate(parts):
             if part.isdigit():
                 layers[".".join(parts[:at])][part].append(node)
@@ -37,16 +49,12 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
         for nodes in layers[stack].values():
             alike[tuple(_kind(node, fixed) for node in nodes)].append(nodes)
         for number, members in enumerate(alike.values()):
-            if len(members) >= least and _matrices(members[0]) > 1:
+            matrices = [n for n in members[0] if isinstance(ROLE.get(n), Parameter) and n.meta["val"].dim() > 1]
+            if len(members) >= least and len(matrices) > 1:
                 for nodes in members:
                     for position, node in enumerate(nodes):
                         found.setdefault(node, (stack, number, position))
     return {node: found.get(node, node.name) for node in gm.graph.nodes}
-
-
-def _path(node: fx.Node) -> str:
-    role = ROLE.get(node)
-    return role.fqn if isinstance(role, Parameter) else module_of(node)
 
 
 def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
@@ -58,7 +66,3 @@ def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
     placed = fixed.get(role.fqn) if isinstance(role, Parameter) else None
     marks = tuple(str(user.args[1:]) for user in node.users if user.target is CONSTRAIN)
     return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed, marks
-
-
-def _matrices(nodes: list[fx.Node]) -> int:
-    return sum(isinstance(ROLE.get(node), Parameter) and node.meta["val"].dim() > 1 for node in nodes)

@@ -26,17 +26,13 @@ class Constraints:
 
     def cut_parameters(self, gm: fx.GraphModule) -> dict[Value, Placement]:
         """The shardings required of parameters."""
-        owners = placeholders(gm)
-        used = {fqn: cut for fqn, cut in self.parameters.items() if is_cut(cut) and Parameter(fqn) in owners}
-        return {(owners[Parameter(fqn)], 0): cut for fqn, cut in used.items()}
+        placements = {Parameter(fqn): placement for fqn, placement in self.parameters.items() if is_cut(placement)}
+        return {(node, 0): placements[role] for role, node in placeholders(gm).items() if role in placements}
 
     def cut_activations(self) -> dict[Value, Placement]:
         """The shardings required of activations, before and after the mark."""
-        found: dict[Value, Placement] = {}
-        for mark, placement in self.marks.items():
-            if is_cut(placement):
-                found[mark, 0] = found[value_of(mark.args[0])] = placement
-        return found
+        cuts = {mark: placement for mark, placement in self.marks.items() if is_cut(placement)}
+        return {value: cut for mark, cut in cuts.items() for value in ((mark, 0), value_of(mark.args[0]))}
 
 
 def marks_of(gm: fx.GraphModule, axis: str, parts: int) -> dict[fx.Node, Placement]:
@@ -45,17 +41,17 @@ def marks_of(gm: fx.GraphModule, axis: str, parts: int) -> dict[fx.Node, Placeme
     Raises:
         PlanError: a tensor cannot be sharded so; the message names the annotation, the shape and the sizes that work.
     """
-    found: dict[fx.Node, Placement] = {}
+    marks: dict[fx.Node, Placement] = {}
     for node in gm.graph.nodes:
-        if node.target is CONSTRAIN and (wanted := placement_of(node)).mesh_dim in (None, axis):
-            found[node] = REPLICATE
-            if isinstance(wanted, shard):
+        if node.target is CONSTRAIN and (annotation := placement_of(node)).mesh_dim in (None, axis):
+            marks[node] = REPLICATE
+            if isinstance(annotation, shard):
                 shape = node.meta["val"].shape
                 try:
-                    found[node] = blocks(wanted.part(shape, parts), wanted.blocks)
+                    marks[node] = blocks(annotation.part(shape, parts), annotation.blocks)
                 except PlanError as error:
                     where = module_of(node) or "the model"
                     raise PlanError(
                         f"{describe(node)} cannot be for a value of {where}, of shape {list(shape)}: {error}"
                     ) from None
-    return found
+    return marks

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from shardgraph import torch_api
-from shardgraph.passes.sharding.options import Operation, Option, operands, results
+from shardgraph.passes.sharding.options import Operation, Option, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 
 _MOST_COMBINATIONS = 4096
@@ -39,8 +39,8 @@ def has_strategy(target: Any) -> bool:
 
 def strategies(operation: Operation, refused: Refused) -> list[Option]:
     """DTensor's legal placements for an operation, all shardings in one block; counts unusable ones in ``refused``."""
-    ask = _tables if operation.target in torch_api.single_dim_strategies() else _answers
-    return list(dict.fromkeys(ask(operation, refused)))
+    tabulated = operation.node.target in torch_api.single_dim_strategies()
+    return list(dict.fromkeys((_from_table if tabulated else _from_function)(operation, refused)))
 
 
 def notes_of(refused: Refused) -> Iterator[str]:
@@ -49,85 +49,75 @@ def notes_of(refused: Refused) -> Iterator[str]:
         yield f"{target}: {count} combinations of placements are not used: {reason}"
 
 
-def _tables(operation: Operation, refused: Refused) -> Iterator[Option]:
-    node = operation.node
+def _from_table(operation: Operation, refused: Refused) -> Iterator[Option]:
+    node, outs = operation.node, results(operation.node)
     args, kwargs = pytree.tree_map_only(fx.Node, _meta, (node.args, node.kwargs))
-    produced = results(node)
-    given = len(operands(node))
     try:
         rows = torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs)
     except Exception as error:  # whatever it is, this operation can be computed in full
         refused[str(node.target), _raised(error)] += 1
         return
-    for entries in rows:
-        row = [_plain(placement) for placement in entries]
-        count = len(row) - given
-        if count != len(produced):
-            refused[str(node.target), f"DTensor's table has {len(row)} tensors, not {given + len(produced)}"] += 1
-        elif all(isinstance(p, Placement) or p is None for p in row):
-            outs = [p if isinstance(v, torch.Tensor) else None for p, v in zip(row[:count], produced, strict=True)]
-            if all(p is not None for p in row[count:]) and all(
-                p is not None or not isinstance(v, torch.Tensor) for p, v in zip(outs, produced, strict=True)
-            ):
-                yield Option(tuple(row[count:]), tuple(outs))
+    tensors = len(outs) + len(operation.tensors)
+    for row in rows:
+        if len(row) != tensors:
+            refused[str(node.target), f"DTensor's table has {len(row)} tensors, not {tensors}"] += 1
+            continue
+        after, before = [_plain(entry) for entry in row[: len(outs)]], [_plain(entry) for entry in row[len(outs) :]]
+        placed = all(isinstance(p, Placement) for p in before) and all(
+            isinstance(p, Placement) or (p is None and not isinstance(value, torch.Tensor))
+            for p, value in zip(after, outs, strict=True)
+        )
+        if placed:
+            of_tensors = (p if isinstance(v, torch.Tensor) else None for p, v in zip(after, outs, strict=True))
+            yield Option(tuple(before), tuple(of_tensors))
 
 
-def _plain(placement: Any) -> Any:
-    """The placement in a table entry; False for kinds of partial that no other operation accepts."""
-    if torch_api.is_shard_placeholder(placement):
-        return Shard(placement.dim)
-    if isinstance(placement, Partial):
-        return PARTIAL if type(placement) is Partial and placement.reduce_op == "sum" else False
-    return placement
+def _plain(entry: Any) -> Any:
+    """The placement in a table's entry; False for kinds of partial that no other operation accepts."""
+    if torch_api.is_shard_placeholder(entry):
+        return Shard(entry.dim)
+    if isinstance(entry, Partial):
+        return PARTIAL if type(entry) is Partial and entry.reduce_op == "sum" else False
+    return entry
 
 
 def _raised(error: Exception) -> str:
     return f"DTensor's strategy raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _answers(operation: Operation, refused: Refused) -> Iterator[Option]:
-    node = operation.node
-    tensors = operands(node)
+def _from_function(operation: Operation, refused: Refused) -> Iterator[Option]:
+    node, mesh = operation.node, _mesh(operation.parts)
     candidates: list[list[Placement]] = []
-    for tensor in tensors:
-        value = tensor.meta["val"]
+    for value in operation.tensors:
         cuts = [Shard(d) for d, size in enumerate(value.shape) if size > 1 and size % operation.parts == 0]
         candidates.append([REPLICATE, *cuts, *([PARTIAL] if value.is_floating_point() else [])])
     if (left := math.prod(map(len, candidates)) - _MOST_COMBINATIONS) > 0:
         refused[str(node.target), f"of one operation {_MOST_COMBINATIONS} are tried at most"] += left
     for combination in itertools.islice(itertools.product(*candidates), _MOST_COMBINATIONS):
-        if (outs := _ask(operation, tensors, combination, refused)) is not None:
-            yield Option(combination, outs)
+        placements = iter(combination)
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n, p=placements: torch_api.strategy_of(mesh, next(p), _meta(n)), (node.args, node.kwargs)
+        )
+        try:
+            answer = torch_api.ask_strategy(node.target, args, kwargs)
+        except Exception as error:  # whatever it is, the operation can use other placements or be computed in full
+            refused[str(node.target), _raised(error)] += 1
+            continue
+        options = (_option(spec, combination) for spec in answer)
+        count = len(results(node))
+        if option := next((each for each in options if each and len(each.results) == count), None):
+            yield option
 
 
-def _ask(
-    operation: Operation, tensors: list[fx.Node], given: tuple[Placement, ...], refused: Refused
-) -> tuple[Any, ...] | None:
-    """The result placements if the operation runs on these operand placements without redistribution."""
-    node, mesh = operation.node, _mesh(operation.parts)
-    placements = iter(given)
-    args, kwargs = pytree.tree_map_only(
-        fx.Node, lambda n: torch_api.strategy_of(mesh, next(placements), _meta(n)), (node.args, node.kwargs)
-    )
-    try:
-        answer = torch_api.ask_strategy(node.target, args, kwargs)
-    except Exception as error:  # whatever it is, the operation can use other placements or be computed in full
-        refused[str(node.target), _raised(error)] += 1
+def _option(spec: Any, operands: tuple[Placement, ...]) -> Option | None:
+    """A strategy's answer, if the operation runs on these operand placements without redistribution."""
+    moves = any(cost for costs in spec.redistribute_cost or [] for cost in costs)
+    if moves or (spec.input_specs is not None and tuple(s.placements[0] for s in spec.input_specs) != operands):
         return None
-    for spec in answer:
-        if any(cost for costs in spec.redistribute_cost or [] for cost in costs):
-            continue
-        if spec.input_specs is not None and tuple(s.placements[0] for s in spec.input_specs) != given:
-            continue
-        outs = spec.output_specs if isinstance(spec.output_specs, tuple) else (spec.output_specs,)
-        found = tuple(None if out is None else out.placements[0] for out in outs)
-        if len(found) == len(results(node)) and all(p is None or _known(p) for p in found):
-            return found
-    return None
-
-
-def _known(placement: Placement) -> bool:
-    return placement == PARTIAL or isinstance(placement, (Replicate, Shard))
+    specs = spec.output_specs if isinstance(spec.output_specs, tuple) else (spec.output_specs,)
+    outs = tuple(None if each is None else each.placements[0] for each in specs)
+    known = all(p is None or p == PARTIAL or isinstance(p, (Replicate, Shard)) for p in outs)
+    return Option(operands, outs) if known else None
 
 
 def _meta(node: fx.Node) -> Any:

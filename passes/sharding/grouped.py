@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import lowering
-from shardgraph.passes.sharding.options import Operation, Option, operands
+from shardgraph.passes.sharding.options import Operation, Option
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 from shardgraph.passes.sharding.rules import rule
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 @rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default", replaces=True)
 def product(operation: Operation) -> Iterator[Option]:
     """Shards columns, the inner dimension, or groups."""
-    dims = [operand.meta["val"].dim() for operand in operands(operation.node)]
+    dims = [tensor.dim() for tensor in operation.tensors]
     if dims == [2, 3, 1]:
         yield Option((REPLICATE, Shard(2), REPLICATE), (Shard(1),))
         yield Option((Shard(1), Shard(1), REPLICATE), (PARTIAL,))
@@ -49,26 +49,26 @@ def backward(operation: Operation) -> Iterator[Option]:
 
 
 @lowering
-def grouped_product(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def grouped_product(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """This rank's rows times its matrices, zeros in other rows."""
-    rows, matrices, offs = given
+    rows, matrices, offs = tensors
     mine = _Rows(write, offs, rows.meta["val"].shape[0])
     return [mine.back(write.call(node.target, mine.first(rows), matrices, mine.offs))]
 
 
 @lowering
-def grouped_gradient(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def grouped_gradient(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """The gradients of this rank's matrices, from its rows."""
-    left, right, offs = given
+    left, right, offs = tensors
     mine = _Rows(write, offs, right.meta["val"].shape[0])
     rows = mine.first(write.call(aten.t.default, left))
     return [write.call(node.target, write.call(aten.t.default, rows), mine.first(right), mine.offs)]
 
 
 @lowering
-def grouped_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def grouped_backward(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """Both gradients, for this rank's rows and matrices."""
-    rows, matrices, offs, gradient = given
+    rows, matrices, offs, gradient = tensors
     mine = _Rows(write, offs, rows.meta["val"].shape[0])
     both = write.call(node.target, mine.first(rows), matrices, mine.offs, mine.first(gradient))
     to_rows, to_matrices = (write.call(operator.getitem, both, index) for index in range(2))
@@ -89,8 +89,10 @@ class _Rows:
         own = self.offs.meta["val"].shape[0]
         end = write.call(aten.slice.Tensor, self.offs, 0, own - 1, own)
         self.own = write.call(aten.unsqueeze.default, write.call(aten.lt.Tensor, numbers, end), 1)
-        self.there = self._turned(aten.add.Tensor, numbers, start, count)
-        self.here = self._turned(aten.sub.Tensor, numbers, start, count)
+        self.there, self.here = (
+            write.call(aten.remainder.Scalar, write.call(step, numbers, start), max(count, 1))
+            for step in (aten.add.Tensor, aten.sub.Tensor)
+        )
 
     def first(self, rows: fx.Node) -> fx.Node:
         """The rows rotated so that this rank's come first."""
@@ -101,6 +103,3 @@ class _Rows:
         zero = self.write.call(aten.new_zeros.default, rows, [])
         kept = self.write.call(aten.where.self, self.own, rows, zero)
         return self.write.call(aten.index_select.default, kept, 0, self.here)
-
-    def _turned(self, step: torch._ops.OpOverload, numbers: fx.Node, start: fx.Node, count: int) -> fx.Node:
-        return self.write.call(aten.remainder.Scalar, self.write.call(step, numbers, start), max(count, 1))

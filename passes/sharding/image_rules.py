@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding.options import Operation, Option, operands, results
+from shardgraph.passes.sharding.options import Operation, Option, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE
 from shardgraph.passes.sharding.rules import rule
 
@@ -21,11 +21,11 @@ CHANNELS = Shard(1)
 def convolution(operation: Operation) -> Iterator[Option]:
     """By output channels, or by input channels with a partial result (once the bias is a separate operation)."""
     yield from _batches(operation)
-    transposed, groups = operation.args[6], operation.args[8]
+    transposed, groups = operation.node.args[6], operation.node.args[8]
     if groups != 1:
         return
     into, out = (0, 1) if transposed else (1, 0)
-    biased = operation.args[2] is not None
+    biased = operation.node.args[2] is not None
     yield Option((REPLICATE, Shard(out), *[Shard(0)] * biased), (CHANNELS,))
     if not biased:
         yield Option((CHANNELS, Shard(into)), (PARTIAL,))
@@ -34,17 +34,17 @@ def convolution(operation: Operation) -> Iterator[Option]:
 @rule(aten.convolution_backward.default, replaces=True)
 def convolution_backward(operation: Operation) -> Iterator[Option]:
     """The gradients for the same two shardings; gradients not requested are None."""
-    transposed, groups, wanted = operation.args[7], operation.args[9], operation.args[10]
+    transposed, groups, mask = operation.node.args[7], operation.node.args[9], operation.node.args[10]
 
-    def given(*placements: Any) -> tuple[Any, ...]:
-        return tuple(placement if asked else None for placement, asked in zip(placements, wanted, strict=True))
+    def masked(*placements: Placement) -> tuple[Placement | None, ...]:
+        return tuple(placement if computed else None for placement, computed in zip(placements, mask, strict=True))
 
-    yield Option((Shard(0), Shard(0), REPLICATE), given(Shard(0), PARTIAL, PARTIAL))
+    yield Option((Shard(0), Shard(0), REPLICATE), masked(Shard(0), PARTIAL, PARTIAL))
     if groups != 1:
         return
     into, out = (0, 1) if transposed else (1, 0)
-    yield Option((CHANNELS, REPLICATE, Shard(out)), given(PARTIAL, Shard(out), Shard(0)), "convolution_backward")
-    yield Option((REPLICATE, CHANNELS, Shard(into)), given(CHANNELS, Shard(into), REPLICATE))
+    yield Option((CHANNELS, REPLICATE, Shard(out)), masked(PARTIAL, Shard(out), Shard(0)), "convolution_backward")
+    yield Option((REPLICATE, CHANNELS, Shard(into)), masked(CHANNELS, Shard(into), REPLICATE))
 
 
 @rule(
@@ -77,19 +77,16 @@ def planes(operation: Operation) -> Iterator[Option]:
 
 def _batches(operation: Operation) -> Iterator[Option]:
     """Images are independent; weights are replicated."""
-    images = [operand.meta["val"].dim() == len(operation.result) for operand in operands(operation.node)]
-    if operation.target is aten.convolution.default:
+    images = [tensor.dim() == len(operation.result) for tensor in operation.tensors]
+    if operation.node.target is aten.convolution.default:
         images[1:] = [False] * (len(images) - 1)
-    yield Option(
-        tuple(Shard(0) if image else REPLICATE for image in images), (Shard(0),) * len(results(operation.node))
-    )
+    before = tuple(Shard(0) if image else REPLICATE for image in images)
+    yield Option(before, (Shard(0),) * len(results(operation.node)))
 
 
 def _by_channel(operation: Operation) -> Option:
-    def cut(value: torch.Tensor | None) -> Any:
-        if value is None:
-            return None
-        return Shard(0) if value.dim() == 1 else CHANNELS
-
-    given = tuple(cut(operand.meta["val"]) for operand in operands(operation.node))
-    return Option(given, tuple(cut(value) for value in results(operation.node)))
+    before = (Shard(0) if tensor.dim() == 1 else CHANNELS for tensor in operation.tensors)
+    after = (
+        value if value is None else Shard(0) if value.dim() == 1 else CHANNELS for value in results(operation.node)
+    )
+    return Option(tuple(before), tuple(after))

@@ -6,14 +6,14 @@ view that merges batch and sequence around a matrix product, or a split of a fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding.options import Operation, operands, results
+from shardgraph.passes.sharding.options import Operation, results
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, through_view
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 
@@ -36,23 +36,11 @@ def _operand(operation: Operation) -> torch.Size:
 
 def _joined(operation: Operation) -> list[torch.Tensor]:
     """The operands that have elements; all of them if none has."""
-    values = [operand.meta["val"] for operand in operands(operation.node)]
-    return [value for value in values if value.numel()] or values
-
-
-def _view_down(operation: Operation, cut: Placement) -> Placement | None:
-    return through_view(cut, _operand(operation), operation.result, operation.parts)
-
-
-def _view_up(operation: Operation, cut: Placement) -> Placement | None:
-    return through_view(cut, operation.result, _operand(operation), operation.parts)
-
-
-# -- permutations ------------------------------------------------------------------------------------------
+    return [tensor for tensor in operation.tensors if tensor.numel()] or operation.tensors
 
 
 def order_of(node: fx.Node) -> list[int]:
-    """For each dimension of the result, the operand's dimension."""
+    """For each dimension of a permutation's result, the operand's dimension."""
     rank = len(results(node)[0].shape)
     order = list(range(rank))
     if node.target is aten.permute.default:
@@ -73,9 +61,6 @@ def _permute_up(operation: Operation, cut: Placement) -> Placement | None:
     return blocks(order_of(operation.node)[dim], count)
 
 
-# -- broadcasts --------------------------------------------------------------------------------------------
-
-
 def _expand_down(operation: Operation, cut: Placement) -> Placement | None:
     dim, count = cut_of(cut)
     return blocks(dim + len(operation.result) - len(_operand(operation)), count)
@@ -87,62 +72,46 @@ def _expand_up(operation: Operation, cut: Placement) -> Placement | None:
     return blocks(at, count) if at >= 0 and _operand(operation)[at] == operation.result[dim] else REPLICATE
 
 
-# -- split and cat -----------------------------------------------------------------------------------------
+def _split_or_joined(operation: Operation) -> tuple[int, int]:
+    """The dimension that is split or concatenated and the number of pieces, which is 0 if their sizes differ."""
+    joins = operation.node.target is aten.cat.default
+    pieces, position = (_joined(operation), 1) if joins else (results(operation.node), 2)
+    args: tuple[Any, ...] = operation.node.args
+    dim = (args[position] if len(args) > position else 0) % pieces[0].dim()
+    return dim, len(pieces) if len({piece.shape[dim] for piece in pieces}) == 1 else 0
 
 
-def _pieces(operation: Operation, dim_of: Callable[[Sequence[Any]], Any], tensors: Sequence[Any]) -> tuple[int, int]:
-    """The dimension that is split or joined and the number of pieces, which is 0 if their sizes differ."""
-    rank = len(tensors[0].shape)
-    dim = dim_of(operation.args) % rank
-    equal = len({tensor.shape[dim] for tensor in tensors}) == 1
-    return dim, len(tensors) if equal else 0
-
-
-def _of_split(operation: Operation) -> tuple[int, int]:
-    return _pieces(operation, lambda args: args[2] if len(args) > 2 else 0, results(operation.node))
-
-
-def _of_cat(operation: Operation) -> tuple[int, int]:
-    return _pieces(operation, lambda args: args[1] if len(args) > 1 else 0, _joined(operation))
-
-
-def _apart(operation: Operation, cut: Placement, of: Callable[[Operation], tuple[int, int]]) -> Placement | None:
+def _piece(operation: Operation, cut: Placement) -> Placement | None:
     """The sharding of each piece for a sharding of the whole: pieces must be whole blocks of it."""
-    (dim, count), (along, pieces) = cut_of(cut), of(operation)
+    (dim, count), (along, pieces) = cut_of(cut), _split_or_joined(operation)
     if dim != along:
         return cut
     return blocks(dim, count // pieces) if pieces and count % pieces == 0 else None
 
 
-def _together(operation: Operation, cut: Placement, of: Callable[[Operation], tuple[int, int]]) -> Placement | None:
-    (dim, count), (along, pieces) = cut_of(cut), of(operation)
+def _whole(operation: Operation, cut: Placement) -> Placement | None:
+    """The sharding of the whole for a sharding of each piece."""
+    (dim, count), (along, pieces) = cut_of(cut), _split_or_joined(operation)
     if dim != along:
         return cut
     return blocks(dim, count * pieces) if pieces else None
 
 
-_VIEW = Layout(_view_down, _view_up)
-_PERMUTE = Layout(_permute_down, _permute_up)
-_SPLIT = Layout(lambda o, cut: _apart(o, cut, _of_split), lambda o, cut: _together(o, cut, _of_split))
-_CAT = Layout(lambda o, cut: _together(o, cut, _of_cat), lambda o, cut: _apart(o, cut, _of_cat))
+_VIEW = Layout(
+    down=lambda operation, cut: through_view(cut, _operand(operation), operation.result, operation.parts),
+    up=lambda operation, cut: through_view(cut, operation.result, _operand(operation), operation.parts),
+)
+_VIEWS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
+    *(aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default, CONSTRAIN),
+)
+_PERMUTATIONS = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 LAYOUTS: dict[Any, Layout] = {
-    aten.view.default: _VIEW,
-    aten._unsafe_view.default: _VIEW,
-    aten.reshape.default: _VIEW,
-    aten.squeeze.dim: _VIEW,
-    aten.squeeze.dims: _VIEW,
-    aten.unsqueeze.default: _VIEW,
-    aten.alias.default: _VIEW,
-    aten.detach.default: _VIEW,
-    aten.clone.default: _VIEW,
-    aten.lift_fresh_copy.default: _VIEW,
-    CONSTRAIN: _VIEW,
-    aten.permute.default: _PERMUTE,
-    aten.transpose.int: _PERMUTE,
-    aten.t.default: _PERMUTE,
+    **dict.fromkeys(_VIEWS, _VIEW),
+    **dict.fromkeys(_PERMUTATIONS, Layout(_permute_down, _permute_up)),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), Layout(_piece, _whole)),
     aten.expand.default: Layout(_expand_down, _expand_up),
-    aten.split.Tensor: _SPLIT,
-    aten.split_with_sizes.default: _SPLIT,
-    aten.cat.default: _CAT,
+    aten.cat.default: Layout(_whole, _piece),
 }

@@ -19,7 +19,7 @@ from shardgraph.passes.analysis.modules import module_of
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS
-from shardgraph.passes.sharding.options import Option, operands, results
+from shardgraph.passes.sharding.options import Option, is_operation, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is_cut, local_shape, written
 
 aten = torch.ops.aten
@@ -45,8 +45,8 @@ def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuild
 
 class _Lowering:
     def __init__(self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder) -> None:
-        self.gm, self.chosen, self.write, self.axis = gm, chosen, write, write.axis
-        self.made: dict[Value, dict[Placement, fx.Node]] = {}
+        self.gm, self.chosen, self.write = gm, chosen, write
+        self.shards: dict[Value, dict[Placement, fx.Node]] = {}
         self.scalars: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[Parameter, Placement] = {}
         self.summands: list[str] = []
@@ -61,51 +61,52 @@ class _Lowering:
                     self.parameters[role] = placement
             elif node.target in _NUMBERS:
                 self.scalars[node] = self.write.graph.node_copy(node, self.scalars.__getitem__)
-            elif node.op == "call_function" and node.target is not operator.getitem:
+            elif is_operation(node):
                 self._operation(node)
-        results = [(role, self._result(role, value)) for role, value in outputs(self.gm)]
-        add_output(self.write.graph, results)
+        add_output(self.write.graph, [(role, self._result(role, value)) for role, value in outputs(self.gm)])
         for node in reversed(self.write.graph.nodes):
             if node.op == "call_function" and not node.users:
                 self.write.graph.erase_node(node)
         self.gm.graph = self.write.graph
 
-    # -- one operation -----------------------------------------------------------------------------
-
     def _operation(self, node: fx.Node) -> None:
         option = self.chosen[node]
         labels = carried(Change.DIVIDED, node)
-        moved = f"{node.name} of {module_of(node) or 'the model'}"
-        self.write.labels = labels | {SUBJECT: moved}
-        given = [
-            self._placed(value_of(operand), wanted)
-            for operand, wanted in zip(operands(node), option.operands, strict=True)
+        self.write.labels = labels | {SUBJECT: f"{node.name} of {module_of(node) or 'the model'}"}
+        shards = [
+            self._placed(value_of(operand), placement)
+            for operand, placement in zip(operands(node), option.operands, strict=True)
         ]
         self.write.labels = labels
         if option.lowering:
-            made = LOWERINGS[option.lowering](self.write, node, option, given)
-            for part in filter(None, made):
-                MADE_BY.set(part, self.write.maker)
+            outs = LOWERINGS[option.lowering](self.write, node, option, shards)
+            for out in filter(None, outs):
+                MADE_BY.set(out, self.write.maker)
         else:
-            made = self._same(node, option, given)
-        self._check(node, option, made)
-        for index, (placement, part) in enumerate(zip(option.results, made, strict=True)):
-            if placement is not None:
-                self._keep(node, index, placement, part)
+            outs = self._on_shards(node, option, shards)
+        for index, (value, placement, out) in enumerate(zip(results(node), option.results, outs, strict=True)):
+            if placement is None:
+                continue
+            shape = local_shape(placement, value.shape, self.write.parts)
+            if tuple(out.meta["val"].shape) != shape or out.meta["val"].dtype != value.dtype:
+                raise GraphInvariantError(
+                    f"{node.format_node()} as {written(placement)} gives {out.meta['val']}, and {shape} is due"
+                )
+            self._keep(node, index, placement, out)
 
-    def _same(self, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+    def _on_shards(self, node: fx.Node, option: Option, shards: list[fx.Node]) -> list[Any]:
         """The operation itself, on local shards and with local sizes."""
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             wholes = [operand.meta["val"] for operand in operands(node)]
-            given = [self.write.laid_out(part, whole) for part, whole in zip(given, wholes, strict=True)]
-        places = iter(given)
+            shards = [self.write.laid_out(shard, whole) for shard, whole in zip(shards, wholes, strict=True)]
+        remaining = iter(shards)
         args, kwargs = pytree.tree_map_only(
             fx.Node,
-            lambda n: next(places) if isinstance(n.meta.get("val"), torch.Tensor) else self.scalars[n],
+            lambda n: next(remaining) if isinstance(n.meta.get("val"), torch.Tensor) else self.scalars[n],
             (self._sizes(node, option), node.kwargs),
         )
         if node.target in _ALONG_ANOTHER_AXIS:
-            return [self.write.on(node, given[0])]
+            return [self.write.on(node, shards[0])]
         if node.target in (aten.view.default, aten._unsafe_view.default):
             args = (self.write.contiguous(args[0]) if _cannot_view(args[0], args[1]) else args[0], args[1])
         copy = self.write.named(node.name, node.target, args, kwargs)
@@ -119,68 +120,49 @@ class _Lowering:
 
     def _sizes(self, node: fx.Node, option: Option) -> tuple[Any, ...]:
         """The arguments, with sizes replaced by those of the local results."""
-        args = list(node.args)
-        cut = option.results[0]
+        args, cut, parts = list(node.args), option.results[0], self.write.parts
         if cut is None or cut == REPLICATE:
-            return tuple(args)
-        if node.target in torch_api.size_arguments():
-            args[torch_api.size_arguments()[node.target]] = list(
-                local_shape(cut, results(node)[0].shape, self.write.parts)
-            )
-        if is_cut(cut) and node.target in (aten.split.Tensor, aten.split_with_sizes.default):
-            dim, _ = cut_of(cut)
-            whole = results(node)[0].dim()
-            if dim == (args[2] if len(args) > 2 else 0) % whole:
-                sizes = args[1]
-                parts = self.write.parts
-                args[1] = sizes // parts if isinstance(sizes, int) else [size // parts for size in sizes]
+            return node.args
+        shape = results(node)[0].shape
+        if (position := torch_api.size_arguments().get(node.target)) is not None:
+            args[position] = list(local_shape(cut, shape, parts))
+        splits = is_cut(cut) and node.target in (aten.split.Tensor, aten.split_with_sizes.default)
+        if splits and cut_of(cut)[0] == (args[2] if len(args) > 2 else 0) % len(shape):
+            args[1] = args[1] // parts if isinstance(args[1], int) else [size // parts for size in args[1]]
         return tuple(args)
-
-    def _check(self, node: fx.Node, option: Option, made: list[Any]) -> None:
-        for value, placement, part in zip(results(node), option.results, made, strict=True):
-            if placement is None:
-                continue
-            expected = local_shape(placement, value.shape, self.write.parts)
-            if tuple(part.meta["val"].shape) != expected or part.meta["val"].dtype != value.dtype:
-                raise GraphInvariantError(
-                    f"{node.format_node()} as {written(placement)} gives {part.meta['val']}, and {expected} is due"
-                )
-
-    # -- values ------------------------------------------------------------------------------------
 
     def _keep(self, node: fx.Node, index: int, placement: Placement, part: fx.Node) -> None:
         if placement != REPLICATE:
-            PLACEMENTS.set(part, {**PLACEMENTS.get(part, {}), self.axis: placement})
-        self.made[node, index] = {placement: part}
+            PLACEMENTS.set(part, {**PLACEMENTS.get(part, {}), self.write.axis: placement})
+        self.shards[node, index] = {placement: part}
 
-    def _placed(self, value: Value, wanted: Placement) -> fx.Node:
-        """The value with placement ``wanted``; redistributed at most once."""
-        here = self.made[value]
-        if wanted not in here:
-            before, part = next(iter(here.items()))
+    def _placed(self, value: Value, after: Placement) -> fx.Node:
+        """The value with placement ``after``; redistributed at most once."""
+        shards, (maker, index) = self.shards[value], value
+        if after not in shards:
+            before, shard = next(iter(shards.items()))
             first = len(self.write.graph.nodes)
-            whole = results(value[0])[value[1]]
-            here[wanted] = self.write.place(part, before, wanted, whole.shape)
+            shards[after] = self.write.place(shard, before, after, results(maker)[index].shape)
             for node in list(self.write.graph.nodes)[first:]:
                 MADE_BY.set(node, self.write.maker)
-                if is_cut(before) and wanted == REPLICATE:
+                if is_cut(before) and after == REPLICATE:
                     RECOMPUTE.set(node, True)  # all-gathered again in backward instead of saved
-            if wanted == REPLICATE and value[0].op == "call_function" and value[1] == 0:
-                EQUALS.set(here[wanted], value[0].name)
-        return here[wanted]
+            if after == REPLICATE and maker.op == "call_function" and index == 0:
+                EQUALS.set(shards[after], maker.name)
+        return shards[after]
 
     def _result(self, role: Any, value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
         self.write.labels = {SUBJECT: str(role)}
-        wanted: Placement = REPLICATE
+        placement: Placement = REPLICATE
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
             self.write.labels = {SUBJECT: f"gradient of {role.of.fqn}"}
-            wanted = self.write.gradient(self.parameters[role.of])
-            if wanted == REPLICATE and PARTIAL in self.made[value_of(value)]:
+            placement = self.write.gradient(self.parameters[role.of])
+            if placement == REPLICATE and PARTIAL in self.shards[value_of(value)]:
                 self.summands.append(role.of.fqn)
-                wanted = PARTIAL
-        return self._placed(value_of(value), wanted)
+                placement = PARTIAL
+        return self._placed(value_of(value), placement)
 
 
 def _cannot_view(tensor: fx.Node, shape: list[int]) -> bool:

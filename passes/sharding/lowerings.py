@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph import ir
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.options import Option, operands, results
 from shardgraph.passes.sharding.placements import local_shape
@@ -30,17 +31,17 @@ def lowering(function: Lowering) -> Lowering:
 
 
 @lowering
-def sized(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def sized(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """An operation that creates a tensor of a given size: create only the shard."""
     assert option.results[0] is not None
     shape = list(local_shape(option.results[0], results(node)[0].shape, write.parts))
-    rest = list(node.args[len(given) + 1 :])
-    return [write.call(node.target, *given, shape, *rest, **node.kwargs)]
+    rest = list(node.args[len(tensors) + 1 :])
+    return [write.call(node.target, *tensors, shape, *rest, **node.kwargs)]
 
 
 def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Which elements of ``index`` are among this rank's rows, and their local row numbers; 0 for the others."""
-    below = write.call(aten.sub.Tensor, index, write.first_row(rows))
+    below = write.call(aten.sub.Tensor, index, write.call(ir.first_row, rows, write.axis))
     inside = write.call(
         aten.logical_and.default, write.call(aten.ge.Scalar, below, 0), write.call(aten.lt.Scalar, below, rows)
     )
@@ -48,18 +49,18 @@ def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.No
 
 
 @lowering
-def embedding(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def embedding(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """Looks up this rank's rows, with zeros for the others: partial."""
-    table, index = given
+    table, index = tensors
     inside, row = _mine(write, index, table.meta["val"].shape[0])
-    found = write.call(aten.embedding.default, table, row)
-    return [write.call(aten.mul.Tensor, found, write.call(aten.unsqueeze.default, inside, -1))]
+    rows = write.call(aten.embedding.default, table, row)
+    return [write.call(aten.mul.Tensor, rows, write.call(aten.unsqueeze.default, inside, -1))]
 
 
 @lowering
-def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """Gradients of this rank's rows; those of other rows go to an extra row that is sliced off."""
-    gradient, index = given
+    gradient, index = tensors
     total, padding, by_count = node.args[2:5]
     rows = total // write.parts
     if padding >= 0:  # no gradient for the padding row, on whichever rank it is
@@ -68,14 +69,14 @@ def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, given:
     inside, row = _mine(write, index, rows)
     outside = write.call(aten.mul.Scalar, write.call(aten.logical_not.default, inside), rows)
     row = write.call(aten.add.Tensor, row, outside)
-    found = write.call(aten.embedding_dense_backward.default, gradient, row, rows + 1, -1, by_count)
-    return [write.call(aten.slice.Tensor, found, 0, 0, rows)]
+    result = write.call(aten.embedding_dense_backward.default, gradient, row, rows + 1, -1, by_count)
+    return [write.call(aten.slice.Tensor, result, 0, 0, rows)]
 
 
 @lowering
-def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """``x - max - log(sum(exp(x - max)))`` with maximum and sum all-reduced."""
-    (logits,) = given
+    (logits,) = tensors
     dim = node.args[1]
     if node.args[2]:  # half-precision input, single-precision output
         logits = write.call(aten._to_copy.default, logits, dtype=torch.float32)
@@ -86,21 +87,21 @@ def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, given: list[f
 
 
 @lowering
-def log_softmax_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def log_softmax_backward(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """``gradient - exp(output) * sum(gradient)`` with the sum all-reduced."""
-    gradient, output = given
+    gradient, output = tensors
     total = write.reduce(write.call(aten.sum.dim_IntList, gradient, [node.args[2]], True))
     spread = write.call(aten.mul.Tensor, write.call(aten.exp.default, output), total)
-    found = write.call(aten.sub.Tensor, gradient, spread)
-    if node.args[3] != found.meta["val"].dtype:
-        found = write.call(aten._to_copy.default, found, dtype=node.args[3])
-    return [found]
+    result = write.call(aten.sub.Tensor, gradient, spread)
+    if node.args[3] != result.meta["val"].dtype:
+        result = write.call(aten._to_copy.default, result, dtype=node.args[3])
+    return [result]
 
 
 @lowering
-def nll_loss(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def nll_loss(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """Minus the sum over the targets in this rank's classes, divided by the number of targets for a mean."""
-    scores, target = given
+    scores, target = tensors
     reduction, ignored = node.args[3], node.args[4]
     kept = write.call(aten.ne.Scalar, target, ignored)
     inside, column = _mine(write, target, scores.meta["val"].shape[1])
@@ -116,22 +117,22 @@ def nll_loss(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.N
 
 
 @lowering
-def nll_loss_of_rows(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def nll_loss_of_rows(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """The sum over this rank's targets, divided by the global number of targets for a mean."""
     reduction, ignored = node.args[3], node.args[4]
-    made = write.call(aten.nll_loss_forward.default, *given, None, 2, ignored)
-    scores, target = given
+    local = write.call(aten.nll_loss_forward.default, *tensors, None, 2, ignored)
+    scores, target = tensors
     kept = write.call(aten.ne.Scalar, target, ignored)
     kept = write.call(aten._to_copy.default, kept, dtype=scores.meta["val"].dtype)
     weight = write.reduce(write.call(aten.sum.default, kept))
-    loss = _item(write, made, 0)
+    loss = write.call(operator.getitem, local, 0)
     return [write.call(aten.div.Tensor, loss, weight) if reduction == 1 else loss, weight]
 
 
 @lowering
-def nll_loss_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def nll_loss_backward(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """Minus the gradient at the targets that this rank has, divided by their number for a mean."""
-    gradient, scores, target, weight = given
+    gradient, scores, target, weight = tensors
     reduction, ignored = node.args[4], node.args[5]
     kept = write.call(aten.ne.Scalar, target, ignored)
     inside, column = _mine(write, target, scores.meta["val"].shape[1])
@@ -145,22 +146,22 @@ def nll_loss_backward(write: AxisBuilder, node: fx.Node, option: Option, given: 
 
 
 @lowering
-def convolution_backward(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[Any]:
+def convolution_backward(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[Any]:
     """The gradients for this rank's output channels, with the bias size set to match."""
-    gradient, images, weight = given
+    gradient, images, weight = tensors
     sizes, *rest = node.args[3:]
     sizes = None if sizes is None else [size // write.parts for size in sizes]
-    found = write.call(node.target, gradient, images, weight, sizes, *rest)
-    return [None if placement is None else _item(write, found, i) for i, placement in enumerate(option.results)]
+    outs = write.call(node.target, gradient, images, weight, sizes, *rest)
+    return [p and write.call(operator.getitem, outs, i) for i, p in enumerate(option.results)]
 
 
 @lowering
-def dropout(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.Node]) -> list[fx.Node]:
+def dropout(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """This rank's shard of a mask drawn for the whole tensor: every rank of the axis draws the same.
 
     Random numbers are drawn in memory order, so they are drawn for a tensor with the strides of the whole one.
     """
-    (tensor,) = given
+    (tensor,) = tensors
     probability, training = node.args[1], node.args[2]
     assert option.results[0] is not None
     value, whole = tensor.meta["val"], operands(node)[0].meta["val"]
@@ -169,11 +170,7 @@ def dropout(write: AxisBuilder, node: fx.Node, option: Option, given: list[fx.No
     ones = write.call(aten.full.default, sizes, 1, dtype=value.dtype, device=value.device)
     ones = write.call(aten.permute.default, ones, [order.index(dim) for dim in range(whole.dim())])
     drawn = write.call(aten.native_dropout.default, ones, probability, training)
-    mask = write.part(_item(write, drawn, 1), option.results[0])
+    mask = write.part(write.call(operator.getitem, drawn, 1), option.results[0])
     scale: Any = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
     kept = write.call(aten.mul.Tensor, tensor, mask)
     return [write.call(aten.mul.Scalar, kept, scale if training else 1.0), mask]
-
-
-def _item(write: AxisBuilder, node: fx.Node, index: int) -> fx.Node:
-    return write.call(operator.getitem, node, index)

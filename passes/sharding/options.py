@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,24 +35,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Operation:
-    """A rule's view of a node: its arguments, the shapes of its tensors, and the number of ranks."""
+    """A rule's view of a node, and the number of ranks."""
 
     node: fx.Node
     parts: int
 
     @property
-    def target(self) -> Any:
-        """The operator."""
-        return self.node.target
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """Positional arguments; tensors as nodes."""
-        return self.node.args
-
-    def shape(self, position: int) -> torch.Size:
-        """The shape of the tensor that is positional argument ``position``."""
-        return self.node.args[position].meta["val"].shape
+    def tensors(self) -> list[torch.Tensor]:
+        """The values of the operands."""
+        return [operand.meta["val"] for operand in operands(self.node)]
 
     @property
     def result(self) -> torch.Size:
@@ -60,6 +52,16 @@ class Operation:
 
 
 Rule = Callable[[Operation], Iterable[Option]]
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether the node is an operation; ``getitem`` only selects one of its results."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def operations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The operations of a graph, in order."""
+    return [node for node in gm.graph.nodes if is_operation(node)]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -78,10 +80,10 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
         yield from _nodes(tuple(value.values()))
 
 
-def named_arguments(node: fx.Node, given: Sequence[fx.Node] = ()) -> dict[str, Any]:
-    """A node's arguments by their names in the operator's schema, with ``given`` replacing its tensors if not empty."""
+def named_arguments(node: fx.Node, tensors: Sequence[fx.Node] = ()) -> dict[str, Any]:
+    """A node's arguments by their names in the operator's schema, with ``tensors`` replacing its own if not empty."""
     names = [argument.name for argument in node.target._schema.arguments]
-    places = iter(given or operands(node))
+    places = iter(tensors or operands(node))
     args, kwargs = pytree.tree_map_only(
         fx.Node, lambda n: next(places) if isinstance(n.meta.get("val"), torch.Tensor) else n, (node.args, node.kwargs)
     )
@@ -96,5 +98,5 @@ def results(node: fx.Node) -> list[Any]:
 
 def replicated(node: fx.Node) -> Option:
     """The fully replicated option, which is always legal."""
-    found = tuple(REPLICATE if isinstance(value, torch.Tensor) else None for value in results(node))
-    return Option((REPLICATE,) * len(operands(node)), found)
+    outs = tuple(REPLICATE if isinstance(value, torch.Tensor) else None for value in results(node))
+    return Option((REPLICATE,) * len(operands(node)), outs)

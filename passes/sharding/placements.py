@@ -59,7 +59,7 @@ def cut_of(placement: Placement) -> tuple[int, int]:
     """The sharded dimension, and the number of blocks."""
     if isinstance(placement, _StridedShard):
         return placement.dim, int(placement.split_factor)
-    assert isinstance(placement, Shard), placement
+    assert isinstance(placement, (Shard, Summed)), placement
     return placement.dim, 1
 
 
@@ -68,9 +68,7 @@ def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
     if isinstance(placement, Exchanged):
         inside = 0 <= placement.tokens < len(shape) and placement.tokens != placement.experts
         return inside and divides(Shard(placement.experts), shape, parts)
-    if isinstance(placement, Summed):
-        return divides(Shard(placement.dim), shape, parts)
-    if not is_cut(placement):
+    if not is_cut(placement) and not isinstance(placement, Summed):
         return True
     dim, count = cut_of(placement)
     return dim < len(shape) and shape[dim] > 0 and shape[dim] % (count * parts) == 0
@@ -83,9 +81,7 @@ def local_shape(placement: Placement, shape: Sequence[int], parts: int) -> tuple
         local[placement.experts] //= parts
         local[placement.tokens] *= parts
         return tuple(local)
-    if isinstance(placement, Summed):
-        return local_shape(Shard(placement.dim), shape, parts)
-    if not is_cut(placement):
+    if not is_cut(placement) and not isinstance(placement, Summed):
         return tuple(shape)
     dim, _ = cut_of(placement)
     return (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,35 +48,19 @@ OPTIMIZER = "adamw"
 _BETWEEN = 1 / 16
 
 
-def cluster_for(parts: int) -> Cluster:
-    """As many nodes of :data:`CLUSTER` as ``parts`` ranks need."""
-    return Cluster.of(CLUSTER, nodes=-(-parts // Cluster.of(CLUSTER).devices_per_node))
-
-
-def scale_of(costs: Mapping[fx.Node, NodeCost]) -> float:
-    """The factor that scales sizes to those of training; 1 for a graph that is as large already, or has no products."""
-    sizes = [_bytes(results(node)) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
-    return max(1.0, TRAINED / statistics.median(sizes)) if sizes else 1.0
-
-
-@dataclass(frozen=True)
 class PlacementPrices:
     """Seconds of placements over ``parts`` ranks of a graph with per-operation ``costs``.
 
-    ``scale`` multiplies sizes; ``sequence`` means that activations between products are sharded too.
+    ``sequence`` means that activations between products are sharded too.
     """
 
-    prices: Prices
-    parts: int
-    costs: Mapping[fx.Node, NodeCost]
-    scale: float
-    sequence: bool
-
-    @staticmethod
-    def of(costs: Mapping[fx.Node, NodeCost], parts: int, sequence: bool) -> PlacementPrices:
-        """The prices for a graph."""
-        prices = Prices(cluster_for(parts), (("ranks", parts),))
-        return PlacementPrices(prices, parts, costs, scale_of(costs), sequence)
+    def __init__(self, costs: Mapping[fx.Node, NodeCost], parts: int, sequence: bool) -> None:
+        self.costs, self.parts, self.sequence = costs, parts, sequence
+        nodes = math.ceil(parts / Cluster.of(CLUSTER).devices_per_node)
+        self.prices = Prices(Cluster.of(CLUSTER, nodes=nodes), (("ranks", parts),))
+        products = [results(node) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
+        sizes = [max(v.nbytes for v in values if isinstance(v, torch.Tensor)) for values in products]
+        self.scale = max(1.0, TRAINED / statistics.median(sizes)) if sizes else 1.0
 
     def move(self, before: Placement, after: Placement, value: torch.Tensor) -> float:
         """Seconds to redistribute a tensor, given as the global ``value``; infinite if impossible."""
@@ -99,8 +82,7 @@ class PlacementPrices:
 
     def operation(self, node: fx.Node, option: Option) -> float:
         """Seconds of an operation under an option, including its lowering's communication."""
-        placed = [*zip(operands(node), option.operands, strict=True)]
-        values = [(operand.meta["val"], p) for operand, p in placed]
+        values = [(operand.meta["val"], p) for operand, p in zip(operands(node), option.operands, strict=True)]
         values += [(v, p) for v, p in zip(results(node), option.results, strict=True) if p is not None]
         moved = sum(self.grown(value) / (self.parts if is_cut(p) else 1) for value, p in values)
         # A lowering reduces 4-byte elements, in two collectives; its ring communication overlaps with computation.
@@ -113,17 +95,17 @@ class PlacementPrices:
         ring = (self.parts - 1) * self.collective("send", passed / self.parts, 0) if passed else 0.0
         return reduced + max(ring, self._product(cost, cost.executed / parts, moved))
 
-    def parameter(self, node: fx.Node, placement: Placement) -> float:
-        """Seconds for a parameter's placement: its optimizer's reads and writes."""
-        if not isinstance(ROLE.of(node), Parameter):
+    def parameter(self, node: fx.Node, option: Option) -> float:
+        """Seconds of the reads and writes of a parameter's optimizer; 0 for another placeholder or a constant."""
+        if not isinstance(ROLE.get(node), Parameter):
             return 0.0
         value = node.meta["val"]
-        moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(placement) else 1)
+        moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(option.results[0]) else 1)
         return self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
 
-    def collective(self, operation: str, given: float, gotten: float) -> float:
+    def collective(self, operation: str, read: float, written: float) -> float:
         """Seconds of one collective over the ranks, from a rank's input and output bytes at training size."""
-        return self.prices.collective(operation, int(given), int(gotten), "ranks")
+        return self.prices.collective(operation, int(read), int(written), "ranks")
 
     def grown(self, value: torch.Tensor) -> float:
         """A tensor's bytes at training size: two of its dimensions are scaled, or the only one."""
@@ -141,7 +123,3 @@ class PlacementPrices:
             return self.prices.computation(NodeCost(cost.kind, cost.dtype, **work))
         except ClusterError:  # no rate for the dtype, such as integers, which no device multiplies faster than float32
             return self.prices.computation(NodeCost(cost.kind, "float32", **work))
-
-
-def _bytes(values: list[Any]) -> int:
-    return max(value.nbytes for value in values if isinstance(value, torch.Tensor))

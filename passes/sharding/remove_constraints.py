@@ -29,18 +29,14 @@ class RemoveConstraints:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         results = {value for _, value in outputs(gm) if isinstance(value, fx.Node)}
         for node in [node for node in gm.graph.nodes if node.target is CONSTRAIN]:
-            _note_unmet(node, context)
-            marked = node.args[0]
+            marked, axis = node.args[0], placement_of(node).mesh_dim
+            if context.plan.mesh and axis is not None and axis not in dict(context.plan.operators):
+                plan = context.plan.name
+                note = f"{describe(node)} has no effect: {axis!r} is no axis of operators in plan {plan!r}"
+                if note not in context.notes:
+                    context.notes.append(note)
             if node in results or node.meta["val"].stride() != marked.meta["val"].stride():
                 node.target, node.args = torch.ops.aten.clone.default, (marked,)
             else:
                 node.replace_all_uses_with(marked)
                 gm.graph.erase_node(node)
-
-
-def _note_unmet(node: fx.Node, context: Context) -> None:
-    axis = placement_of(node).mesh_dim
-    if context.plan.mesh and axis is not None and axis not in dict(context.plan.operators):
-        note = f"{describe(node)} has no effect: {axis!r} is no axis of operators in plan {context.plan.name!r}"
-        if note not in context.notes:
-            context.notes.append(note)

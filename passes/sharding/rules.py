@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding.options import Operation, Option, Rule, named_arguments, operands, results
+from shardgraph import ir
+from shardgraph.passes.sharding.options import Operation, Option, Rule, named_arguments, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks
 
 aten = torch.ops.aten
@@ -30,39 +32,29 @@ def rule(*targets: Any, replaces: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for operators, given as objects or by name."""
 
     def register(function: Rule) -> Rule:
-        for target in targets:
-            RULES[target] = function
-            if replaces:
-                REPLACES.add(target)
+        RULES.update(dict.fromkeys(targets, function))
+        REPLACES.update(targets if replaces else ())
         return function
 
     return register
 
 
-# -- constants ---------------------------------------------------------------------------------------------
-
-
 @rule(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, replaces=True)
 def constant(operation: Operation) -> Iterator[Option]:
     """Equal elements: any shard can be created where it is needed."""
-    for dim in range(len(operation.result)):
-        yield Option((), (Shard(dim),), "sized")
+    return (Option((), (cut,), "sized") for cut in _cuts(operation))
 
 
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, replaces=True)
 def constant_like(operation: Operation) -> Iterator[Option]:
     """Equal elements in another tensor's shape."""
-    for dim in range(len(operation.result)):
-        yield Option((Shard(dim),), (Shard(dim),))
+    return (Option((cut,), (cut,)) for cut in _cuts(operation))
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def positions(operation: Operation) -> Iterator[Option]:
     """Small enough to be computed on every rank, which then takes its shard."""
     yield Option((), (REPLICATE,))
-
-
-# -- vocabulary --------------------------------------------------------------------------------------------
 
 
 @rule(aten.embedding.default)
@@ -77,20 +69,16 @@ def embedding_backward(operation: Operation) -> Iterator[Option]:
     yield Option((REPLICATE, REPLICATE), (Shard(0),), "embedding_backward")
 
 
-@rule(aten._log_softmax.default)
+@rule(aten._log_softmax.default, aten._log_softmax_backward_data.default)
 def log_softmax(operation: Operation) -> Iterator[Option]:
-    """Over a sharded dimension: its maximum and the sum of exponentials are all-reduced."""
-    dim = operation.args[1] % len(operation.result)
-    rows = operation.result.numel() // operation.result[dim]
-    yield Option((Shard(dim),), (Shard(dim),), "log_softmax", sent=2 * rows)
-
-
-@rule(aten._log_softmax_backward_data.default)
-def log_softmax_backward(operation: Operation) -> Iterator[Option]:
-    """Over a sharded dimension: the sum of the gradients is all-reduced."""
-    dim = operation.args[2] % len(operation.result)
-    rows = operation.result.numel() // operation.result[dim]
-    yield Option((Shard(dim), Shard(dim)), (Shard(dim),), "log_softmax_backward", sent=rows)
+    """Over a sharded dimension: its maximum and the sum of exponentials are all-reduced, in backward one sum."""
+    backward = operation.node.target is aten._log_softmax_backward_data.default
+    cut = Shard(operation.node.args[2 if backward else 1] % len(operation.result))
+    rows = operation.result.numel() // operation.result[cut.dim]
+    if backward:
+        yield Option((cut, cut), (cut,), "log_softmax_backward", sent=rows)
+    else:
+        yield Option((cut,), (cut,), "log_softmax", sent=2 * rows)
 
 
 @rule(aten.nll_loss_forward.default, replaces=True)
@@ -99,9 +87,10 @@ def nll_loss(operation: Operation) -> Iterator[Option]:
 
     The total weight of the targets is replicated; with sharded rows it is a sum over ranks, which DTensor omits.
     """
-    if len(operation.shape(0)) != 2 or operation.args[2] is not None:
+    _, _, weight, reduction, _ = operation.node.args
+    if operation.tensors[0].dim() != 2 or weight is not None:
         return
-    if operation.args[3] == 0:  # one loss per row
+    if reduction == 0:  # one loss per row
         yield Option((Shard(0), Shard(0)), (Shard(0), REPLICATE))
     else:
         yield Option((Shard(1), REPLICATE), (PARTIAL, REPLICATE), "nll_loss")
@@ -111,12 +100,10 @@ def nll_loss(operation: Operation) -> Iterator[Option]:
 @rule(aten.nll_loss_backward.default)
 def nll_loss_backward(operation: Operation) -> Iterator[Option]:
     """Classes or rows are sharded: each rank writes the gradients of its targets."""
-    if len(operation.shape(1)) == 2 and operation.args[3] is None and operation.args[4] != 0:
+    _, _, _, weight, reduction, *_ = operation.node.args
+    if operation.tensors[1].dim() == 2 and weight is None and reduction != 0:
         yield Option((REPLICATE, Shard(1), REPLICATE, REPLICATE), (Shard(1),), "nll_loss_backward")
         yield Option((REPLICATE, Shard(0), Shard(0), REPLICATE), (Shard(0),))
-
-
-# -- normalization -----------------------------------------------------------------------------------------
 
 
 @rule(
@@ -132,63 +119,52 @@ def norm(operation: Operation) -> Iterator[Option]:
     DTensor's strategy for the backward (torch 2.11) accepts means and weights in their current placement, even where it
     does not match.
     """
-    normalized = named_arguments(operation.node)["normalized_shape"]
-    tensors, made = [operand.meta["val"] for operand in operands(operation.node)], results(operation.node)
+    tensors, outs = operation.tensors, results(operation.node)
     rank = tensors[0].dim()
-    for dim in range(rank - len(normalized)):
-        given = (Shard(dim) if tensor.dim() == rank else REPLICATE for tensor in tensors)
-        gives = (value if value is None else Shard(dim) if value.dim() == rank else PARTIAL for value in made)
-        yield Option(tuple(given), tuple(gives))
-
-
-# -- indices -----------------------------------------------------------------------------------------------
+    for dim in range(rank - len(named_arguments(operation.node)["normalized_shape"])):
+        before = (Shard(dim) if tensor.dim() == rank else REPLICATE for tensor in tensors)
+        after = (value if value is None else Shard(dim) if value.dim() == rank else PARTIAL for value in outs)
+        yield Option(tuple(before), tuple(after))
 
 
 @rule(aten.index.Tensor, aten.index_select.default, replaces=True)
 def index(operation: Operation) -> Iterator[Option]:
     """Shards dimensions that are not indexed, or the indices; partial values are indexed term by term."""
-    values, *indices = (operand.meta["val"] for operand in operands(operation.node))
-    if operation.target is aten.index_select.default:
-        at = [operation.args[1] % values.dim()]
+    values, *indices = operation.tensors
+    if operation.node.target is aten.index_select.default:
+        indexed = [operation.node.args[1] % values.dim()]
     else:
-        at = [dim for dim, given in enumerate(operation.args[1]) if given is not None]
-    picked = max(given.dim() for given in indices)
+        indexed = [dim for dim, tensor in enumerate(operation.node.args[1]) if tensor is not None]
+    rank = max(tensor.dim() for tensor in indices)
     # Adjacent indexed dimensions keep their position in the result, others move to the front.
-    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    start = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
     whole = [REPLICATE] * len(indices)
     if values.is_floating_point():
         yield Option((PARTIAL, *whole), (PARTIAL,))
-    rest = [dim for dim in range(values.dim()) if dim not in at]
-    for place, dim in enumerate(rest):
-        yield Option((Shard(dim), *whole), (Shard(place if place < start else place + picked),))
-    for dim in range(picked):
+    for place, dim in enumerate(dim for dim in range(values.dim()) if dim not in indexed):
+        yield Option((Shard(dim), *whole), (Shard(place if place < start else place + rank),))
+    for dim in range(rank):
         size = operation.result[start + dim]
-        own = [dim - picked + given.dim() for given in indices]
+        own = [dim - rank + tensor.dim() for tensor in indices]
         cuts = [
-            Shard(d) if d >= 0 and given.shape[d] == size else REPLICATE for d, given in zip(own, indices, strict=True)
+            Shard(d) if d >= 0 and tensor.shape[d] == size else REPLICATE
+            for d, tensor in zip(own, indices, strict=True)
         ]
         yield Option((REPLICATE, *cuts), (Shard(start + dim),))
-
-
-# -- random ------------------------------------------------------------------------------------------------
 
 
 @rule(aten.native_dropout.default, replaces=True)
 def dropout(operation: Operation) -> Iterator[Option]:
     """Each rank draws for the whole tensor and keeps its shard, so that it drops what the whole model drops."""
-    for dim in range(len(operation.result)):
-        yield Option((Shard(dim),), (Shard(dim), Shard(dim)), "dropout")
+    return (Option((cut,), (cut, cut), "dropout") for cut in _cuts(operation))
 
 
 @rule(aten.native_dropout_backward.default, replaces=True)
 def dropout_backward(operation: Operation) -> Iterator[Option]:
     """Elementwise."""
-    for dim in range(len(operation.result)):
-        yield Option((Shard(dim), Shard(dim)), (Shard(dim),))
+    yield from (Option((cut, cut), (cut,)) for cut in _cuts(operation))
     yield Option((PARTIAL, REPLICATE), (PARTIAL,))
 
-
-# -- attention ---------------------------------------------------------------------------------------------
 
 ATTENTION = frozenset(
     {
@@ -198,6 +174,8 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
+MASKS = ("attn_mask", "attn_bias")
+OF_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_out_")
 
 
 @rule(
@@ -210,25 +188,19 @@ def attention(operation: Operation) -> Iterator[Option]:
     if named_arguments(operation.node).get("dropout_p"):
         return
     yield from ring_attention(operation)
-    query = operands(operation.node)[0].meta["val"].shape
+    tensors = operation.tensors
+    values = [*tensors, *(value for value in results(operation.node) if isinstance(value, torch.Tensor))]
     for dim in (0, 1):
-        tensors = [operand.meta["val"] for operand in operands(operation.node)]
-        outs = [value for value in results(operation.node) if isinstance(value, torch.Tensor)]
-        cuts = [_attention_cut(tensor.shape, query, dim) for tensor in (*tensors, *outs)]
+        cuts = [_attention_cut(value.shape, tensors[0].shape, dim) for value in values]
         yield Option(tuple(cuts[: len(tensors)]), tuple(cuts[len(tensors) :]))
 
 
-def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Any:
+def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Placement:
     """The placement of one of attention's tensors for sharded batch (0) or heads (1); a mask may be broadcast."""
     if len(shape) == 4:
         return Shard(dim) if shape[dim] == query[dim] or shape[dim] > 1 else REPLICATE
     # log-sum-exp: batch, then queries and heads in an order that depends on the kernel.
-    if dim == 0:
-        return Shard(0)
-    return Shard(1) if shape[1] == query[1] else Shard(2)
-
-
-# -- attention over a sharded sequence -----------------------------------------------------------------
+    return Shard(dim) if dim == 0 or shape[1] == query[1] else Shard(2)
 
 
 @rule(
@@ -242,83 +214,103 @@ def ring_attention(operation: Operation) -> Iterator[Option]:
 
     The second sends as much and holds more. It also handles queries and keys of different lengths.
     """
-    named = named_arguments(operation.node)
-    produced = results(operation.node)
+    named, outs = named_arguments(operation.node), results(operation.node)
     query, key = (named[name].meta["val"] for name in ("query", "key"))
-    stripes = query.shape[2] // operation.parts
+    stripes, causal = query.shape[2] // operation.parts, bool(named.get("is_causal"))
     backward = "logsumexp" in named
-    if named.get("dropout_p") or not stripes or _padded(operation, query.shape[2]):
+    # The memory-efficient kernel may pad the rows of its log-sum-exp.
+    efficient = "efficient" in str(operation.node.target)
+    padded = efficient and (causal or query.shape[2] % (32 * operation.parts) != 0)
+    of_mask = backward and len(outs) > 3 and isinstance(outs[3], torch.Tensor)
+    if named.get("dropout_p") or not stripes or padded or of_mask:
         return
-    if len(produced) > 3 and backward and isinstance(produced[3], torch.Tensor):  # the gradient of a mask
-        return
-
-    def placed(keys: Any) -> tuple[Any, ...]:
-        found = []
-        for name, argument in named.items():
-            value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-            if name in ("key", "value"):
-                found.append(keys)
-            elif name in ("attn_mask", "attn_bias") and value is not None:
-                rows = value.dim() - 2
-                found.append(blocks(rows, stripes) if value.shape[rows] > 1 else REPLICATE)
-            elif isinstance(value, torch.Tensor):
-                found.append(cut if name in ("query", "out", "logsumexp", "grad_out", "grad_out_") else REPLICATE)
-        return tuple(found)
-
-    def made(keys: Any) -> tuple[Any, ...]:
-        first = (cut, keys, keys) if backward else (cut, cut)
-        rest = (REPLICATE if isinstance(value, torch.Tensor) else None for value in produced[len(first) :])
-        return (*first, *rest)
-
     cut = blocks(2, stripes)
-    if key.shape[2] == query.shape[2] and (stripes > 1 or not named.get("is_causal")):
+
+    def option(pair: Placement, pair_gradients: Placement, name: str = "", passed: int = 0) -> Option:
+        placements = dict.fromkeys(OF_QUERIES, cut) | {"key": pair, "value": pair}
+        before: list[Placement] = []
+        for argument, value in named.items():
+            if isinstance(value, fx.Node) and isinstance(tensor := value.meta.get("val"), torch.Tensor):
+                rows = tensor.dim() - 2
+                mask = blocks(rows, stripes) if argument in MASKS and tensor.shape[rows] > 1 else REPLICATE
+                before.append(placements.get(argument, mask))
+        after = (cut, pair_gradients, pair_gradients) if backward else (cut, cut)
+        rest = (REPLICATE if isinstance(value, torch.Tensor) else None for value in outs[len(after) :])
+        return Option(tuple(before), (*after, *rest), name, passed=passed)
+
+    if key.shape[2] == query.shape[2] and (stripes > 1 or not causal):
         pair = key.numel() + named["value"].meta["val"].numel()
         if backward:  # keys and values again, and their gradients
-            yield Option(placed(cut), made(cut), "ring_attention_backward", passed=2 * pair)
+            yield option(cut, cut, "ring_attention_backward", 2 * pair)
         else:
-            yield Option(placed(cut), made(cut), "ring_attention", passed=pair)
-    if not named.get("is_causal"):
-        yield Option(placed(REPLICATE), made(PARTIAL))
-
-
-def _padded(operation: Operation, rows: int) -> bool:
-    """Whether the kernel's log-sum-exp has other rows than its queries, as the memory-efficient one's may."""
-    if "efficient" not in str(operation.target):
-        return False
-    return rows % (32 * operation.parts) != 0 or bool(named_arguments(operation.node).get("is_causal"))
-
-
-# -- functional forms of in-place operations -----------------------------------------------------------
+            yield option(cut, cut, "ring_attention", pair)
+    if not causal:
+        yield option(REPLICATE, PARTIAL)
 
 
 @rule(aten.index_put.default, replaces=True)
 def index_put(operation: Operation) -> Iterator[Option]:
     """Shards dimensions that are not indexed; an accumulating write also takes partial values."""
-    indices = operation.args[1]
+    _, indices, values, *rest = operation.node.args
     if any(index is None for index in indices):
         return
-    values, first = operation.shape(2), len(indices)
-    offset = len(values) - len(operation.result)  # aligned from the right, as values may lack dimensions
-    for dim in range(first, len(operation.result)):
-        if dim + offset >= 0 and values[dim + offset] == operation.result[dim]:
-            yield Option((Shard(dim), *(REPLICATE for _ in indices), Shard(dim + offset)), (Shard(dim),))
-    accumulates = len(operation.args) > 3 and operation.args[3]
-    if accumulates and results(operation.node)[0].is_floating_point():
-        yield Option((PARTIAL, *(REPLICATE for _ in indices), PARTIAL), (PARTIAL,))
+    shape, whole = values.meta["val"].shape, [REPLICATE] * len(indices)
+    offset = len(shape) - len(operation.result)  # aligned from the right, as values may lack dimensions
+    for dim in range(len(indices), len(operation.result)):
+        if dim + offset >= 0 and shape[dim + offset] == operation.result[dim]:
+            yield Option((Shard(dim), *whole, Shard(dim + offset)), (Shard(dim),))
+    if rest and rest[0] and results(operation.node)[0].is_floating_point():
+        yield Option((PARTIAL, *whole, PARTIAL), (PARTIAL,))
 
 
 @rule(aten.copy.default, aten.fill.Tensor)
 def overwritten(operation: Operation) -> Iterator[Option]:
     """One tensor's elements overwrite those of another of its shape."""
-    shapes = [operand.meta["val"].shape for operand in operands(operation.node)]
-    for dim in range(len(operation.result)):
-        yield Option(tuple(Shard(dim) if shape == operation.result else REPLICATE for shape in shapes), (Shard(dim),))
+    for cut in _cuts(operation):
+        yield Option(
+            tuple(cut if tensor.shape == operation.result else REPLICATE for tensor in operation.tensors), (cut,)
+        )
+
+
+@rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only)
+def collective(operation: Operation) -> Iterator[Option]:
+    """Of another axis, elementwise over ranks.
+
+    All ranks of a collective along another axis have the same shard along this one, so a dimension that the collective
+    neither splits nor concatenates may be sharded, and sums may be partial.
+    """
+    return _along(operation, range(len(operation.result)))
+
+
+@rule(ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
+def rows_exchanged(operation: Operation) -> Iterator[Option]:
+    """Whole rows go to other ranks."""
+    return _along(operation, range(1, len(operation.result)))
+
+
+@rule(ir.local_part)
+def part_taken(operation: Operation) -> Iterator[Option]:
+    """One dimension is already sharded."""
+    taken = operation.node.args[1]
+    return _along(operation, (dim for dim in range(len(operation.result)) if dim != taken))
+
+
+def _along(operation: Operation, dims: Iterable[int]) -> Iterator[Option]:
+    for dim in dims:
+        yield Option((Shard(dim),), (Shard(dim),))
+    if "max" not in operation.node.args and results(operation.node)[0].is_floating_point():
+        yield Option((PARTIAL,), (PARTIAL,))
+
+
+def _cuts(operation: Operation) -> list[Placement]:
+    """The result sharded along each of its dimensions."""
+    return [Shard(dim) for dim in range(len(operation.result))]
 
 
 def own_options(operation: Operation) -> Iterable[Option]:
     """Our rule's options for an operation; empty if there is no rule."""
-    found = rule_of(operation.target)
-    return [] if found is None else found(operation)
+    own = rule_of(operation.node.target)
+    return own(operation) if own else ()
 
 
 def rule_of(target: Any) -> Rule | None:

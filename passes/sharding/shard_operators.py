@@ -5,10 +5,10 @@ Placements are chosen for the whole joint graph (:mod:`shardgraph.passes.shardin
 
 from __future__ import annotations
 
-import operator
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -25,7 +25,8 @@ from shardgraph.passes.sharding.constraints import Constraints, marks_of
 from shardgraph.passes.sharding.dtensor_rules import Refused, notes_of
 from shardgraph.passes.sharding.legal import has_rule
 from shardgraph.passes.sharding.lower import lower
-from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut
+from shardgraph.passes.sharding.options import operations
+from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, divides, is_cut, local_shape
 from shardgraph.passes.sharding.problem import OperatorPlacements
 from shardgraph.plans.annotations.kinds import Placement as PlacementAnnotation
 from shardgraph.plans.annotations.match import matches, written
@@ -59,10 +60,14 @@ class ShardOperators:
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
-        _bias_apart(gm, context)
-        _constants_apart(gm, context)
+        _free_operands(gm, context)
         _note_unknown(gm, context)
-        constraints = Constraints(_decided(context, position), marks_of(gm, self.axis, parts))
+        fixed = {
+            fqn: blocks(*entry.splits[position]) if position in entry.splits else REPLICATE
+            for fqn, entry in context.parameters.items()
+            if position in entry.splits or entry.placements[position] == REPLICATE_TEXT
+        }
+        constraints = Constraints(fixed, marks_of(gm, self.axis, parts))
         refused = Refused()
         try:
             placements = OperatorPlacements(gm, parts, self.style, constraints, refused)
@@ -70,7 +75,7 @@ class ShardOperators:
         except PlanError as error:
             if context.plan.activations is not None:  # this error names the operation's rule in the plan
                 raise
-            raise self._impossible(gm, context, constraints.parameters) or error from None
+            raise self._impossible(gm, context, fixed) or error from None
         context.notes.extend(notes_of(refused))
         for node, option in chosen.items():
             if isinstance(role := ROLE.get(node), Parameter):
@@ -85,19 +90,19 @@ class ShardOperators:
         """The error for the first parameter annotation that cannot be met even alone."""
         parts = context.sizes[self.axis]
 
-        def possible(wanted: Mapping[str, Placement]) -> bool:
+        def possible(placements: Mapping[str, Placement]) -> bool:
             try:
-                OperatorPlacements(gm, parts, self.style, Constraints(wanted, {})).solve()
+                OperatorPlacements(gm, parts, self.style, Constraints(placements, {})).solve()
             except PlanError:
                 return False
             return True
 
         for pattern, annotation in context.plan.annotations:
-            wanted = {fqn: placement for fqn, placement in fixed.items() if matches(pattern, fqn)}
+            annotated = {fqn: placement for fqn, placement in fixed.items() if matches(pattern, fqn)}
             here = isinstance(annotation, PlacementAnnotation) and annotation.mesh_dim in (None, self.axis)
-            if here and wanted and not possible(wanted):
-                first = next(iter(wanted))
-                fqn = next((fqn for fqn, placement in wanted.items() if not possible({fqn: placement})), first)
+            if here and annotated and not possible(annotated):
+                alone = (fqn for fqn, placement in annotated.items() if not possible({fqn: placement}))
+                fqn = next(alone, next(iter(annotated)))
                 shape = context.shapes[fqn]
                 cuts = [cut for cut in (blocks(dim, 1) for dim in range(len(shape))) if divides(cut, shape, parts)]
                 works = [f"shard({cut_of(cut)[0]}, {self.axis!r})" for cut in cuts if possible({fqn: cut})]
@@ -108,27 +113,18 @@ class ShardOperators:
         return None
 
 
-def _decided(context: Context, position: int) -> dict[str, Placement]:
-    """The placements of parameters along the axis that the plan already fixes."""
-    found: dict[str, Placement] = {}
-    for fqn, entry in context.parameters.items():
-        if position in entry.splits:
-            found[fqn] = blocks(*entry.splits[position])
-        elif entry.placements[position] == REPLICATE_TEXT:
-            found[fqn] = REPLICATE
-    return found
-
-
 def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
-    """Record in the context a parameter's placement along the axis, and its local shape."""
+    """Record in the context a parameter's placement along the axis at ``position``, and its local shape."""
     text = REPLICATE_TEXT
-    if is_cut(placement):
-        assert placement is not None
-        dim, count = cut_of(placement)
-        text = split_text(dim, count)
-        shape = context.shapes[fqn]
-        size = context.plan.mesh[position][1]
-        context.shapes[fqn] = torch.Size((*shape[:dim], shape[dim] // size, *shape[dim + 1 :]))
+    if placement is not None and is_cut(placement):
+        text = split_text(*cut_of(placement))
+        shape, size = context.shapes[fqn], context.plan.mesh[position][1]
+        context.shapes[fqn] = torch.Size(local_shape(placement, shape, size))
+    record_text(context, fqn, position, text)
+
+
+def record_text(context: Context, fqn: str, position: int, text: str) -> None:
+    """Record a parameter's placement along the axis at ``position`` as plans write it."""
     entry = context.parameters[fqn]
     placements = (*entry.placements[:position], text, *entry.placements[position + 1 :])
     context.parameters[fqn] = context.plan.storable(fqn, replace(entry, placements=placements))
@@ -136,12 +132,11 @@ def record_placement(context: Context, fqn: str, position: int, placement: Place
 
 def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
     """Note operations that every rank computes in full because no rule says how to shard them."""
-    unknown: dict[str, list[int]] = {}
-    for node in gm.graph.nodes:
+    unknown: dict[str, list[int]] = defaultdict(list)
+    for node in operations(gm):
         value = node.meta.get("val")
-        unruled = node.op == "call_function" and node.target is not operator.getitem and not has_rule(node)
-        if unruled and isinstance(value, torch.Tensor) and value.numel() > 1:
-            unknown.setdefault(str(node.target), []).append(value.nbytes)
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and not has_rule(node):
+            unknown[str(node.target)].append(value.nbytes)
     for name, sizes in unknown.items():
         context.notes.append(
             f"{name} x{len(sizes)} ({format_bytes(sum(sizes))} of results): no rule says how it may be divided, so "
@@ -149,42 +144,29 @@ def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
         )
 
 
-def _bias_apart(gm: fx.GraphModule, context: Context) -> None:
-    """Split a bias from its product or convolution: a partial product is reduced before the bias is added."""
-    for node in list(gm.graph.nodes):
-        if node.target is aten.addmm.default and not node.kwargs:
-            bias, left, right = node.args
-            _add_after(gm, context, node, aten.mm.default, (left, right), bias)
-        elif node.target is aten.convolution.default and node.args[2] is not None:
-            images, weight, bias, *rest = node.args
-            shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
-            column = _before(gm, context, node).call(aten.view.default, bias, shape)
-            _add_after(gm, context, node, aten.convolution.default, (images, weight, None, *rest), column)
-
-
-def _add_after(
-    gm: fx.GraphModule, context: Context, node: fx.Node, target: Any, args: tuple[Any, ...], bias: fx.Node
-) -> None:
-    build = _before(gm, context, node)
-    total = build.call(aten.add.Tensor, build.call(target, *args), bias)
-    node.replace_all_uses_with(total)
-    gm.graph.erase_node(node)
-
-
-def _before(gm: fx.GraphModule, context: Context, node: fx.Node) -> Builder:
-    """A builder that inserts the computation of ``node``'s value in its place."""
-    return Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
-
-
 _CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
 
 
-def _constants_apart(gm: fx.GraphModule, context: Context) -> None:
-    """``new_zeros`` as ``full``: the operand that gives it dtype and device may have any placement."""
+def _free_operands(gm: fx.GraphModule, context: Context) -> None:
+    """Rewrite operations so that placements of their operands are independent.
+
+    A bias is added after its product or convolution: a partial product is reduced before. ``new_zeros`` becomes
+    ``full``: the operand that gives it dtype and device may have any placement.
+    """
     for node in list(gm.graph.nodes):
-        if node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
-            value = node.meta["val"]
-            fill, options = _CONSTANTS[node.target], {"dtype": value.dtype, "device": value.device}
-            constant = _before(gm, context, node).call(aten.full.default, node.args[1], fill, **options)
-            node.replace_all_uses_with(constant)
-            gm.graph.erase_node(node)
+        build = Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
+        if node.target is aten.addmm.default and not node.kwargs:
+            bias, left, right = node.args
+            value = build.call(aten.add.Tensor, build.call(aten.mm.default, left, right), bias)
+        elif node.target is aten.convolution.default and node.args[2] is not None:
+            images, weight, bias, *rest = node.args
+            shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
+            bias = build.call(aten.view.default, bias, shape)
+            value = build.call(aten.add.Tensor, build.call(node.target, images, weight, None, *rest), bias)
+        elif node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
+            options = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+            value = build.call(aten.full.default, node.args[1], _CONSTANTS[node.target], **options)
+        else:
+            continue
+        node.replace_all_uses_with(value)
+        gm.graph.erase_node(node)
