@@ -43,7 +43,7 @@ def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, 
         if site.kind == "borrowed":
             body.append(text(x + PAD + 6, at + 14, f"{site.text} (tied)", "small"))
             at += LINE - 2
-    for traffic in module.traffic:
+    for traffic in module.traffic.values():
         body.append(text(x + PAD + 6, at + 14, traffic.calls, "small"))
         body.append(text(right - 6, at + 14, f"{format_bytes(traffic.nbytes)} sent", "small end"))
         at += LINE - 2

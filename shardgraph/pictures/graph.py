@@ -38,7 +38,11 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
     for site in dict.fromkeys(site for ends in edges for site in ends if site.kind in ("inputs", "outputs")):
         dot.node(_name(site), site.text, shape="plaintext", fontsize="12")
     for source, target in edges:
-        _add_edge(dot, source, target)
+        borders = {}
+        if source.module is not target.module:  # an edge from outside ends at the border of a module's cluster
+            ends = (("ltail", source), ("lhead", target))
+            borders = {end: _cluster(site.module) for end, site in ends if site.kind == "module"}
+        dot.edge(_name(source), _name(target), **borders)
     return dot
 
 
@@ -52,9 +56,6 @@ def render_svg(dot: graphviz.Digraph) -> Drawing:
     size = re.search(r'<svg width="(\d+)pt" height="(\d+)pt"', svg)
     assert size is not None
     return Drawing(int(size[1]), int(size[2]), svg[svg.index("<g ") : svg.rindex("</svg>")].rstrip())
-
-
-# -- modules ---------------------------------------------------------------------------------------
 
 
 def _heading(tree: Tree) -> str:
@@ -95,7 +96,7 @@ def _add_parameters(cluster: graphviz.Digraph, module: Module, colours: dict[str
 def _label(alike: list[Module]) -> str:
     name, held = describe(alike)
     lines = [f"<b>{escape(name)}</b>  {held}"]
-    for each in alike[0].traffic:
+    for each in alike[0].traffic.values():
         sent = f"{each.calls}, {format_bytes(each.nbytes)}"
         lines.append(f'<font point-size="9" color="#555555">{escape(sent)}</font>')
     return "<" + "".join(f'{line}&#160;&#160;<br align="left"/>' for line in lines) + ">"
@@ -104,8 +105,6 @@ def _label(alike: list[Module]) -> str:
 def _cluster(module: Module) -> str:
     return _identifier(f"cluster {module.path}")
 
-
-# -- data flow -------------------------------------------------------------------------------------
 
 _Chain = tuple[tuple[Module, int], ...]
 """The groups drawn as one that contain a module, outermost first: the group's first module, and the index within."""
@@ -127,14 +126,6 @@ def _drawn(site: Site, folded: dict[Module, tuple[Module, _Chain]]) -> Site:
 
 def _between_layers(source: _Chain, target: _Chain) -> bool:
     return any(a is b and i != j for (a, i), (b, j) in zip(source, target, strict=False))
-
-
-def _add_edge(dot: graphviz.Digraph, source: Site, target: Site) -> None:
-    looks: dict[str, str] = {}
-    if source.module is not target.module:  # an edge from outside ends at the border of a cluster
-        looks |= {"ltail": _cluster(source.module)} if source.kind == "module" else {}
-        looks |= {"lhead": _cluster(target.module)} if target.kind == "module" else {}
-    dot.edge(_name(source), _name(target), **looks)
 
 
 def _name(site: Site) -> str:
