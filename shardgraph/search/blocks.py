@@ -19,7 +19,7 @@ from shardgraph.passes.pipeline.assign import Assignment, assign_stages
 from shardgraph.passes.pipeline.cuts import cut_points
 from shardgraph.passes.pipeline.extract import crossings
 from shardgraph.plans.plan import Plan
-from shardgraph.report.messages import message_seconds
+from shardgraph.report.pipeline import message_seconds
 
 
 @dataclass(frozen=True)
@@ -30,32 +30,29 @@ class Blocks:
     names: tuple[str, ...]
 
 
-def blocks_of(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster, optimizer: str = "adamw"
-) -> Blocks:
+def blocks_of(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> Blocks:
     """The blocks between all cut points of a model captured for one microbatch.
 
     Seconds and bytes are those of a rank that computes the microbatch alone; collectives inside a stage are left out,
-    since they add alike to all stages. Parameters and optimizer state are the rank's part under ``plan``; gradients are
-    whole along the axis that shards the parameter.
+    since they add alike to all stages. Parameters and the state of AdamW are the rank's part under ``plan``; gradients
+    are whole along the axis that shards the parameter.
     """
     assert plan.pipeline is not None
     gm, points = copy_graph(joint.module), cut_points(joint.module)
     named = {node.name: node for node in gm.graph.nodes}
     assignment = assign_stages(gm, [named[point.node.name] for point in points])
-    work = _Work(gm, assignment, Prices(cluster, ()))
     again = plan.pipeline.checkpoint != "never"
     saved = [0] * assignment.count if again else _saved(gm, assignment)
-    fixed = _fixed(gm, assignment, plan, shapes, optimizer)
+    fixed = _fixed(gm, assignment, plan, shapes)
     ends = crossings(gm, assignment)
 
     def message(nodes: Sequence[fx.Node]) -> float:
         return message_seconds((node.meta["val"] for node in nodes), plan, cluster)
 
     costs = []
-    for number in range(assignment.count):
-        forward, weights = work.forward[number], work.weights[number]
-        rest = work.backward[number] - weights + (forward if again else 0.0)
+    for number, seconds in enumerate(_seconds(gm, assignment, Prices(cluster, ()))):
+        forward, weights = seconds["forward"], seconds["weights"]
+        rest = seconds["backward"] - weights + (forward if again else 0.0)
         costs.append(
             StageCost(
                 forward=forward,
@@ -71,20 +68,18 @@ def blocks_of(
     return Blocks(tuple(costs), tuple(point.name for point in points))
 
 
-class _Work:
+def _seconds(gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> list[dict[str, float]]:
     """Seconds of each block: of forward, of backward, and of the part of backward for weight gradients only."""
-
-    def __init__(self, gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> None:
-        self.forward, self.backward, self.weights = ([0.0] * assignment.count for _ in range(3))
-        costs, passed = node_costs(gm), _passed_on(gm, assignment)
-        for node, cost in costs.items():
-            home = assignment.home.get(node)
-            if home is None or node in assignment.anywhere or cost.kind in ("free", "collective"):
-                continue
-            seconds = prices.view if cost.kind == VIEW else prices.computation(cost)
-            (self.forward if node in assignment.inside else self.backward)[home] += seconds
-            if node not in assignment.inside and node not in passed:
-                self.weights[home] += seconds
+    seconds = [{"forward": 0.0, "backward": 0.0, "weights": 0.0} for _ in range(assignment.count)]
+    passed = _passed_on(gm, assignment)
+    for node, cost in node_costs(gm).items():
+        if node not in assignment.home or node in assignment.anywhere or cost.kind in ("free", "collective"):
+            continue
+        block, price = seconds[assignment.home[node]], prices.view if cost.kind == VIEW else prices.computation(cost)
+        block["forward" if node in assignment.inside else "backward"] += price
+        if node not in assignment.inside and node not in passed:
+            block["weights"] += price
+    return seconds
 
 
 def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
@@ -102,24 +97,21 @@ def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
     """Bytes that each block saves for backward."""
     forward, _ = split(copy_graph(gm))
     homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
-    found = [0] * assignment.count
-    seen: set[int] = set()
+    saved = [0] * assignment.count
+    seen: set[torch.UntypedStorage] = set()
     for role, value in outputs(forward):
         if isinstance(role, Saved) and isinstance(value, fx.Node) and value.name in homes and value.op != "placeholder":
             tensor = value.meta["val"]
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in seen:
-                seen.add(storage._cdata)
-                found[homes[value.name]] += storage.nbytes()
-    return found
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in seen:
+                seen.add(storage)
+                saved[homes[value.name]] += storage.nbytes()
+    return saved
 
 
-def _fixed(
-    gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mapping[str, torch.Size], optimizer: str
-) -> list[int]:
+def _fixed(gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[int]:
     """Bytes of parameters, whole gradients and optimizer state, in the first block that uses each parameter."""
-    entries, states = plan.of_stage.resolve(shapes), optimizer_cost(optimizer).states
-    found = [0] * assignment.count
+    entries, states = plan.of_stage.resolve(shapes), optimizer_cost("adamw").states
+    fixed = [0] * assignment.count
     for role, node in placeholders(gm).items():
         if isinstance(role, Parameter):
             entry, whole = entries[role.fqn], node.meta["val"].nbytes
@@ -127,5 +119,5 @@ def _fixed(
                 whole //= plan.mesh[position][1]
             part = whole if entry.shard_axis is None else -(-whole // plan.mesh[entry.shard_axis][1])
             homes = [assignment.home[user] for user in node.users if user in assignment.home]
-            found[min(homes, default=0)] += part * (1 + states) + whole
-    return found
+            fixed[min(homes, default=0)] += part * (1 + states) + whole
+    return fixed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -64,17 +63,16 @@ def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
 
 def _fastest(question: Question, captures: Captures) -> Plan:
     """The preset with the least predicted time per batch."""
-    wanted, machine = question.plan, question.machine
-    ranks = math.prod(size for _, size in wanted.mesh)
-    groups = plans_of(ranks, machine) if question.free_mesh else plans_on(wanted.mesh)
-    joint, shapes = captures.joint(question.captured, wanted), question.shapes
+    plan, machine, shapes = question.plan, question.machine, question.shapes
+    groups = plans_of(plan.world_size, machine) if question.free_mesh else plans_on(plan.mesh)
+    joint = captures.joint(question.captured, plan)
     chosen = choose_plan(
         joint,
         shapes,
-        [[question.with_asked(plan) for plan in group] for group in groups],
+        [[question.with_asked(candidate) for candidate in group] for group in groups],
         machine,
-        wanted.annotations,
-        precision=wanted.precision,
+        plan.annotations,
+        precision=plan.precision,
         optimizer=question.optimizer,
         memory=question.memory,
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from torch import nn
 
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import Stack, find_stack, treats_alike
+from shardgraph.report.folding import SHALLOW, Stack, find_stack, shortened, treats_alike
 from shardgraph.search.decide import decide
 from shardgraph.search.question import Question
 
@@ -58,10 +57,11 @@ class Source:
         plan = decide(self.question, captures)
         return lower(captures.take(self.call, plan), plan, self.question.shapes)
 
-    def of(self, model: nn.Module) -> Source:
-        """The same analysis for another model."""
-        call = replace(self.call, model=model)
-        return replace(self, question=replace(self.question, model=model, call=call))
+    def shallow(self, stack: Stack) -> Iterator[Source]:
+        """The same analysis for copies of the model with only a few layers of its ``stack``."""
+        for layers in SHALLOW:
+            model = shortened(self.question.model, stack, layers)
+            yield replace(self, question=replace(self.question, model=model, call=replace(self.call, model=model)))
 
     def settled(self, plan: Plan) -> Source:
         """The same analysis for a decided plan."""

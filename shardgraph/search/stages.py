@@ -31,13 +31,13 @@ def place_stages(
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    said = annotated_stages(joint.module, plan.annotations)
-    if said and (pipeline.stages or pipeline.balance) and said != pipeline.stages:
+    annotated = annotated_stages(joint.module, plan.annotations)
+    if annotated and (pipeline.stages or pipeline.balance) and annotated != pipeline.stages:
         raise PlanError(
-            f"the annotations begin stages with {', '.join(map(repr, said))}, and the plan says "
+            f"the annotations begin stages with {', '.join(map(repr, annotated))}, and the plan says "
             f"{f'balance {list(pipeline.balance)}' if pipeline.balance else list(pipeline.stages)}: give one of the two"
         )
-    stages = said or pipeline.stages
+    stages = annotated or pipeline.stages
     if pipeline.balance:
         stages = balanced(joint.module, pipeline.balance)
     elif not stages and pipeline.count > 1:
@@ -56,5 +56,5 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
             f"one ({', '.join(map(repr, blocks.names))}): use fewer ranks along {pipeline.axis!r}"
         )
     limit = math.inf if plan.recompute == "budget" else cluster.device.memory
-    found = balance(blocks.costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
-    return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
+    partition = balance(blocks.costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
+    return tuple(blocks.names[cut - 1] for cut in partition.cuts[1:-1])
