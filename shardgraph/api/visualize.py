@@ -22,8 +22,7 @@ from shardgraph.pictures.flow import Edges, trace_flow
 from shardgraph.pictures.gantt import draw_gantt
 from shardgraph.pictures.graph import plan_graph, render_svg
 from shardgraph.pictures.memory import draw_memory
-from shardgraph.pictures.page import html_page
-from shardgraph.pictures.svg import Drawing, document
+from shardgraph.pictures.svg import Drawing, document, html_page
 from shardgraph.pictures.tree import Tree, build_tree
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated

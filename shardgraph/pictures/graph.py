@@ -41,7 +41,7 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
         borders = {}
         if source.module is not target.module:  # an edge from outside ends at the border of a module's cluster
             ends = (("ltail", source), ("lhead", target))
-            borders = {end: _cluster(site.module) for end, site in ends if site.kind == "module"}
+            borders = {end: _identifier(f"cluster {site.module.path}") for end, site in ends if site.kind == "module"}
         dot.edge(_name(source), _name(target), **borders)
     return dot
 
@@ -68,7 +68,7 @@ def _heading(tree: Tree) -> str:
 def _add_module(dot: graphviz.Digraph, alike: list[Module], colours: dict[str, str]) -> None:
     """One cluster, which represents all modules in ``alike``."""
     module = alike[0]
-    with dot.subgraph(name=_cluster(module)) as cluster:
+    with dot.subgraph(name=_identifier(f"cluster {module.path}")) as cluster:
         cluster.attr(label=_label(alike), style="rounded,filled", fillcolor="#00000008", color="#888888", margin="10")
         _add_parameters(cluster, module, colours)
         for site in module.sites:
@@ -100,10 +100,6 @@ def _label(alike: list[Module]) -> str:
         sent = f"{each.calls}, {format_bytes(each.nbytes)}"
         lines.append(f'<font point-size="9" color="#555555">{escape(sent)}</font>')
     return "<" + "".join(f'{line}&#160;&#160;<br align="left"/>' for line in lines) + ">"
-
-
-def _cluster(module: Module) -> str:
-    return _identifier(f"cluster {module.path}")
 
 
 _Chain = tuple[tuple[Module, int], ...]

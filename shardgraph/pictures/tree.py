@@ -50,7 +50,7 @@ class HeldParameter:
 
 @dataclass
 class Traffic:
-    """The collectives of one kind for a module's parameters and buffers in a step, and the bytes that a rank sends."""
+    """A step's collectives of one kind for a module's parameters and buffers, and the bytes that a rank sends."""
 
     direction: str
     operation: str
@@ -134,11 +134,6 @@ class Module:
             bare = not (group[0].own or group[0].traffic or group[0].sites)
             yield inside[0] if bare and len(group) == len(inside) == 1 < len(inside[0]) else group
 
-    def _move(self, path: str) -> None:
-        self.path = path
-        for name, child in self.children.items():
-            child._move(f"{path}.{name}")
-
 
 @dataclass(frozen=True)
 class Tree:
@@ -190,7 +185,10 @@ class Tree:
             more = [copy.deepcopy(present[middle]) for _ in range(layers - captured)]
             repeated = (*present[:middle], *more, *present[middle:])
             stack.children = {str(i): layer for i, layer in enumerate(repeated)}
-            stack._move(path)
+            for i, layer in enumerate(repeated):
+                before = layer.path
+                for module in layer.walk():
+                    module.path = f"{path}.{i}{module.path.removeprefix(before)}"
 
 
 def build_tree(program: Program) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -260,11 +260,10 @@ class Analysis(StepCosts):
 
     def __str__(self) -> str:
         time = self.time
-        parts = sorted(self.peak.memory.items(), key=lambda item: -item[1])
         lines = [
             f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
             f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half}){self._excess}",
-            "    " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in parts),
+            "    " + _by_size(self.peak.memory),
             f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
             f"{format_seconds(time.optimizer)}, communication {format_seconds(time.communication)} of which "
             f"{format_seconds(time.exposed)} exposed",
@@ -272,16 +271,17 @@ class Analysis(StepCosts):
             + (f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens else ""),
         ]  # fmt: skip
         if self.host_memory:
-            held = sorted(self.host_peak.host.items(), key=lambda item: -item[1])
             copies = ", ".join(f"{format_seconds(self.timeline.busy(each))} {each}" for each in COPIES)
-            lines.append(
-                f"  host memory {format_bytes(self.host_memory)}: "
-                f"{', '.join(f'{kind} {format_bytes(nbytes)}' for kind, nbytes in held)}; copies {copies}"
-            )
+            held = _by_size(self.host_peak.host)
+            lines.append(f"  host memory {format_bytes(self.host_memory)}: {held}; copies {copies}")
         if self.unpriced:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
             lines.append(f"  priced by bytes for want of a formula: {named}")
         return "\n".join(lines)
+
+
+def _by_size(memory: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {format_bytes(memory[kind])}" for kind in sorted(memory, key=lambda kind: -memory[kind]))
 
 
 def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
@@ -309,14 +309,8 @@ def analyze_program(
 ) -> Analysis:
     """Analyse a training step of a lowered program; if it has no backward, its forward alone.
 
-    :func:`shardgraph.analyze` starts from a model.
-
-    Args:
-        program: from :func:`shardgraph.passes.lowering.build_program`.
-        cluster: the cluster that it runs on.
-        optimizer: name of the optimizer, see :mod:`shardgraph.cost_models.optimizers`.
-        fused: price chains of pointwise operations as fused.
-        other_sizes: predicts other sizes of the model that the program was built from, if possible.
+    ``optimizer`` is one of :mod:`shardgraph.cost_models.optimizers`. ``fused`` prices chains of pointwise operations as
+    fused. ``other_sizes`` predicts other sizes of the model that the program was built from, if possible.
 
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.

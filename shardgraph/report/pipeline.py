@@ -16,7 +16,6 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import StepTime, simulate
-from shardgraph.ir import Buffer, Input
 from shardgraph.ir.attributes import ON_HOST
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
@@ -33,20 +32,11 @@ _STAYS = ("parameters", "buffers", "inputs", "gathered parameters")  # kinds of 
 class StageAnalysis:
     """One stage on one of its ranks.
 
-    ``rows``
-        The operations of one microbatch, forward and backward.
-    ``cost``
-        The stage's cost in the simulated schedule.
-    ``once``
-        Seconds of work done once per step: all-gathers of parameters that stay gathered, reductions of gradients.
-    ``update``
-        Seconds of the optimizer's update.
-    ``state``
-        Bytes that are always live, by kind: parameters, buffers, parameters gathered once, optimizer state.
-    ``gradients``
-        Bytes of gradients, live from the first backward on.
-    ``working``
-        Peak bytes of an action by its kind, in addition to those and to what other microbatches have saved.
+    ``rows`` are the operations of one microbatch, ``cost`` is the stage's in the simulated schedule. ``once`` are the
+    seconds of work done once per step (all-gathers of parameters that stay gathered, reductions of gradients),
+    ``update`` those of the optimizer. ``state`` are the bytes that are always live, by kind; ``gradients`` those of
+    gradients, live from the first backward on; ``working`` the peak bytes of an action by its kind, in addition to
+    those and to what other microbatches have saved.
     """
 
     number: int
@@ -178,7 +168,7 @@ def analyze_pipeline(
     schedule = simulate_schedule(program.actions, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     samples, tokens = (plan.data_size * pipeline.parts * count for count in batch_of(program))
     placeholders = ir.placeholders(program.joint.module).items()
-    inputs = pipeline.parts * sum(node.meta["val"].nbytes for role, node in placeholders if isinstance(role, Input))
+    inputs = pipeline.parts * sum(node.meta["val"].nbytes for role, node in placeholders if isinstance(role, ir.Input))
     return PipelineAnalysis(plan, cluster, optimizer, samples, tokens, stages, schedule, inputs)
 
 
@@ -202,7 +192,7 @@ class _Stages:
         saved, kept = (0, 0) if backward is None else (live["forward"][-1], _kept(halves))
         shards = trained_shards(context, stage.trained)
         gathered = [] if stage.gather is None else [value for _, value in ir.outputs(stage.gather)]
-        buffers = [n for role, n in ir.placeholders(stage.kept.forward).items() if isinstance(role, Buffer)]
+        buffers = [n for role, n in ir.placeholders(stage.kept.forward).items() if isinstance(role, ir.Buffer)]
         on_device = [fqn for fqn in stage.parameters if not context.parameters[fqn].offload]
         state = {
             "parameters": sum(shard_bytes(context, fqn, 0) for fqn in on_device),

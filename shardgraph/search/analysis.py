@@ -14,11 +14,7 @@ from shardgraph.search.symbolic import Symbolic, symbolic
 
 
 def analyze_source(source: Source) -> Analysis:
-    """The analysis of one rank's step under the plan that is decided for it.
-
-    Raises:
-        CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
-    """
+    """The analysis of one rank's step under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
     if (stack := source.stack) is not None:
         try:
             few = [_whole(shallow) for shallow in source.shallow(stack)]
@@ -49,12 +45,7 @@ class SizesOf:
         return symbolic(self.source)
 
     def largest(self, size: str, budget: int) -> int:
-        """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget`` bytes.
-
-        Raises:
-            NotSizedError: the model runs different operations at other sizes.
-            ShardGraphError: not even 1 fits.
-        """
+        """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget``, by :meth:`Symbolic.largest`."""
         estimate = self.symbolic.largest(size, budget)
         present = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 

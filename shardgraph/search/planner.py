@@ -13,14 +13,12 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
-from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
-from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.report.analysis import analyze_program
-from shardgraph.search.recomputation import nearest_to
-from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
+from shardgraph.search.recomputation import Recomputations, nearest_to
+from shardgraph.sizes import format_bytes, format_seconds
 
 
 def choose_plan(
@@ -28,35 +26,25 @@ def choose_plan(
     shapes: Mapping[str, torch.Size],
     groups: list[list[Plan]],
     cluster: Cluster,
-    annotations: tuple[Annotated, ...] = (),
-    *,
-    precision: Precision = AS_STORED,
     optimizer: str = "adamw",
-    memory: int | str | None = None,
+    budget: int | None = None,
 ) -> Plan:
     """The plan with the least predicted time per batch whose predicted peak fits; ties go to the smaller peak.
 
-    Args:
-        joint: the captured model, not changed.
-        shapes: unsharded shapes of its parameters by name.
-        groups: candidate plans; a group is tried only if nothing in the earlier ones fits; see :func:`plans_of`.
-        cluster: the cluster on which plans are priced.
-        annotations: those with which ``joint`` was captured; candidates that cannot meet them are skipped.
-        precision: the one with which ``joint`` was captured.
-        optimizer: the optimizer whose state and update are counted.
-        memory: bytes that a rank may use, or a text such as ``"12GiB"``; default: the device's memory. Plans whose
-            recomputation is ``"budget"`` get a recomputation with which they fit, if there is one.
+    A group of candidates is tried only if nothing in the earlier ones fits; see :func:`plans_of`. Those that cannot
+    meet their annotations are skipped. ``budget`` is the bytes that a rank may use, by default the device's memory.
+    Plans whose recomputation is ``"budget"`` get a recomputation with which they fit, if there is one.
 
     Raises:
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
     """
-    budget = cluster.device.memory if memory is None else parse_bytes(memory)
+    budget = cluster.device.memory if budget is None else budget
     priced: list[tuple[Plan, Candidate]] = []
     refused: list[PlanError] = []
     for group in groups:
-        for plan in [replace(plan, annotations=annotations, precision=precision) for plan in group]:
+        for plan in group:
             try:
-                recomputations, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
+                recomputations, choice = nearest_to(budget, Recomputations(joint, plan, shapes, cluster, optimizer))
             except PlanError as error:
                 refused.append(error)
             else:
@@ -107,10 +95,8 @@ def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
 def plans_on(mesh: Mesh) -> list[list[Plan]]:
     """Every preset that suits ``mesh``, as one group of :func:`plans_of`.
 
-    If an axis has the name that presets use for sharding operators or experts, only presets that do so.
-
-    Raises:
-        PlanError: an axis has the name of a pipeline axis; a pipeline must be requested by name.
+    If an axis has the name that presets use for sharding operators or experts, only presets that do so. An axis with
+    the name of a pipeline's raises a ``PlanError``: a pipeline must be requested by name.
     """
     refuse_pipeline(mesh)
     return [_presets(mesh)]
@@ -118,8 +104,8 @@ def plans_on(mesh: Mesh) -> list[list[Plan]]:
 
 def _presets(mesh: Mesh) -> list[Plan]:
     """The presets that suit a mesh, without those that leave ranks unused (``single``)."""
-    names = [*PRESETS]
-    if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
+    names = list(PRESETS)
+    if divided := {axis for styles in DIVIDING.values() for axis in styles} & {axis for axis, _ in mesh}:
         dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]
         names = [*dividing, *(f"{data}+{name}" for data in PRESETS for name in dividing)]
     plans = []

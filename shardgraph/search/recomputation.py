@@ -1,8 +1,7 @@
 """Recomputation under a memory budget: the fastest candidate whose simulated peak fits.
 
-An integer program finds candidates for fewer and fewer saved bytes (:mod:`shardgraph.passes.recompute`), independent of
-the budget. The resulting programs are simulated in order of their added time, and the first whose peak is within the
-budget is taken. So a smaller budget, which fewer of the same candidates fit, never has a larger peak.
+An integer program finds candidates (:mod:`shardgraph.passes.recompute`) independent of the budget, and the first by
+added time that fits is taken. So a smaller budget, which fewer of them fit, never has a larger peak.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
 from shardgraph.passes.lowering import WHOLE_PASSES, lower
 from shardgraph.passes.placing import place, place_operators
 from shardgraph.passes.program import Program
-from shardgraph.passes.recompute.checkmate import backward_steps
-from shardgraph.passes.recompute.checkmate import least_seconds as least_seconds_of_any
+from shardgraph.passes.recompute import checkmate
 from shardgraph.passes.recompute.names import rules_for
 from shardgraph.passes.recompute.problem import RecomputeProblem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
@@ -36,7 +34,7 @@ from shardgraph.passes.recompute.values import Values, values_of
 from shardgraph.plans.plan import Plan, Recomputation
 from shardgraph.report.analysis import Analysis, analyze_program, program_memory
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
+from shardgraph.sizes import format_bytes, format_seconds
 
 _LEVELS = 24  # byte bounds between saving all that backward reads and as little as possible
 _TRACTABLE, _EXACT_LEVELS = 24, 8  # most forward operations for which the exact program is solved too, and its bounds
@@ -56,31 +54,32 @@ class Choice:
     gap: float = field(default=0.0, compare=False)
 
 
+@dataclass(eq=False)
 class Recomputations:
     """The candidate recomputations for one plan of a captured model, and the program, peak and time of each.
 
     With a pipeline the graph is that of one microbatch, and a peak is the largest of all ranks.
     """
 
-    def __init__(
-        self,
-        joint: JointGraph,
-        plan: Plan,
-        shapes: Mapping[str, torch.Size],
-        cluster: Cluster,
-        optimizer: str = "adamw",
-    ) -> None:
-        self.joint, self.plan, self.shapes, self.cluster, self.optimizer = joint, plan, shapes, cluster, optimizer
-        self._placed = replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
-        self._peaks: dict[Choice, int] = {}
-        self._latest: tuple[Choice, Program] | None = None
+    joint: JointGraph
+    plan: Plan
+    shapes: Mapping[str, torch.Size]
+    cluster: Cluster
+    optimizer: str = "adamw"
+    _peaks: dict[Choice, int] = field(default_factory=dict, init=False)
+    _latest: tuple[Choice, Program] | None = field(default=None, init=False)
+
+    @cached_property
+    def placed(self) -> Plan:
+        """The plan by :func:`with_placements`."""
+        return with_placements(self.joint, self.plan, self.shapes)
 
     @cached_property
     def choices(self) -> list[Choice]:
         """The candidates by increasing added time; the first recomputes nothing, or what the plan sets."""
         if self.plan.recompute != "budget" or not self.joint.differentiable:
             return [Choice("none" if self.plan.recompute == "budget" else self.plan.recompute, 0.0, 0)]
-        gm, context = place(self.joint, replace(self._placed.of_stage, recompute="none"), self.shapes)
+        gm, context = place(self.joint, replace(self.placed.of_stage, recompute="none"), self.shapes)
         run_passes(gm, WHOLE_PASSES, context)  # marks what is annotated
         values = values_of(gm, self.cluster.device.allocation)
         problem = problem_of(gm, values, Prices(self.cluster, self.plan.mesh))
@@ -103,11 +102,11 @@ class Recomputations:
     ) -> Iterator[tuple[Collection[fx.Node], float]]:
         """What the exact program recomputes, with its gap, for byte bounds between the peak of saving all and 0."""
         memory = self._memory(everything)
-        steps = backward_steps(gm, values, self.cluster.device.allocation)
+        steps = checkmate.backward_steps(gm, values, self.cluster.device.allocation)
         stays = sum(memory.compositions[kind][0] for kind in memory.compositions if kind in _STATE)
         for level in range(1, _EXACT_LEVELS):
             bound = int((memory.peak_bytes - stays) * (1 - level / _EXACT_LEVELS))
-            if (schedule := least_seconds_of_any(values, steps, seconds, bound)) is not None:
+            if (schedule := checkmate.least_seconds(values, steps, seconds, bound)) is not None:
                 yield schedule.again, schedule.gap
 
     def program(self, choice: Choice) -> Program:
@@ -118,7 +117,7 @@ class Recomputations:
 
     def chosen(self, choice: Choice) -> Plan:
         """The plan with a candidate's rules written into it."""
-        return replace(self._placed, recompute=choice.rules)
+        return replace(self.placed, recompute=choice.rules)
 
     def peak(self, choice: Choice) -> int:
         """The peak of live bytes in a step of a candidate's program."""
@@ -189,55 +188,42 @@ def _ladder(problem: RecomputeProblem, values: Values) -> Iterator[tuple[set[fx.
             yield problem.operations(counts.of), counts.gap
 
 
-def with_recomputation(
-    joint: JointGraph,
-    plan: Plan,
-    shapes: Mapping[str, torch.Size],
-    cluster: Cluster,
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
-) -> Plan:
-    """``plan`` with a recomputation for which the predicted peak of a rank is within ``memory``.
+def with_recomputation(candidates: Recomputations, budget: int) -> Plan:
+    """The plan of ``candidates`` with a recomputation for which the predicted peak is within ``budget`` bytes.
 
-    ``memory`` is bytes or a text such as ``"12GiB"``; with ``"budget"`` the default is the device's memory. A plan with
-    its own ``recompute``, including ``"none"``, is only checked against the given memory. A loss over a large
-    vocabulary is computed in chunks if the plan leaves that open and it is faster or needed to fit.
+    A plan with its own ``recompute``, including ``"none"``, is only checked. A loss over a large vocabulary is computed
+    in chunks if the plan leaves that open and it is faster or needed to fit.
 
     Raises:
         PlanError: no candidate fits; the message has the smallest peak.
     """
-    if memory is None and plan.recompute != "budget":
-        return plan
-    budget = cluster.device.memory if memory is None else parse_bytes(memory)
-    candidates, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
+    candidates, choice = nearest_to(budget, candidates)
     candidates.fastest_within(budget)
-    note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(candidates.peak(choice))}"
+    plan, peak = candidates.chosen(choice), candidates.peak(choice)
+    note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(peak)}"
     note += f", time within {choice.gap:.2%} of the least" if choice.gap else ""
-    return replace(candidates.chosen(choice), note=f"{plan.note}; {note}" if plan.note else note)
+    return replace(plan, note=f"{plan.note}; {note}" if plan.note else note)
 
 
-def nearest_to(
-    budget: int,
-    joint: JointGraph,
-    plan: Plan,
-    shapes: Mapping[str, torch.Size],
-    cluster: Cluster,
-    optimizer: str = "adamw",
-) -> tuple[Recomputations, Choice]:
+def nearest_to(budget: int, whole: Recomputations) -> tuple[Recomputations, Choice]:
     """The fastest candidate whose peak is at most ``budget`` bytes, or else the one with the smallest peak.
 
-    If ``plan`` leaves it open, a loss over a large vocabulary is computed in chunks if that is faster, or smaller.
+    If the plan leaves it open, a loss over a large vocabulary is computed in chunks if that is faster, or smaller.
     """
-    whole = Recomputations(joint, plan, shapes, cluster, optimizer)
-    choice = whole.nearest(budget)
+    plan, choice = whole.plan, whole.nearest(budget)
     fits = whole.peak(choice) <= budget
     settled = plan.recompute != "budget" or plan.loss_chunk is not None or (fits and not choice.seconds)
-    if settled or not has_scores(joint.module, LOSS_CHUNK):
+    if settled or not has_scores(whole.joint.module, LOSS_CHUNK):
         return whole, choice
-    chunked = Recomputations(joint, replace(plan, loss_chunk=LOSS_CHUNK), shapes, cluster, optimizer)
+    chunked = replace(whole, plan=replace(plan, loss_chunk=LOSS_CHUNK))
     other = chunked.nearest(budget)
     if chunked.peak(other) <= budget:
         better = not fits or chunked.seconds(other) < whole.seconds(choice)
     else:
         better = not fits and chunked.peak(other) < whole.peak(choice)
     return (chunked, other) if better else (whole, choice)
+
+
+def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
+    """``plan`` with placements assigned to every parameter and operation, if it fits the model."""
+    return replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)

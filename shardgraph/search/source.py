@@ -48,11 +48,7 @@ class Source:
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
 
     def program(self) -> Program:
-        """The call under the plan that is decided for it.
-
-        Raises:
-            CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
-        """
+        """The call under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
         captures = Captures()
         plan = decide(self.question, captures)
         return lower(captures.take(self.call, plan), plan, self.question.shapes)

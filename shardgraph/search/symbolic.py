@@ -34,13 +34,9 @@ class Symbolic:
     runs others), except for the allocator's rounding of each tensor; and for mesh sizes that divide the rows of the
     same parameters as the present ones (other sizes add or remove a padding copy, of one parameter at a time).
 
-    ``peak_memory``
-        Bytes.
-    ``flops``, ``sent``
-        FLOPs, and bytes on the wire.
-    ``compute``, ``optimizer``, ``communication``
-        Seconds. Overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and
-        ``analyze`` simulates it for given sizes.
+    ``peak_memory`` is in bytes, ``sent`` in bytes on the wire, ``compute``, ``optimizer`` and ``communication`` in
+    seconds. Overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and ``analyze``
+    simulates it for given sizes.
     """
 
     batch: sympy.Symbol
