@@ -18,10 +18,9 @@ _COLUMNS = 3  # parameters of a module side by side
 
 
 def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
-    """A plan as a Graphviz graph.
+    """A plan as a Graphviz graph; equal consecutive layers are one cluster, without the edges between them.
 
-    Consecutive layers that are equal in every respect are one cluster, without the edges between them. A node has the
-    name of its parameter, which viewers show as a tooltip.
+    A node has the name of its parameter, which viewers show as a tooltip.
     """
     dot = graphviz.Digraph("plan")
     dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="11")

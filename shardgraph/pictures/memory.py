@@ -30,11 +30,7 @@ _OTHER = "#d37295"
 
 
 def draw_memory(analysis: Analysis) -> Drawing:
-    """The live bytes at the end of each operation of the step, stacked by kind.
-
-    The peak is marked with its bytes and its operation; the device's memory is marked if it is less than twice the
-    peak.
-    """
+    """The live bytes of each operation by kind, with the peak and, if less than twice that, the device's memory."""
     peak, limit = analysis.peak, analysis.cluster.device.memory
     top = 1.05 * (limit if peak.live < limit < 2 * peak.live else peak.live)
     where = f" in {peak.module}" if peak.module else ""

@@ -99,8 +99,7 @@ class StepCosts:
     @property
     def _excess(self) -> str:
         """The end of a line about the peak."""
-        memory = self.cluster.device.memory
-        return "" if self.fits else f", MORE THAN THE DEVICE HAS: {format_bytes(memory)}"
+        return "" if self.fits else f", MORE THAN THE DEVICE HAS: {format_bytes(self.cluster.device.memory)}"
 
 
 @dataclass(frozen=True)
@@ -399,8 +398,7 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
 
 
 def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
-    """The memory of a training step on ``rank``, including optimizer state and update; sizes round up to ``granule``
-    bytes."""
+    """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes."""
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     shards = trained_shards(program.context, program.trained, rank)

@@ -32,7 +32,7 @@ class Stack:
 
 
 class NotPeriodicError(Exception):
-    """The shallow programs do not differ by one repeated segment; the whole model must be analysed."""
+    """The shallow programs differ by more than a segment in each of forward and backward; analyse the whole model."""
 
 
 def find_stack(model: nn.Module, least: int = sum(SHALLOW)) -> Stack | None:
@@ -77,11 +77,7 @@ def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
 
 
 def extend(shallow: Sequence[Sequence[Row]], layers: int) -> list[Row]:
-    """The rows of the program with ``layers`` layers, from those of the programs with ``SHALLOW`` numbers of layers.
-
-    Raises:
-        NotPeriodicError: the shallow programs do not differ by one repeated segment in each of forward and backward.
-    """
+    """The rows of the program with ``layers`` layers, from those of the programs with ``SHALLOW`` numbers of layers."""
     more = layers - SHALLOW[0]
     rows: list[Row] = []
     for half in dict.fromkeys(row.half for row in shallow[0]):

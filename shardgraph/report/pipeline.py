@@ -154,11 +154,7 @@ class PipelineAnalysis(StepCosts):
 def analyze_pipeline(
     program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False
 ) -> PipelineAnalysis:
-    """Analyse a training step of a pipeline whose microbatches all have the sizes of ``program``.
-
-    Raises:
-        ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
-    """
+    """Like :func:`shardgraph.report.analysis.analyze_program`, for microbatches that all have the program's sizes."""
     plan = program.plan
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -174,8 +170,6 @@ def analyze_pipeline(
 
 @dataclass(frozen=True)
 class _Stages:
-    """Computes the costs of stages."""
-
     program: Program
     cluster: Cluster
     optimizer: str

@@ -28,9 +28,9 @@ def decide(question: Question, captures: Captures) -> Plan:
     if question.automatic:
         if question.call is not None:
             return _fastest(question, captures)
-        default = question.with_options(resolve_plan("auto", question.plan.mesh))
-        question = replace(question, plan=default, automatic=False)
-        question.plan.resolve(question.shapes)
+        plan = question.with_options(resolve_plan("auto", question.plan.mesh))
+        plan.resolve(question.shapes)
+        question = replace(question, plan=plan, automatic=False)
     plan = question.plan
     if not question.open:
         return plan

@@ -105,7 +105,7 @@ def plans_on(mesh: Mesh) -> list[list[Plan]]:
 def _presets(mesh: Mesh) -> list[Plan]:
     """The presets that suit a mesh, without those that leave ranks unused (``single``)."""
     names = list(PRESETS)
-    if divided := {axis for styles in DIVIDING.values() for axis in styles} & {axis for axis, _ in mesh}:
+    if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
         dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]
         names = [*dividing, *(f"{data}+{name}" for data in PRESETS for name in dividing)]
     plans = []

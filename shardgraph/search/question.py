@@ -71,8 +71,7 @@ class Question:
     ) -> Question:
         """The question of a caller; see :func:`shardgraph.compile`.
 
-        Args:
-            mesh_of: returns the mesh for a plan, given its name or, for a plan file, the loaded plan.
+        ``mesh_of`` returns the mesh for a plan, given its name or, for a plan file, the loaded plan.
 
         Raises:
             PlanError: the plan or an option does not exist, is malformed, or does not fit the model or the mesh.

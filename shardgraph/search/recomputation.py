@@ -147,13 +147,13 @@ class Recomputations:
         choice = self.nearest(budget)
         if self.peak(choice) <= budget:
             return choice
-        smaller = "a smaller batch" if self.plan.pipeline is None else "smaller microbatches"
-        checkpoint = "" if self.plan.pipeline is None else "Pipeline(checkpoint='always'), "
+        pipelined = "smaller microbatches, Pipeline(checkpoint='always')"
+        smaller = "a smaller batch" if self.plan.pipeline is None else pipelined
         raise PlanError(
             f"no recomputation brings plan {self.plan.name!r} on {dict(self.plan.whole_mesh)} within "
             f"{format_bytes(budget)} per rank: the smallest peak is {format_bytes(self.peak(choice))}, with a "
             f"predicted step of {format_seconds(self.seconds(choice))}. Allow that much, or use more ranks, {smaller}, "
-            f"{checkpoint}or a plan that shards more"
+            "or a plan that shards more"
         )
 
     def nearest(self, budget: int) -> Choice:
@@ -192,10 +192,7 @@ def with_recomputation(candidates: Recomputations, budget: int) -> Plan:
     """The plan of ``candidates`` with a recomputation for which the predicted peak is within ``budget`` bytes.
 
     A plan with its own ``recompute``, including ``"none"``, is only checked. A loss over a large vocabulary is computed
-    in chunks if the plan leaves that open and it is faster or needed to fit.
-
-    Raises:
-        PlanError: no candidate fits; the message has the smallest peak.
+    in chunks if the plan leaves that open and it is faster or needed to fit. Raises as :meth:`fastest_within`.
     """
     candidates, choice = nearest_to(budget, candidates)
     candidates.fastest_within(budget)

@@ -28,7 +28,7 @@ class Source:
 
     @property
     def call(self) -> Call:
-        """The call."""
+        """One rank's call."""
         assert self.question.call is not None
         return self.question.call
 

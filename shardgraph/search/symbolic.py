@@ -198,9 +198,8 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
 
     updates = (update_memory(shards, question.optimizer, magnitude) for shards in (on_device, on_host))
     memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates)
-    device = question.machine.device
     yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
-    yield from update_rows((on_device, on_host), question.optimizer, device, memory, sizes.expression)
+    yield from update_rows((on_device, on_host), question.optimizer, question.machine.device, memory, sizes.expression)
 
 
 def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
