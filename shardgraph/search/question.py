@@ -88,10 +88,10 @@ class Question:
             requested = Plan("auto", mesh, (), precision=Precision.of(precision or AS_STORED))
         else:
             requested = resolve_plan(named, mesh, pipeline, precision)
-        sizes = (None if size is None else parse_bytes(size) for size in (memory, loss_chunk))
+        budget, chunk = (None if size is None else parse_bytes(size) for size in (memory, loss_chunk))
         offloaded = None if offload is None else Offload.of(offload)
         machine = None if cluster is None else machine_for(cluster, ranks)
-        question = cls(model, requested, automatic, free_mesh, recompute, *sizes, offloaded, machine, optimizer)
+        question = cls(model, requested, automatic, free_mesh, recompute, budget, chunk, offloaded, machine, optimizer)
         question = replace(question, plan=annotated(question.with_options(requested), model))
         computed_dtypes(model, question.plan.precision, question.plan.annotations)
         if not automatic:
