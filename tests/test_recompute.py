@@ -267,7 +267,7 @@ def test_auto_takes_what_fits_only_with_recomputation():
 
     def choose(mode: str, memory: int | None) -> Plan:
         groups = [[replace(plan, recompute=mode) for plan in group] for group in plans_of(2, toy_cluster())[:1]]
-        return choose_plan(joint, shapes, groups, toy_cluster(), memory=memory)
+        return choose_plan(joint, shapes, groups, toy_cluster(), budget=memory)
 
     smallest = min(candidate.memory for candidate in choose("none", None).considered)
     with pytest.raises(PlanError, match="no plan fits"):

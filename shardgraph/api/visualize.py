@@ -17,7 +17,7 @@ from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
-from shardgraph.pictures import boxes, flow, gantt, graph, memory, page, svg, tree
+from shardgraph.pictures import boxes, flow, gantt, graph, memory, svg, tree
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
@@ -88,7 +88,7 @@ def visualize(
             picture = svg.document(title, drawings)
         else:
             explained = [analysis.plan.explain()] if analysis.plan.considered else []
-            picture = page.html_page(title, drawings, [str(analysis.plan), *explained, str(analysis)])
+            picture = svg.html_page(title, drawings, [str(analysis.plan), *explained, str(analysis)])
         path.write_text(picture, encoding="utf-8")
     elif plan is None:
         raise ShardGraphError(

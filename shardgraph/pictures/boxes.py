@@ -12,11 +12,7 @@ WIDTH, LINE, PAD, HEADER = 980, 20, 10, 26
 
 
 def draw_boxes(tree: Tree) -> Drawing:
-    """A plan as nested boxes; consecutive layers that are equal in every respect are drawn once.
-
-    Each parameter is shown with the colour of its placement, its global and local shape and its bytes per rank; each
-    module lists the collectives of its own parameters with the bytes that a rank sends in one step.
-    """
+    """A plan as nested boxes; consecutive layers that are equal in every respect are drawn once."""
     body = [text(0, 20, tree.title, "title"), text(0, 44, tree.summary)]
     y = 60
     for colour, line in tree.legend:
@@ -43,7 +39,7 @@ def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, 
         if site.kind == "borrowed":
             body.append(text(x + PAD + 6, at + 14, f"{site.text} (tied)", "small"))
             at += LINE - 2
-    for traffic in module.traffic:
+    for traffic in module.traffic.values():
         body.append(text(x + PAD + 6, at + 14, traffic.calls, "small"))
         body.append(text(right - 6, at + 14, f"{format_bytes(traffic.nbytes)} sent", "small end"))
         at += LINE - 2

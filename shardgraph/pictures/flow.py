@@ -1,13 +1,13 @@
 """The data flow between the modules of a captured forward.
 
-Every value of the graph has an origin, a *site*: a module that applied its parameters, or operations without
-parameters that joined the values of several sites, such as a residual addition or attention over queries, keys and
-values. A value computed from one site alone has that site as its origin. So activation functions, dropout and reshapes
-are not visible, and an edge connects the module that produces a value with the module that consumes it.
+Every value has an origin, a *site*: a module that applied its parameters, or operations without parameters that joined
+the values of several sites, such as a residual addition. A value computed from one site alone has that site as its
+origin, so activation functions, dropout and reshapes are not visible.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import fx
@@ -42,8 +42,7 @@ class _Tracer:
         self.inputs, self.outputs = Site(root, "inputs", "inputs"), Site(root, "outputs", "outputs")
         self.origin: dict[fx.Node, Site | None] = {}
         self.edges: Edges = {}
-        # The parameters of a value that is computed from parameters alone: gathered, cast, transposed.
-        self._made_of: dict[fx.Node, tuple[str, ...]] = {}
+        self._parameter: dict[fx.Node, str] = {}  # of values that are a parameter, or one gathered or cast by a pass
         self._order: dict[Site, int] = {self.inputs: 0}  # in order of first use
         self._users: dict[tuple[Module, str], Site] = {}
 
@@ -51,22 +50,20 @@ class _Tracer:
         """Determine the origin of the value of ``node``."""
         role = ROLE.get(node)
         self.origin[node] = self.inputs if isinstance(role, Input) else None
-        self._made_of[node] = (role.fqn,) if isinstance(role, Parameter) else ()
+        if isinstance(role, Parameter):
+            self._parameter[node] = role.fqn
         if node.op != "call_function":
             return
         sources = list(dict.fromkeys(site for each in node.all_input_nodes if (site := self.origin[each])))
         sources.sort(key=self._order.__getitem__)
-        made_of = tuple(dict.fromkeys(fqn for each in node.all_input_nodes for fqn in self._made_of[each]))
-        if node in SUBJECT:  # added by a pass: it moves a value and computes nothing
-            self._made_of[node], self.origin[node] = made_of, sources[-1] if sources else None
+        fqn = next((self._parameter[each] for each in node.all_input_nodes if each in self._parameter), None)
+        if node in SUBJECT or (fqn is None and len(sources) < 2):
+            self.origin[node] = sources[-1] if sources else None
+            if node in SUBJECT and fqn is not None:  # added by a pass: it moves a value and computes nothing
+                self._parameter[node] = fqn
             return
-        if made_of:
-            site = self._user_of(made_of[0], module_of(node), sources)
-        elif len(sources) < 2:
-            self.origin[node] = sources[0] if sources else None
-            return
-        else:
-            site = self._join(node, self._nearest(module_of(node)), sources[-1])
+        module = module_of(node)
+        site = self._user_of(fqn, module, sources) if fqn is not None else self._join(node, module, sources[-1])
         self.connect(sources, site)
         self.origin[node] = site
 
@@ -76,12 +73,12 @@ class _Tracer:
 
     def useful_edges(self) -> Edges:
         """The edges, without those to joins whose result only backward uses; those joins are removed."""
-        consumers: dict[Site, set[Site]] = {}
+        consumers: defaultdict[Site, set[Site]] = defaultdict(set)
         for source, target in self.edges:
-            consumers.setdefault(source, set()).add(target)
+            consumers[source].add(target)
         useless: set[Site] = set()
         for site in reversed(self._order):  # consumers before producers
-            if site.kind == "join" and consumers.get(site, set()) <= useless:
+            if site.kind == "join" and consumers[site] <= useless:
                 useless.add(site)
                 site.module.sites.remove(site)
         return {(source, target): None for source, target in self.edges if target not in useless}
@@ -103,13 +100,17 @@ class _Tracer:
         borrower = self.root.find(module)
         return self._users.get((borrower, fqn)) or self._add(Site(borrower, "borrowed", fqn))
 
-    def _join(self, node: fx.Node, module: Module, newest: Site) -> Site:
+    def _join(self, node: fx.Node, path: str, newest: Site) -> Site:
         """The site of an operation on values of several sites.
 
-        It is the newest of them if that is in the same module, so attention is one site, and no site depends on
-        itself.
+        It is the newest of them if that is in the same module (or nearest ancestor with parameters), so attention is
+        one site, and no site depends on itself.
         """
-        name = operation_of(node).strip("_")
+        name, module = operation_of(node).strip("_"), self.root
+        for child in path.split("."):
+            if child not in module.children:
+                break
+            module = module.children[child]
         if newest.module is not module or newest.kind == "inputs":
             return self._add(Site(module, "join", name))
         if newest.kind == "join" and name not in newest.text.split(", "):
@@ -123,15 +124,6 @@ class _Tracer:
             self._users[site.module, site.text] = site
         return site
 
-    def _nearest(self, path: str) -> Module:
-        """The module, or its nearest ancestor that has parameters."""
-        module = self.root
-        for name in path.split(".") if path else ():
-            if name not in module.children:
-                break
-            module = module.children[name]
-        return module
-
 
 def _beside(site: Site, owner: Module, module: str) -> bool:
     """Whether ``module`` uses another parameter of ``owner`` at ``site``."""
@@ -142,5 +134,5 @@ def _beside(site: Site, owner: Module, module: str) -> bool:
 
 def _related(path: str, other: str) -> bool:
     """Whether one module contains the other."""
-    inner, outer = max(path, other, key=len), min(path, other, key=len)
-    return not outer or inner == outer or inner.startswith(f"{outer}.")
+    outer, inner = sorted((path, other), key=len)
+    return not outer or f"{inner}.".startswith(f"{outer}.")

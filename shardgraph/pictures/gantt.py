@@ -57,8 +57,9 @@ def draw_gantt(simulated: SimulatedSchedule, title: str = "Pipeline schedule") -
         body.append(rect(_LEFT, y, _RIGHT - _LEFT, _BAR, _WAITS))
         body += _bars(spans, x, y)
         if most:
-            outline = _outline(simulated.memory[rank], x, y + _BAR + _MEMORY, (_MEMORY - 2) / most)
-            body.append(f'<path d="{outline}H{_RIGHT}V{y + _BAR + _MEMORY}z" fill="{_HELD}"/>')
+            floor, scale = y + _BAR + _MEMORY, (_MEMORY - 2) / most
+            edge = "".join(f"H{x(when)}V{floor - round(held * scale)}" for when, held in simulated.memory[rank])
+            body.append(f'<path d="M{_LEFT} {floor}{edge}H{_RIGHT}V{floor}z" fill="{_HELD}"/>')
             body.append(text(_RIGHT + 10, y + _BAR + 16, f"peak {format_bytes(simulated.peak(rank)[0])}", "small"))
     return Drawing(WIDTH, base + 24, "\n".join(body))
 
@@ -83,11 +84,6 @@ def _shade(colour: str, at: int, count: int) -> str:
     """``colour`` for the first of ``count`` stages, up to a quarter darker for the last."""
     keep = 1 - at / max(1, count - 1) / 4
     return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * keep):02x}" for i in (1, 3, 5))
-
-
-def _outline(changes: Sequence[tuple[float, int]], x: Callable[[float], int], base: int, scale: float) -> str:
-    """The path of the held memory's upper edge, from its lower left corner to its right end."""
-    return f"M{_LEFT} {base}" + "".join(f"H{x(seconds)}V{base - round(held * scale)}" for seconds, held in changes)
 
 
 def _legend(simulated: SimulatedSchedule, memory: bool) -> Iterator[str]:

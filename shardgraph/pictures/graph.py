@@ -18,10 +18,9 @@ _COLUMNS = 3  # parameters of a module side by side
 
 
 def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
-    """A plan as a Graphviz graph.
+    """A plan as a Graphviz graph; equal consecutive layers are one cluster, without the edges between them.
 
-    Consecutive layers that are equal in every respect are one cluster, without the edges between them. A node has the
-    name of its parameter, which viewers show as a tooltip.
+    A node has the name of its parameter, which viewers show as a tooltip.
     """
     dot = graphviz.Digraph("plan")
     dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="11")
@@ -38,7 +37,11 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
     for site in dict.fromkeys(site for ends in edges for site in ends if site.kind in ("inputs", "outputs")):
         dot.node(_name(site), site.text, shape="plaintext", fontsize="12")
     for source, target in edges:
-        _add_edge(dot, source, target)
+        borders = {}
+        if source.module is not target.module:  # an edge from outside ends at the border of a module's cluster
+            ends = (("ltail", source), ("lhead", target))
+            borders = {end: _identifier(f"cluster {site.module.path}") for end, site in ends if site.kind == "module"}
+        dot.edge(_name(source), _name(target), **borders)
     return dot
 
 
@@ -54,9 +57,6 @@ def render_svg(dot: graphviz.Digraph) -> Drawing:
     return Drawing(int(size[1]), int(size[2]), svg[svg.index("<g ") : svg.rindex("</svg>")].rstrip())
 
 
-# -- modules ---------------------------------------------------------------------------------------
-
-
 def _heading(tree: Tree) -> str:
     lines = [f'<font point-size="16"><b>{escape(tree.title)}</b></font>', escape(tree.summary)]
     lines += [f'<font color="{colour}" point-size="15">&#9632;</font> {escape(line)}' for colour, line in tree.legend]
@@ -67,7 +67,7 @@ def _heading(tree: Tree) -> str:
 def _add_module(dot: graphviz.Digraph, alike: list[Module], colours: dict[str, str]) -> None:
     """One cluster, which represents all modules in ``alike``."""
     module = alike[0]
-    with dot.subgraph(name=_cluster(module)) as cluster:
+    with dot.subgraph(name=_identifier(f"cluster {module.path}")) as cluster:
         cluster.attr(label=_label(alike), style="rounded,filled", fillcolor="#00000008", color="#888888", margin="10")
         _add_parameters(cluster, module, colours)
         for site in module.sites:
@@ -95,17 +95,11 @@ def _add_parameters(cluster: graphviz.Digraph, module: Module, colours: dict[str
 def _label(alike: list[Module]) -> str:
     name, held = describe(alike)
     lines = [f"<b>{escape(name)}</b>  {held}"]
-    for each in alike[0].traffic:
+    for each in alike[0].traffic.values():
         sent = f"{each.calls}, {format_bytes(each.nbytes)}"
         lines.append(f'<font point-size="9" color="#555555">{escape(sent)}</font>')
     return "<" + "".join(f'{line}&#160;&#160;<br align="left"/>' for line in lines) + ">"
 
-
-def _cluster(module: Module) -> str:
-    return _identifier(f"cluster {module.path}")
-
-
-# -- data flow -------------------------------------------------------------------------------------
 
 _Chain = tuple[tuple[Module, int], ...]
 """The groups drawn as one that contain a module, outermost first: the group's first module, and the index within."""
@@ -127,14 +121,6 @@ def _drawn(site: Site, folded: dict[Module, tuple[Module, _Chain]]) -> Site:
 
 def _between_layers(source: _Chain, target: _Chain) -> bool:
     return any(a is b and i != j for (a, i), (b, j) in zip(source, target, strict=False))
-
-
-def _add_edge(dot: graphviz.Digraph, source: Site, target: Site) -> None:
-    looks: dict[str, str] = {}
-    if source.module is not target.module:  # an edge from outside ends at the border of a cluster
-        looks |= {"ltail": _cluster(source.module)} if source.kind == "module" else {}
-        looks |= {"lhead": _cluster(target.module)} if target.kind == "module" else {}
-    dot.edge(_name(source), _name(target), **looks)
 
 
 def _name(site: Site) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.pictures.svg import Drawing, rect, text
@@ -30,15 +30,12 @@ _OTHER = "#d37295"
 
 
 def draw_memory(analysis: Analysis) -> Drawing:
-    """The live bytes at the end of each operation of the step, stacked by kind.
-
-    The peak is marked with its bytes and its operation; the device's memory is marked if it is less than twice the
-    peak.
-    """
+    """The live bytes of each operation by kind, with the peak and, if less than twice that, the device's memory."""
     peak, limit = analysis.peak, analysis.cluster.device.memory
     top = 1.05 * (limit if peak.live < limit < 2 * peak.live else peak.live)
     where = f" in {peak.module}" if peak.module else ""
-    bars, kinds = _bars(analysis.rows), _kinds(analysis.rows)
+    bars, present = _bars(analysis.rows), dict.fromkeys(kind for row in analysis.rows for kind in row.memory)
+    colours = {kind: _COLOURS.get(kind, _OTHER) for kind in _COLOURS | present if kind in present}
 
     def y(nbytes: float) -> int:
         return round(_BASE - nbytes / top * (_BASE - _TOP))
@@ -50,10 +47,10 @@ def draw_memory(analysis: Analysis) -> Drawing:
     for nbytes in _ticks(top):
         body += [_line(_LEFT, y(nbytes), _RIGHT, y(nbytes), 'stroke="#ddd"')]
         body += [text(_LEFT - 8, y(nbytes) + 4, format_bytes(nbytes), "small end")]
-    stacks = [list(accumulate(bar.row.memory.get(kind, 0) for kind in kinds)) for bar in bars]
-    for i, kind in reversed(list(enumerate(kinds))):  # each area starts at zero and covers the lower part of the last
+    stacks = [list(accumulate(bar.row.memory.get(kind, 0) for kind in colours)) for bar in bars]
+    for i, kind in reversed(list(enumerate(colours))):  # each area starts at zero and covers the lower part of the last
         outline = _outline(bars, [y(stack[i]) for stack in stacks])
-        body.append(f'<path d="{outline}" fill="{_COLOURS.get(kind, _OTHER)}"><title>{kind}</title></path>')
+        body.append(f'<path d="{outline}" fill="{colours[kind]}"><title>{kind}</title></path>')
     for half, group in groupby(bars, lambda bar: bar.row.half):
         inside = list(group)
         body.append(text((inside[0].left + inside[-1].right) // 2, _BASE + 20, half, "small middle"))
@@ -65,15 +62,14 @@ def draw_memory(analysis: Analysis) -> Drawing:
         body.append(_line(_LEFT, y(limit), _RIGHT, y(limit), 'stroke="#c00" stroke-width="2"'))
         body.append(text(_LEFT + 6, y(limit) - 5, f"{analysis.cluster.device.name} has {format_bytes(limit)}", "small"))
     body.append(text(_RIGHT + 20, _TOP + 12, "at the peak", "strong"))
-    for i, kind in enumerate(reversed(kinds), start=1):
-        body.append(rect(_RIGHT + 20, _TOP + 20 * i, 16, 14, _COLOURS.get(kind, _OTHER)))
+    for i, kind in enumerate(reversed(colours), start=1):
+        body.append(rect(_RIGHT + 20, _TOP + 20 * i, 16, 14, colours[kind]))
         body.append(text(_RIGHT + 42, _TOP + 20 * i + 12, kind))
         body.append(text(WIDTH, _TOP + 20 * i + 12, format_bytes(peak.memory.get(kind, 0)), "end"))
     return Drawing(WIDTH, HEIGHT, "\n".join(body))
 
 
-@dataclass(frozen=True)
-class _Bar:
+class _Bar(NamedTuple):
     """The operation that is drawn between two horizontal positions."""
 
     left: int
@@ -94,12 +90,6 @@ def _bars(rows: Sequence[Row]) -> list[_Bar]:
         ends = [x for x, _ in tallest[1:]] + [left]
         bars += [_Bar(x, end, row) for (x, row), end in zip(tallest, ends, strict=True)]
     return bars
-
-
-def _kinds(rows: Sequence[Row]) -> list[str]:
-    """The kinds of memory that occur, from the bottom of the stack to its top."""
-    kinds = dict.fromkeys(kind for row in rows for kind in row.memory)
-    return [kind for kind in _COLOURS if kind in kinds] + [kind for kind in kinds if kind not in _COLOURS]
 
 
 def _outline(bars: Sequence[_Bar], heights: Sequence[int]) -> str:

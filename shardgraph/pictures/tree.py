@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby, repeat
 
 from shardgraph.ir import collectives, group_of
 from shardgraph.mesh import Mesh
@@ -47,9 +48,9 @@ class HeldParameter:
         return whole if self.shape == self.local else f"{whole} -> {local}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
-    """The collectives of one kind for a module's parameters and buffers in a step, and the bytes that a rank sends."""
+    """A step's collectives of one kind for a module's parameters and buffers, and the bytes that a rank sends."""
 
     direction: str
     operation: str
@@ -68,13 +69,10 @@ class Traffic:
 class Site:
     """A producer and consumer of values in a module, see :mod:`shardgraph.pictures.flow`.
 
-    ``kind``
-        ``"module"``, a whole module with parameters and no submodules; ``"parameter"``, the use of one parameter of
-        any other module; ``"borrowed"``, the use of a parameter that belongs to another module, such as a tied one;
-        ``"join"``, operations without parameters on values of several sites; ``"inputs"`` and ``"outputs"`` of the
-        model.
-    ``text``
-        The parameter's name (``"borrowed"``: fully qualified) or the operations; empty for a whole module.
+    Its ``kind`` is ``"module"``, a whole module with parameters and no submodules; ``"parameter"``, the use of one
+    parameter of any other module; ``"borrowed"``, the use of a parameter of another module, such as a tied one;
+    ``"join"``, operations without parameters on values of several sites; ``"inputs"`` or ``"outputs"`` of the model.
+    ``text`` is the parameter's name (``"borrowed"``: fully qualified) or the operations; empty for a whole module.
     """
 
     module: Module
@@ -88,7 +86,7 @@ class Module:
 
     path: str
     own: list[HeldParameter] = field(default_factory=list)
-    traffic: list[Traffic] = field(default_factory=list)
+    traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     children: dict[str, Module] = field(default_factory=dict)
 
@@ -115,20 +113,10 @@ class Module:
         """Bytes of the parameters on one rank."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
-    def add_traffic(self, direction: str, operation: str, axis: str, nbytes: int) -> None:
-        """Count one more collective."""
-        kinds = [(each.direction, each.operation, each.axis) for each in self.traffic]
-        if (direction, operation, axis) not in kinds:
-            self.traffic.append(Traffic(direction, operation, axis, 1, nbytes))
-            return
-        at = kinds.index((direction, operation, axis))
-        before = self.traffic[at]
-        self.traffic[at] = Traffic(direction, operation, axis, before.count + 1, before.nbytes + nbytes)
-
     def likeness(self) -> tuple[object, ...]:
         """Equal for modules that are drawn as one."""
         inside = tuple((name, child.likeness()) for name, child in self.children.items())
-        return (*self.own, *self.traffic, *((site.kind, site.text) for site in self.sites), inside)
+        return (*self.own, *self.traffic.values(), *((site.kind, site.text) for site in self.sites), inside)
 
     def groups(self) -> Iterator[list[Module]]:
         """The children; consecutive equal ones whose names are numbers are one group."""
@@ -146,11 +134,6 @@ class Module:
             bare = not (group[0].own or group[0].traffic or group[0].sites)
             yield inside[0] if bare and len(group) == len(inside) == 1 < len(inside[0]) else group
 
-    def _move(self, path: str) -> None:
-        self.path = path
-        for name, child in self.children.items():
-            child._move(f"{path}.{name}")
-
 
 @dataclass(frozen=True)
 class Tree:
@@ -167,9 +150,9 @@ class Tree:
     @property
     def summary(self) -> str:
         """The total bytes held and sent, as one line."""
-        sent: dict[str, int] = {}
-        for traffic in (each for module in self.root.walk() for each in module.traffic):
-            sent[traffic.axis] = sent.get(traffic.axis, 0) + traffic.nbytes
+        sent: Counter[str] = Counter()
+        for traffic in (each for module in self.root.walk() for each in module.traffic.values()):
+            sent[traffic.axis] += traffic.nbytes
         whole = sum(parameter.whole_bytes for parameter in self.root.parameters())
         held = f"{format_bytes(self.root.nbytes)} per rank, {format_bytes(whole)} in all"
         ways = ", ".join(f"{format_bytes(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
@@ -179,7 +162,7 @@ class Tree:
     def colours(self) -> dict[str, str]:
         """A colour for every placement that occurs, in order of first use."""
         placements = dict.fromkeys(parameter.placement for parameter in self.root.parameters())
-        return {placement: _COLOURS[i] if i < len(_COLOURS) else _OTHER for i, placement in enumerate(placements)}
+        return dict(zip(placements, chain(_COLOURS, repeat(_OTHER)), strict=False))
 
     @property
     def legend(self) -> list[tuple[str, str]]:
@@ -197,13 +180,15 @@ class Tree:
         Layers without parameters are not drawn, and layers that share parameters are drawn once.
         """
         stack = self.root.find(path)
-        present = list(stack.children.values())
-        if len(present) != captured:
-            return
-        middle = captured // 2
-        more = [copy.deepcopy(present[middle]) for _ in range(layers - captured)]
-        stack.children = {str(i): layer for i, layer in enumerate((*present[:middle], *more, *present[middle:]))}
-        stack._move(path)
+        present, middle = list(stack.children.values()), captured // 2
+        if len(present) == captured:
+            more = [copy.deepcopy(present[middle]) for _ in range(layers - captured)]
+            repeated = (*present[:middle], *more, *present[middle:])
+            stack.children = {str(i): layer for i, layer in enumerate(repeated)}
+            for i, layer in enumerate(repeated):
+                before = layer.path
+                for module in layer.walk():
+                    module.path = f"{path}.{i}{module.path.removeprefix(before)}"
 
 
 def build_tree(program: Program) -> Tree:
@@ -215,13 +200,17 @@ def build_tree(program: Program) -> Tree:
     for fqn, shape in program.shapes.items():
         path, _, name = fqn.rpartition(".")
         local, entry = shard_shape(program.context, fqn, 0), program.parameters[fqn]
-        placement = _placement(entry.placements, mesh) + (", on the host" if entry.offload else "")
+        placed = zip(entry.placements, mesh, strict=True)
+        placement = ", ".join(f"{placement} over {axis}" for placement, (axis, _) in placed) or "whole"
+        placement += ", on the host" if entry.offload else ""
         itemsize = program.context.stored[fqn].itemsize
         root.find(path).own.append(HeldParameter(name, tuple(shape), local, placement, itemsize))
     for direction, gm in (("forward", program.forward), ("backward", program.backward)):
         for node in collectives(gm) if gm is not None else ():
-            nbytes = node_wire_bytes(node, mesh)
-            root.find(module_of(node)).add_traffic(direction, operation_of(node), group_of(node), nbytes)
+            key = (direction, operation_of(node), group_of(node))
+            traffic = root.find(module_of(node)).traffic.setdefault(key, Traffic(*key))
+            traffic.count += 1
+            traffic.nbytes += node_wire_bytes(node, mesh)
     return Tree(mesh, root)
 
 
@@ -232,7 +221,3 @@ def describe(alike: list[Module]) -> tuple[str, str]:
         return module.path.rpartition(".")[2] or "model", held if module.nbytes else ""
     first, last = (".".join(end.path.split(".")[-2:]) for end in (module, alike[-1]))
     return f"{first} .. {last} x{len(alike)}", f"{len(alike)} x {held}"
-
-
-def _placement(placements: Iterable[str], mesh: Mesh) -> str:
-    return ", ".join(f"{placed} over {axis}" for placed, (axis, _) in zip(placements, mesh, strict=True)) or "whole"

@@ -4,43 +4,52 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
 
-from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.cluster import Cluster, Device
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, COPIES, StepTime, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError
-from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
+from shardgraph.ir import Input, Output, Tangent, outputs, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
+from shardgraph.passes.base import Context
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 
 class OtherSizes(Protocol):
-    """Analyses of the same model and plan at other sizes."""
+    """Predictions for other sizes of an analysed call, from its model and plan."""
 
+    @property
     def symbolic(self) -> Any:
-        """The costs as expressions in batch, sequence and mesh sizes."""
+        """See :meth:`Analysis.symbolic`."""
 
     def largest(self, size: str, budget: int) -> int:
         """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget`` bytes."""
 
 
+@dataclass(frozen=True)
 class StepCosts:
-    """Quantities derived from the predicted costs of a step on one rank, with or without a pipeline."""
+    """The predicted costs of a step on one rank, with or without a pipeline.
+
+    ``samples`` and ``tokens`` count one step over all ranks; ``tokens`` is 0 for inputs that are not sequences of
+    integers.
+    """
 
     plan: Plan
     cluster: Cluster
+    optimizer: str
     samples: int
     tokens: int
 
@@ -72,51 +81,36 @@ class StepCosts:
         The peak is that of the dtype with the most FLOPs; None if the device has none for it. Definition:
         A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
         """
-        peak = self.cluster.device.peak.get(self._dtype)
-        return self.flops / self.time.total / peak if peak and self.time.total else None
-
-    @property
-    def _dtype(self) -> str:
         flops: Counter[str] = Counter()
         for row in self.rows:
             flops[row.dtype] += row.flops
-        return flops.most_common(1)[0][0] if flops else ""
+        peak = self.cluster.device.peak.get(max(flops, key=flops.__getitem__, default=""))
+        return self.flops / self.time.total / peak if peak and self.time.total else None
 
     def _totals(self) -> dict[str, Any]:
-        time = self.time
+        kinds = ("compute", "optimizer", "communication", "exposed", "hidden", "bubble")
         return {
             "fits": self.fits,
-            "step": time.total,
-            "compute": time.compute,
-            "optimizer": time.optimizer,
-            "communication": time.communication,
-            "exposed": time.exposed,
-            "hidden": time.hidden,
-            "bubble": time.bubble,
-            "flops": self.flops,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "samples": self.samples,
+            "step": self.time.total,
+            **{kind: getattr(self.time, kind) for kind in kinds},
+            **{name: getattr(self, name) for name in ("flops", "mfu", "tokens_per_second", "samples")},
         }
+
+    @property
+    def _excess(self) -> str:
+        """The end of a line about the peak."""
+        return "" if self.fits else f", MORE THAN THE DEVICE HAS: {format_bytes(self.cluster.device.memory)}"
 
 
 @dataclass(frozen=True)
 class Analysis(StepCosts):
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
-    ``rows`` are its operations in execution order, the optimizer's update last. ``samples`` and ``tokens`` count one
-    step over all ranks; ``tokens`` is 0 for inputs that are not sequences of integers.
+    ``rows`` are its operations in execution order, the optimizer's update last.
     """
 
-    plan: Plan
-    cluster: Cluster
-    optimizer: str
     rows: tuple[Row, ...]
-    samples: int
-    tokens: int
     other_sizes: OtherSizes | None = field(default=None, repr=False, compare=False)
-
-    # -- totals ------------------------------------------------------------------------------------
 
     @property
     def flops(self) -> int:
@@ -161,8 +155,6 @@ class Analysis(StepCosts):
         """Operations without a formula, which are priced by their bytes, and how often each occurs."""
         return dict(Counter(row.operation for row in self.rows if not row.known))
 
-    # -- other sizes -------------------------------------------------------------------------------
-
     def symbolic(self) -> Any:
         """The costs as sympy expressions in batch size, sequence length and mesh sizes; see
         :class:`shardgraph.search.symbolic.Symbolic`.
@@ -171,7 +163,7 @@ class Analysis(StepCosts):
             NotSizedError: the model runs different operations at other sizes.
             ShardGraphError: this is the analysis of a compiled program, whose sizes are fixed.
         """
-        return self._other_sizes.symbolic()
+        return self._other_sizes.symbolic
 
     def max_batch(self, memory: int | str | None = None) -> int:
         """The largest batch of one rank, in rows, whose peak is within ``memory``, such as ``"80GiB"``.
@@ -200,8 +192,6 @@ class Analysis(StepCosts):
             )
         return self.other_sizes
 
-    # -- reports -----------------------------------------------------------------------------------
-
     def by_module(self) -> dict[str, dict[str, float]]:
         """FLOPs, bytes moved, seconds of computation and bytes sent of every module, by its name.
 
@@ -209,7 +199,7 @@ class Analysis(StepCosts):
         """
         modules: dict[str, dict[str, float]] = {}
         for row in self.rows:
-            for path in _ancestors(row.module):
+            for path in {"", *accumulate(row.module.split("."), "{}.{}".format)}:
                 entry = modules.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "sent": 0})
                 entry["flops"] += row.flops
                 entry["sent"] += row.sent
@@ -269,12 +259,10 @@ class Analysis(StepCosts):
 
     def __str__(self) -> str:
         time = self.time
-        parts = sorted(self.peak.memory.items(), key=lambda item: -item[1])
         lines = [
             f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
-            f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half})"
-            f"{'' if self.fits else ', MORE THAN THE DEVICE HAS: ' + format_bytes(self.cluster.device.memory)}",
-            "    " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in parts),
+            f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half}){self._excess}",
+            "    " + _by_size(self.peak.memory),
             f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
             f"{format_seconds(time.optimizer)}, communication {format_seconds(time.communication)} of which "
             f"{format_seconds(time.exposed)} exposed",
@@ -282,16 +270,17 @@ class Analysis(StepCosts):
             + (f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens else ""),
         ]  # fmt: skip
         if self.host_memory:
-            held = sorted(self.host_peak.host.items(), key=lambda item: -item[1])
             copies = ", ".join(f"{format_seconds(self.timeline.busy(each))} {each}" for each in COPIES)
-            lines.append(
-                f"  host memory {format_bytes(self.host_memory)}: "
-                f"{', '.join(f'{kind} {format_bytes(nbytes)}' for kind, nbytes in held)}; copies {copies}"
-            )
+            held = _by_size(self.host_peak.host)
+            lines.append(f"  host memory {format_bytes(self.host_memory)}: {held}; copies {copies}")
         if self.unpriced:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
             lines.append(f"  priced by bytes for want of a formula: {named}")
         return "\n".join(lines)
+
+
+def _by_size(memory: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {format_bytes(memory[kind])}" for kind in sorted(memory, key=lambda kind: -memory[kind]))
 
 
 def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
@@ -319,14 +308,8 @@ def analyze_program(
 ) -> Analysis:
     """Analyse a training step of a lowered program; if it has no backward, its forward alone.
 
-    :func:`shardgraph.analyze` starts from a model.
-
-    Args:
-        program: from :func:`shardgraph.passes.lowering.build_program`.
-        cluster: the cluster that it runs on.
-        optimizer: name of the optimizer, see :mod:`shardgraph.cost_models.optimizers`.
-        fused: price chains of pointwise operations as fused.
-        other_sizes: predicts other sizes of the model that the program was built from, if possible.
+    ``optimizer`` is one of :mod:`shardgraph.cost_models.optimizers`. ``fused`` prices chains of pointwise operations as
+    fused. ``other_sizes`` predicts other sizes of the model that the program was built from, if possible.
 
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
@@ -334,42 +317,65 @@ def analyze_program(
     plan = program.plan
     cluster.check_mesh(plan.mesh)
     memory = program_memory(program, optimizer, granule=cluster.device.allocation)
-    rows = list(rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused))
-    for host in (False, True):
-        if shards := _trained_shards(program, 0, host):
-            cost = optimizer_cost(optimizer)
-            rate = cluster.device.linked_host.optimizer if host else cluster.device.rate("optimizer")
-            assert rate is not None
-            seconds = sum(rate.seconds(cost.moved * nbytes) for nbytes in shards)
-            rows.append(update_row(shards, optimizer, seconds, memory, host))
-    samples, tokens = _batch(program)
-    ranks = plan.data_size
-    return Analysis(plan, cluster, optimizer, tuple(rows), samples * ranks, tokens * ranks, other_sizes)
-
-
-def update_row(shards: list[int], optimizer: str, seconds: float, memory: MemoryProfile, host: bool = False) -> Row:
-    """The optimizer's update of ``shards`` (bytes of each), at the last point of ``memory``, on device or host."""
-    cost = optimizer_cost(optimizer)
-    return Row(
-        half="optimizer",
-        node="update",
-        operation=optimizer,
-        module="",
-        source="",
-        label=f"{optimizer} update" + (" on the host" if host else ""),
-        kind="optimizer",
-        dtype="",
-        stream="",
-        flops=0,
-        read=(cost.moved - cost.states - 1) * sum(shards),
-        written=(cost.states + 1) * sum(shards),
-        sent=0,
-        seconds=seconds,
-        memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
-        waits=0,
-        known=True,
-        host={kind: line[-1] for kind, line in memory.host.items() if line[-1]},
+    shards = trained_shards(program.context, program.trained)
+    rows = (
+        *rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused),
+        *update_rows(shards, optimizer, cluster.device, memory),
     )
+    samples, tokens = (plan.data_size * count for count in batch_of(program))
+    return Analysis(plan, cluster, optimizer, samples, tokens, rows, other_sizes)
+
+
+Shards = tuple[Sequence[Any], Sequence[Any]]
+"""Bytes of each shard that the optimizer updates on the device, and of each that it updates in host memory."""
+
+
+def trained_shards(context: Context, trained: Iterable[str], rank: int = 0) -> Shards:
+    """The shards that ``rank`` has of the parameters with these names."""
+    on_device, on_host = (
+        [shard_bytes(context, fqn, rank) for fqn in sorted(trained) if context.parameters[fqn].offload is host]
+        for host in (False, True)
+    )
+    return on_device, on_host
+
+
+def update_memory(shards: Sequence[Any], optimizer: str, magnitude: Callable[[Any], int] | None = None) -> UpdateMemory:
+    """The optimizer's memory in addition to ``shards`` and their gradients; ``magnitude`` orders symbolic sizes."""
+    cost = optimizer_cost(optimizer)
+    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
+    return UpdateMemory(state, cost.temporaries * max(shards, key=magnitude, default=0))
+
+
+def update_rows(
+    shards: Shards, optimizer: str, device: Device, memory: MemoryProfile, number: Callable[[Any], Any] = int
+) -> Iterator[Row]:
+    """The optimizer's updates at the last point of ``memory``; ``number`` makes a number or expression of a size."""
+    cost = optimizer_cost(optimizer)
+    for host, sizes in zip((False, True), shards, strict=True):
+        if not sizes:
+            continue
+        rate = device.linked_host.optimizer if host else device.rate("optimizer")
+        assert rate is not None
+        yield Row(
+            half="optimizer",
+            node="update",
+            operation=optimizer,
+            module="",
+            source="",
+            label=f"{optimizer} update" + (" on the host" if host else ""),
+            kind="optimizer",
+            dtype="",
+            stream="",
+            flops=0,
+            read=(cost.moved - cost.states - 1) * sum(sizes),
+            written=(cost.states + 1) * sum(sizes),
+            sent=0,
+            seconds=sum(rate.seconds(cost.moved * number(nbytes)) for nbytes in sizes),
+            memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
+            waits=0,
+            known=True,
+            host={kind: line[-1] for kind, line in memory.host.items() if line[-1]},
+        )
 
 
 def program_halves(program: Program) -> dict[str, fx.GraphModule]:
@@ -392,46 +398,17 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
 
 
 def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
-    """The memory of a training step on ``rank``, including optimizer state and update; sizes round up to ``granule``
-    bytes."""
+    """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes."""
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
-    on_device, on_host = (_trained_shards(program, rank, host) for host in (False, True))
-    return profile_step(forward, backward, granule, *(update_memory(each, optimizer) for each in (on_device, on_host)))
+    shards = trained_shards(program.context, program.trained, rank)
+    return profile_step(forward, backward, granule, *(update_memory(each, optimizer) for each in shards))
 
 
-def update_memory(shards: list[int], optimizer: str) -> UpdateMemory:
-    """The optimizer's memory in addition to ``shards`` (bytes of each) and their gradients."""
-    cost = optimizer_cost(optimizer)
-    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
-    return UpdateMemory(state, cost.temporaries * max(shards, default=0))
-
-
-def _trained_shards(program: Program, rank: int, host: bool) -> list[int]:
-    """Bytes of this rank's shard of every parameter that has a gradient, in host memory or on the device."""
-    if program.backward is None:
-        return []
-    trained = {r.of for r, v in outputs(program.backward) if isinstance(r, Gradient) and v is not None}
-    return [
-        shard_bytes(program.context, role.fqn, rank)
-        for role in trained
-        if isinstance(role, Parameter) and program.parameters[role.fqn].offload is host
-    ]
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    yield ""
-    parts = path.split(".") if path else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])
-
-
-def _batch(program: Program) -> tuple[int, int]:
+def batch_of(program: Program) -> tuple[int, int]:
     """``(samples, tokens)`` of one call: the rows of the first input tensor, and its elements if it holds token ids."""
-    roles = placeholders(program.forward).items()
-    tensors = [node.meta["val"] for role, node in roles if isinstance(role, Input) and node.meta["val"].dim()]
-    if not tensors:
+    values = [node.meta["val"] for role, node in placeholders(program.joint.module).items() if isinstance(role, Input)]
+    first = next((tensor for tensor in values if tensor.dim()), None)
+    if first is None:
         return 0, 0
-    first = tensors[0]
-    sequence = first.dim() == 2 and not first.is_floating_point()
-    return first.shape[0], first.numel() if sequence else 0
+    return first.shape[0], first.numel() if first.dim() == 2 and not first.is_floating_point() else 0

@@ -1,15 +1,14 @@
 """Models with many equal layers are analysed with a few of them, and the rows of the others are extrapolated.
 
-A stack of equal layers has a periodic program: one more layer inserts one more segment of operations into forward and
-one into backward, with the same costs, and shifts the live bytes by the same amount each time. Three shallow programs
-determine the segment and the shifts; :func:`extend` repeats them, or raises if the three programs disagree, so that
-the caller can analyse the whole model instead.
+One more layer of a stack inserts one more segment of operations into forward and one into backward, with the same
+costs, and shifts the live bytes by the same amount. Three shallow programs determine the segment and the shifts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -33,7 +32,7 @@ class Stack:
 
 
 class NotPeriodicError(Exception):
-    """The shallow programs do not differ by one repeated segment; the whole model must be analysed."""
+    """The shallow programs differ by more than a segment in each of forward and backward; analyse the whole model."""
 
 
 def find_stack(model: nn.Module, least: int = sum(SHALLOW)) -> Stack | None:
@@ -78,20 +77,16 @@ def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
 
 
 def extend(shallow: Sequence[Sequence[Row]], layers: int) -> list[Row]:
-    """The rows of the program with ``layers`` layers, from those of the programs with ``SHALLOW`` numbers of layers.
-
-    Raises:
-        NotPeriodicError: the shallow programs do not differ by one repeated segment in each of forward and backward.
-    """
-    halves = list(dict.fromkeys(row.half for row in shallow[0]))
+    """The rows of the program with ``layers`` layers, from those of the programs with ``SHALLOW`` numbers of layers."""
+    more = layers - SHALLOW[0]
     rows: list[Row] = []
-    for half in halves:
+    for half in dict.fromkeys(row.half for row in shallow[0]):
         programs = [[row for row in program if row.half == half] for program in shallow]
-        rows += _extend_update(programs, layers) if half == "optimizer" else _extend_half(programs, layers)
+        rows += _extend_update(programs, more) if half == "optimizer" else _extend_half(programs, more)
     return rows
 
 
-def _extend_half(programs: Sequence[Sequence[Row]], layers: int) -> list[Row]:
+def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
     first, second, third = programs
     marks = [[_mark(row) for row in program] for program in programs]
     length = len(second) - len(first)
@@ -106,35 +101,24 @@ def _extend_half(programs: Sequence[Sequence[Row]], layers: int) -> list[Row]:
         or marks[1][:end] + segment + marks[1][end:] != marks[2]
     ):
         raise NotPeriodicError("one more layer does not insert the same operations each time")
-    more = layers - SHALLOW[0]
-
     rows = [_shifted(a, b, c, more) for a, b, c in zip(first[:start], second[:start], third[:start], strict=True)]
     for repeat in range(more):
         for j in range(length):
             one, two, last = second[start + j], third[start + j], third[end + j]
+            repeated = replace(last, node=f"{one.node}+{repeat}")
             # Live bytes grow from one repetition to the next, and with the number of layers.
-            memory, host = (
-                _plus(_plus(a, _minus(c, b), repeat), _minus(b, a), more - 1)
-                for a, b, c in ((one.memory, two.memory, last.memory), (one.host, two.host, last.host))
-            )
-            layer = repeat * (_layer(last) - _layer(two)) + (more - 1) * (_layer(two) - _layer(one))
-            repeated = replace(last, memory=memory, host=host, node=f"{one.node}+{repeat}")
-            rows.append(_in_layer(repeated, _layer(one) + layer))
+            rows.append(_grown(repeated, one, (repeat, two, last), (more - 1, one, two)))
     tails = zip(first[start:], second[end:], third[end + length :], strict=True)
     return rows + [_shifted(a, b, c, more) for a, b, c in tails]
 
 
-def _extend_update(programs: Sequence[Sequence[Row]], layers: int) -> list[Row]:
-    more = layers - SHALLOW[0]
-    return [
-        replace(
-            _shifted(first, second, third, more),
-            read=first.read + more * (second.read - first.read),
-            written=first.written + more * (second.written - first.written),
-            seconds=first.seconds + more * (second.seconds - first.seconds),
+def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
+    for first, second, third in zip(*programs, strict=True):
+        read, written, seconds = (
+            getattr(first, name) + more * (getattr(second, name) - getattr(first, name))
+            for name in ("read", "written", "seconds")
         )
-        for first, second, third in zip(*programs, strict=True)
-    ]
+        yield replace(_shifted(first, second, third, more), read=read, written=written, seconds=seconds)
 
 
 def _mark(row: Row) -> tuple[object, ...]:
@@ -146,36 +130,40 @@ def _mark(row: Row) -> tuple[object, ...]:
 
 def _shifted(first: Row, second: Row, third: Row, more: int) -> Row:
     """A row outside the repeated segment, whose live bytes grow by the same amount with every layer."""
-    base, of_host = _minus(second.memory, first.memory), _minus(second.host, first.host)
-    if (base, of_host) != (_minus(third.memory, second.memory), _minus(third.host, second.host)):
+    if _growth(first, second) != _growth(second, third):
         raise NotPeriodicError(f"the bytes live at {first.node} do not grow evenly with the layers")
-    layer = _layer(first) + more * (_layer(second) - _layer(first))
-    grown = replace(first, memory=_plus(first.memory, base, more), host=_plus(first.host, of_host, more))
-    return _in_layer(grown, layer)
+    return _grown(first, first, (more, first, second))
 
 
-def _minus(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
-    difference = {kind: a.get(kind, 0) - b.get(kind, 0) for kind in {*a, *b}}
-    return {kind: nbytes for kind, nbytes in difference.items() if nbytes}
-
-
-def _plus(a: Mapping[str, int], b: Mapping[str, int], times: int) -> dict[str, int]:
-    total = {kind: a.get(kind, 0) + times * b.get(kind, 0) for kind in {*a, *b}}
-    return {kind: nbytes for kind, nbytes in total.items() if nbytes}
+def _growth(before: Row, after: Row) -> dict[tuple[str, str], int]:
+    """The difference in live bytes between two rows, by place (``"memory"`` or ``"host"``) and kind."""
+    growth = {
+        (place, kind): getattr(after, place).get(kind, 0) - getattr(before, place).get(kind, 0)
+        for place in ("memory", "host")
+        for kind in {**getattr(before, place), **getattr(after, place)}
+    }
+    return {key: nbytes for key, nbytes in growth.items() if nbytes}
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _grown(row: Row, base: Row, *growths: tuple[int, Row, Row]) -> Row:
+    """``row`` with the live bytes and layer number of ``base``, plus ``growths``: how many times, from and to a row."""
+    live = {"memory": Counter(base.memory), "host": Counter(base.host)}
+    layer = _layer(base)
+    for times, before, after in growths:
+        layer += times * (_layer(after) - _layer(before))
+        for (place, kind), nbytes in _growth(before, after).items():
+            live[place][kind] += times * nbytes
+    memory, host = ({kind: nbytes for kind, nbytes in each.items() if nbytes} for each in live.values())
+    if not _NUMBER.search(row.module):
+        return replace(row, memory=memory, host=host)
+    module, label = (_NUMBER.sub(str(layer), text, count=1) for text in (row.module, row.label))
+    return replace(row, memory=memory, host=host, module=module, label=label)
 
 
 def _layer(row: Row) -> int:
     """The layer number of a row: the first number in its module's name; 0 if there is none."""
     number = _NUMBER.search(row.module)
     return int(number[0]) if number else 0
-
-
-def _in_layer(row: Row, layer: int) -> Row:
-    """The row with the names of another layer."""
-    if not _NUMBER.search(row.module):
-        return row
-    module, label = (_NUMBER.sub(str(layer), text, count=1) for text in (row.module, row.label))
-    return replace(row, module=module, label=label)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-
-import torch
 
 from shardgraph.capture.captures import Captures
 from shardgraph.errors import PlanError
-from shardgraph.ir import JointGraph
-from shardgraph.passes.placing import place_operators
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.search.planner import choose_plan, plans_of, plans_on
 from shardgraph.search.question import Question
-from shardgraph.search.recomputation import with_recomputation
+from shardgraph.search.recomputation import Recomputations, with_placements, with_recomputation
 from shardgraph.search.stages import place_stages
 
 
@@ -34,10 +28,9 @@ def decide(question: Question, captures: Captures) -> Plan:
     if question.automatic:
         if question.call is not None:
             return _fastest(question, captures)
-        least = question.with_asked(resolve_plan("auto", question.plan.mesh))
-        least = replace(least, annotations=question.plan.annotations, precision=question.plan.precision)
-        question = replace(question, plan=least, automatic=False)
-        question.plan.resolve(question.shapes)
+        plan = question.with_options(resolve_plan("auto", question.plan.mesh))
+        plan.resolve(question.shapes)
+        question = replace(question, plan=plan, automatic=False)
     plan = question.plan
     if not question.open:
         return plan
@@ -49,35 +42,18 @@ def decide(question: Question, captures: Captures) -> Plan:
     if plan.pipeline is not None:
         plan = place_stages(joint, plan, shapes, question.machine)
     if question.budgeted:
-        plan = with_recomputation(joint, plan, shapes, question.machine, question.memory, question.optimizer)
+        candidates = Recomputations(joint, plan, shapes, question.machine, question.optimizer)
+        plan = with_recomputation(candidates, question.budget)
     return with_placements(joint, plan, shapes)
-
-
-def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """``plan`` with placements assigned to every parameter and operation.
-
-    Raises:
-        PlanError: the plan does not fit the model.
-    """
-    return replace(place_operators(joint, plan.of_stage, shapes), pipeline=plan.pipeline)
 
 
 def _fastest(question: Question, captures: Captures) -> Plan:
     """The preset with the least predicted time per batch."""
-    wanted, machine = question.plan, question.machine
-    ranks = math.prod(size for _, size in wanted.mesh)
-    groups = plans_of(ranks, machine) if question.free_mesh else plans_on(wanted.mesh)
-    joint, shapes = captures.joint(question.captured, wanted), question.shapes
-    chosen = choose_plan(
-        joint,
-        shapes,
-        [[question.with_asked(plan) for plan in group] for group in groups],
-        machine,
-        wanted.annotations,
-        precision=wanted.precision,
-        optimizer=question.optimizer,
-        memory=question.memory,
-    )
+    plan, machine, shapes = question.plan, question.machine, question.shapes
+    groups = plans_of(plan.world_size, machine) if question.free_mesh else plans_on(plan.mesh)
+    joint = captures.joint(question.captured, plan)
+    groups = [[question.with_options(candidate) for candidate in group] for group in groups]
+    chosen = choose_plan(joint, shapes, groups, machine, question.optimizer, question.budget)
     return with_placements(joint, chosen, shapes)
 
 

@@ -11,8 +11,11 @@ from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
 
 
-def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
-    """The cluster for a caller's argument, with enough nodes for ``ranks`` if only a device is named.
+def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
+    """The cluster for a caller's argument.
+
+    If only a device is named, it has enough nodes for ``ranks``; without an argument it is this machine, as if it had
+    at least as many devices.
 
     Raises:
         ClusterError: no such device or file.
@@ -20,34 +23,21 @@ def resolve_cluster(cluster: Cluster | str | Path | None, ranks: int) -> Cluster
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
-        return Cluster.detect()
+        machine = Cluster.detect()
+        return replace(machine, devices_per_node=max(machine.devices_per_node, ranks))
     if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
         return Cluster.load(cluster)
     one = Cluster.of(cluster)
     return Cluster.of(cluster, nodes=-(-ranks // one.devices_per_node))
 
 
-def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
-    """:func:`resolve_cluster`; without a ``cluster`` there may be more ranks than this machine has devices.
-
-    Raises:
-        ClusterError: no such device or file.
-    """
-    machine = resolve_cluster(cluster, ranks)
-    return replace(machine, devices_per_node=max(machine.devices_per_node, ranks)) if cluster is None else machine
-
-
 def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
-    """The mesh to plan for: the given one, else the plan's own, else the whole cluster.
-
-    Raises:
-        ClusterError: no such device or file.
-    """
+    """The mesh to plan for: the given one, else the plan's own, else the whole cluster of :func:`machine_for`."""
     if mesh is not None:
         return tuple(mesh.items())
     if isinstance(plan, Plan):
         return plan.whole_mesh
-    machine = resolve_cluster(cluster, 1)
+    machine = machine_for(cluster, 1)
     return default_mesh(plan, machine.world_size, machine.devices_per_node)
 
 

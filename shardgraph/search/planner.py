@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -11,14 +13,12 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
-from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
-from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
-from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.search.recomputation import nearest_to
-from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
+from shardgraph.report.analysis import analyze_program
+from shardgraph.search.recomputation import Recomputations, nearest_to
+from shardgraph.sizes import format_bytes, format_seconds
 
 
 def choose_plan(
@@ -26,46 +26,39 @@ def choose_plan(
     shapes: Mapping[str, torch.Size],
     groups: list[list[Plan]],
     cluster: Cluster,
-    annotations: tuple[Annotated, ...] = (),
-    *,
-    precision: Precision = AS_STORED,
     optimizer: str = "adamw",
-    memory: int | str | None = None,
+    budget: int | None = None,
 ) -> Plan:
     """The plan with the least predicted time per batch whose predicted peak fits; ties go to the smaller peak.
 
-    Args:
-        joint: the captured model, not changed.
-        shapes: unsharded shapes of its parameters by name.
-        groups: candidate plans; a group is tried only if nothing in the earlier ones fits; see :func:`plans_of`.
-        cluster: the cluster on which plans are priced.
-        annotations: those with which ``joint`` was captured; candidates that cannot meet them are skipped.
-        precision: the one with which ``joint`` was captured.
-        optimizer: the optimizer whose state and update are counted.
-        memory: bytes that a rank may use, or a text such as ``"12GiB"``; default: the device's memory. Plans whose
-            recomputation is ``"budget"`` get a recomputation with which they fit, if there is one.
+    A group of candidates is tried only if nothing in the earlier ones fits; see :func:`plans_of`. Those that cannot
+    meet their annotations are skipped. ``budget`` is the bytes that a rank may use, by default the device's memory.
+    Plans whose recomputation is ``"budget"`` get a recomputation with which they fit, if there is one.
 
     Raises:
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
     """
-    budget = cluster.device.memory if memory is None else parse_bytes(memory)
+    budget = cluster.device.memory if budget is None else budget
     priced: list[tuple[Plan, Candidate]] = []
     refused: list[PlanError] = []
     for group in groups:
-        for plan in [replace(plan, annotations=annotations, precision=precision) for plan in group]:
+        for plan in group:
             try:
-                found, choice = nearest_to(budget, joint, plan, shapes, cluster, optimizer)
+                recomputations, choice = nearest_to(budget, Recomputations(joint, plan, shapes, cluster, optimizer))
             except PlanError as error:
                 refused.append(error)
             else:
-                analysis = analyze_program(found.program(choice), cluster, optimizer=optimizer)
-                priced.append((found.chosen(choice), _candidate(plan, analysis, budget)))
+                analysis = analyze_program(recomputations.program(choice), cluster, optimizer=optimizer)
+                peak, seconds = analysis.peak_memory, analysis.time.total
+                candidate = Candidate(plan.name, plan.mesh, peak, seconds, peak <= budget, plan.data_size)
+                priced.append((recomputations.chosen(choice), candidate))
         if any(candidate.fits for _, candidate in priced):
             break
     if not priced:
         reasons = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, refused)))
         raise PlanError(f"no plan can be as the model is annotated:{reasons}")
-    considered = tuple(sorted((candidate for _, candidate in priced), key=_price))
+    # Per batch, because plans differ in the number of batches per step.
+    priced.sort(key=lambda pair: (pair[1].seconds / pair[1].batches, pair[1].memory))
     fitting = [pair for pair in priced if pair[1].fits]
     if not fitting:
         _, least = min(priced, key=lambda pair: pair[1].memory)
@@ -73,17 +66,12 @@ def choose_plan(
             f"no plan fits {format_bytes(budget)} per rank: the smallest is {least.name!r} on {dict(least.mesh)} with "
             f"{format_bytes(least.memory)}. Use more ranks, a smaller batch, or give it more memory"
         )
-    plan, best = min(fitting, key=lambda pair: _price(pair[1]))
+    plan, best = fitting[0]
     note = (
         f"chosen by 'auto': the fastest of {len(fitting)} that fit {format_bytes(budget)}, predicted "
         f"{format_seconds(best.seconds)} a step and {format_bytes(best.memory)} on {cluster.name}"
     )
-    return replace(plan, note=note, considered=considered)
-
-
-def _price(candidate: Candidate) -> tuple[float, int]:
-    """Seconds per batch (plans differ in the number of batches per step), then bytes."""
-    return candidate.seconds / candidate.batches, candidate.memory
+    return replace(plan, note=note, considered=tuple(candidate for _, candidate in priced))
 
 
 def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
@@ -97,45 +85,32 @@ def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
     if ranks > inside and ranks % inside == 0:
         meshes.append((("dp_replicate", ranks // inside), ("dp_shard", inside)))
     degrees = [2**i for i in range(1, inside.bit_length()) if ranks % 2**i == 0 and 2**i <= inside]
-    divided = [_divided(ranks // degree, degree, name) for degree in degrees for name in ("tp", "tp+sp")]
+    divided = []
+    for degree, name in product(degrees, ("tp", "tp+sp")):
+        data = {} if degree == ranks else {"dp": ranks // degree}
+        divided.append(preset(f"fsdp+{name}" if data else name, data | {"tp": degree}))
     return [[plan for mesh in meshes for plan in _presets(mesh)], divided]
 
 
 def plans_on(mesh: Mesh) -> list[list[Plan]]:
     """Every preset that suits ``mesh``, as one group of :func:`plans_of`.
 
-    If an axis has the name that presets use for sharding operators or experts, only presets that do so.
-
-    Raises:
-        PlanError: an axis has the name of a pipeline axis; a pipeline must be requested by name.
+    If an axis has the name that presets use for sharding operators or experts, only presets that do so. An axis with
+    the name of a pipeline's raises a ``PlanError``: a pipeline must be requested by name.
     """
     refuse_pipeline(mesh)
     return [_presets(mesh)]
 
 
-def _divided(batches: int, degree: int, name: str) -> Plan:
-    if batches == 1:
-        return preset(name, {"tp": degree})
-    return preset(f"fsdp+{name}", {"dp": batches, "tp": degree})
-
-
 def _presets(mesh: Mesh) -> list[Plan]:
     """The presets that suit a mesh, without those that leave ranks unused (``single``)."""
-    names = [*PRESETS]
+    names = list(PRESETS)
     if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
         dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]
         names = [*dividing, *(f"{data}+{name}" for data in PRESETS for name in dividing)]
-    found = []
+    plans = []
     for name in names:
-        try:
-            plan = preset(name, mesh)
-        except PlanError:
-            continue
-        if name != "single" or plan.world_size == 1:
-            found.append(plan)
-    return [plan for plan in found if plan.name == "single"] or found
-
-
-def _candidate(plan: Plan, analysis: Analysis, budget: int) -> Candidate:
-    memory = analysis.peak_memory
-    return Candidate(plan.name, plan.mesh, memory, analysis.time.total, memory <= budget, plan.data_size)
+        with suppress(PlanError):
+            plans.append(preset(name, mesh))
+    alone = [plan for plan in plans if plan.name == "single" and plan.world_size == 1]
+    return alone or [plan for plan in plans if plan.name != "single"]

@@ -25,7 +25,7 @@ from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import named_or_loaded, resolve_plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.pipeline.microbatches import microbatches
-from shardgraph.search.machine import machine_for, resolve_cluster
+from shardgraph.search.machine import machine_for
 from shardgraph.sizes import parse_bytes
 
 
@@ -33,21 +33,11 @@ from shardgraph.sizes import parse_bytes
 class Question:
     """Which plan a model is to have; :func:`shardgraph.search.decide.decide` answers it.
 
-    ``plan``
-        The requested plan on its mesh, with the model's annotations and the options below. For ``"auto"`` it is what
-        the candidates have in common.
-    ``automatic``
-        Whether to choose the plan among the presets; on one rank there is nothing to choose.
-    ``free_mesh``
-        Whether a chosen plan may have another mesh with as many ranks.
-    ``recompute``, ``memory``, ``loss_chunk``, ``offload``
-        Options that override the plan's, sizes in bytes; None for the plan's own.
-    ``cluster``
-        The cluster on which plans are priced; None: this machine.
-    ``optimizer``
-        The optimizer whose state and update are counted.
-    ``call``
-        One rank's call; None without example inputs.
+    ``plan`` is the requested plan on its mesh, with the model's annotations and the options below; for ``"auto"`` what
+    the candidates have in common. If ``automatic``, it is chosen among the presets, with a ``free_mesh`` on any mesh
+    with as many ranks. ``recompute``, ``memory``, ``loss_chunk`` and ``offload`` override the plan's own, sizes in
+    bytes. ``cluster`` is the cluster on which plans are priced, by default this machine; ``optimizer`` the one whose
+    state and update are counted; ``call`` one rank's call, None without example inputs.
     """
 
     model: nn.Module
@@ -80,8 +70,7 @@ class Question:
     ) -> Question:
         """The question of a caller; see :func:`shardgraph.compile`.
 
-        Args:
-            mesh_of: returns the mesh for a plan, given its name or, for a plan file, the loaded plan.
+        ``mesh_of`` returns the mesh for a plan, given its name or, for a plan file, the loaded plan.
 
         Raises:
             PlanError: the plan or an option does not exist, is malformed, or does not fit the model or the mesh.
@@ -95,22 +84,14 @@ class Question:
         if named == "auto" and pipeline is not None:
             raise PlanError("'auto' chooses no pipeline: ask for 'pp', or 'pp+' and a plan for the other axes")
         if automatic:
-            wanted = Plan("auto", mesh, (), precision=Precision.of(precision or AS_STORED))
+            requested = Plan("auto", mesh, (), precision=Precision.of(precision or AS_STORED))
         else:
-            wanted = resolve_plan(named, mesh, pipeline, precision)
-        question = cls(
-            model,
-            wanted,
-            automatic,
-            free_mesh,
-            recompute,
-            None if memory is None else parse_bytes(memory),
-            None if loss_chunk is None else parse_bytes(loss_chunk),
-            None if offload is None else Offload.of(offload),
-            None if cluster is None else resolve_cluster(cluster, ranks),
-            optimizer,
-        )
-        question = replace(question, plan=annotated(question.with_asked(wanted), model))
+            requested = resolve_plan(named, mesh, pipeline, precision)
+        budget, chunk = (None if size is None else parse_bytes(size) for size in (memory, loss_chunk))
+        offloaded = None if offload is None else Offload.of(offload)
+        machine = None if cluster is None else machine_for(cluster, ranks)
+        question = cls(model, requested, automatic, free_mesh, recompute, budget, chunk, offloaded, machine, optimizer)
+        question = replace(question, plan=annotated(question.with_options(requested), model))
         computed_dtypes(model, question.plan.precision, question.plan.annotations)
         if not automatic:
             question.plan.resolve(question.shapes)
@@ -130,19 +111,13 @@ class Question:
         """The question that requests ``plan``, the answer to this one, without further options."""
         return replace(self, plan=plan, automatic=False, recompute=None, memory=None, loss_chunk=None, offload=None)
 
-    def with_asked(self, plan: Plan) -> Plan:
-        """``plan`` with this question's options; ``memory`` alone sets the recomputation ``"budget"``.
-
-        Raises:
-            PlanError: there is no such recomputation.
-        """
-        if self.recompute is not None:
-            plan = replace(plan, recompute=self.recompute)
-        elif self.memory is not None and plan.recompute == "none":
-            plan = replace(plan, recompute="budget")
-        if self.loss_chunk is not None:
-            plan = replace(plan, loss_chunk=self.loss_chunk)
-        return plan if self.offload is None else replace(plan, offload=self.offload)
+    def with_options(self, plan: Plan) -> Plan:
+        """``plan`` with this question's annotations, precision and options; ``memory`` alone means ``"budget"``."""
+        options: dict[str, Any] = {"recompute": self.recompute, "loss_chunk": self.loss_chunk, "offload": self.offload}
+        if self.recompute is None and self.memory is not None and plan.recompute == "none":
+            options["recompute"] = "budget"
+        options = {name: value for name, value in options.items() if value is not None}
+        return replace(plan, annotations=self.plan.annotations, precision=self.plan.precision, **options)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -170,6 +145,11 @@ class Question:
     def machine(self) -> Cluster:
         """The cluster on which plans are priced."""
         return self.cluster or machine_for(None, self.plan.world_size)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a rank may use."""
+        return self.machine.device.memory if self.memory is None else self.memory
 
     @property
     def captured(self) -> Call:

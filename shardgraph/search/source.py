@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from torch import nn
 
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import Stack, find_stack, treats_alike
+from shardgraph.report.folding import SHALLOW, Stack, find_stack, shortened, treats_alike
 from shardgraph.search.decide import decide
 from shardgraph.search.question import Question
 
@@ -29,7 +28,7 @@ class Source:
 
     @property
     def call(self) -> Call:
-        """The call."""
+        """One rank's call."""
         assert self.question.call is not None
         return self.question.call
 
@@ -49,19 +48,16 @@ class Source:
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
 
     def program(self) -> Program:
-        """The call under the plan that is decided for it.
-
-        Raises:
-            CaptureError, PlanError: as :func:`shardgraph.search.decide.decide`.
-        """
+        """The call under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
         captures = Captures()
         plan = decide(self.question, captures)
         return lower(captures.take(self.call, plan), plan, self.question.shapes)
 
-    def of(self, model: nn.Module) -> Source:
-        """The same analysis for another model."""
-        call = replace(self.call, model=model)
-        return replace(self, question=replace(self.question, model=model, call=call))
+    def shallow(self, stack: Stack) -> Iterator[Source]:
+        """The same analysis for copies of the model with only a few layers of its ``stack``."""
+        for layers in SHALLOW:
+            model = shortened(self.question.model, stack, layers)
+            yield replace(self, question=replace(self.question, model=model, call=replace(self.call, model=model)))
 
     def settled(self, plan: Plan) -> Source:
         """The same analysis for a decided plan."""

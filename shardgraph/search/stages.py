@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from shardgraph.cost_models.balance import balance
-from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.cluster import VIEW, Cluster
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.schedules import StageCost
 from shardgraph.errors import PlanError
-from shardgraph.ir import JointGraph
-from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of
+from shardgraph.ir import JointGraph, Parameter, Saved, copy_graph, outputs, placeholders
+from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.rows import Prices
+from shardgraph.passes.partition.split import split
+from shardgraph.passes.pipeline.assign import Assignment, assign_stages
+from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of, cut_points
+from shardgraph.passes.pipeline.extract import crossings
 from shardgraph.plans.plan import Plan
-from shardgraph.search.blocks import blocks_of
+from shardgraph.report.pipeline import message_seconds
 
 
 def place_stages(
@@ -31,13 +39,13 @@ def place_stages(
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    said = annotated_stages(joint.module, plan.annotations)
-    if said and (pipeline.stages or pipeline.balance) and said != pipeline.stages:
+    annotated = annotated_stages(joint.module, plan.annotations)
+    if annotated and (pipeline.stages or pipeline.balance) and annotated != pipeline.stages:
         raise PlanError(
-            f"the annotations begin stages with {', '.join(map(repr, said))}, and the plan says "
+            f"the annotations begin stages with {', '.join(map(repr, annotated))}, and the plan says "
             f"{f'balance {list(pipeline.balance)}' if pipeline.balance else list(pipeline.stages)}: give one of the two"
         )
-    stages = said or pipeline.stages
+    stages = annotated or pipeline.stages
     if pipeline.balance:
         stages = balanced(joint.module, pipeline.balance)
     elif not stages and pipeline.count > 1:
@@ -49,12 +57,109 @@ def place_stages(
 def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> tuple[str, ...]:
     pipeline = plan.pipeline
     assert pipeline is not None
-    blocks = blocks_of(joint, plan, shapes, cluster)
-    if len(blocks.names) < pipeline.count - 1:
+    costs, names = _blocks_of(joint, plan, shapes, cluster)
+    if len(names) < pipeline.count - 1:
         raise PlanError(
-            f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(blocks.names)} places for "
-            f"one ({', '.join(map(repr, blocks.names))}): use fewer ranks along {pipeline.axis!r}"
+            f"{pipeline.count} stages take {pipeline.count - 1} cuts, and the model has {len(names)} places for "
+            f"one ({', '.join(map(repr, names))}): use fewer ranks along {pipeline.axis!r}"
         )
     limit = math.inf if plan.recompute == "budget" else cluster.device.memory
-    found = balance(blocks.costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
-    return tuple(blocks.names[cut - 1] for cut in found.cuts[1:-1])
+    partition = balance(costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
+    return tuple(names[cut - 1] for cut in partition.cuts[1:-1])
+
+
+def _blocks_of(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster
+) -> tuple[list[StageCost], list[str]]:
+    """The cost of each block of a model captured for one microbatch, and the names of the modules that begin a block.
+
+    The blocks are in forward order, between all cut points; no module begins the first one.
+
+    Seconds and bytes are those of a rank that computes the microbatch alone; collectives inside a stage are left out,
+    since they add alike to all stages. Parameters and the state of AdamW are the rank's part under ``plan``; gradients
+    are whole along the axis that shards the parameter.
+    """
+    assert plan.pipeline is not None
+    gm, points = copy_graph(joint.module), cut_points(joint.module)
+    named = {node.name: node for node in gm.graph.nodes}
+    assignment = assign_stages(gm, [named[point.node.name] for point in points])
+    again = plan.pipeline.checkpoint != "never"
+    saved = [0] * assignment.count if again else _saved(gm, assignment)
+    fixed = _fixed(gm, assignment, plan, shapes)
+    ends = crossings(gm, assignment)
+
+    def message(nodes: Sequence[fx.Node]) -> float:
+        return message_seconds((node.meta["val"] for node in nodes), plan, cluster)
+
+    costs = []
+    for number, seconds in enumerate(_seconds(gm, assignment, Prices(cluster, ()))):
+        forward, weights = seconds["forward"], seconds["weights"]
+        rest = seconds["backward"] - weights + (forward if again else 0.0)
+        costs.append(
+            StageCost(
+                forward=forward,
+                backward=rest + weights,
+                backward_input=rest,
+                backward_weight=weights,
+                send_output=message(ends[number + 1][0]) if number + 1 < assignment.count else 0.0,
+                send_gradient=message(ends[number - 1][1]) if number else 0.0,
+                saved=saved[number],
+                fixed=fixed[number],
+            )
+        )
+    return costs, [point.name for point in points]
+
+
+def _seconds(gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> list[dict[str, float]]:
+    """Seconds of each block: of forward, of backward, and of the part of backward for weight gradients only."""
+    seconds = [{"forward": 0.0, "backward": 0.0, "weights": 0.0} for _ in range(assignment.count)]
+    passed = _passed_on(gm, assignment)
+    for node, cost in node_costs(gm).items():
+        if node not in assignment.home or node in assignment.anywhere or cost.kind in ("free", "collective"):
+            continue
+        block, price = seconds[assignment.home[node]], prices.view if cost.kind == VIEW else prices.computation(cost)
+        block["forward" if node in assignment.inside else "backward"] += price
+        if node not in assignment.inside and node not in passed:
+            block["weights"] += price
+    return seconds
+
+
+def _passed_on(gm: fx.GraphModule, assignment: Assignment) -> set[fx.Node]:
+    """The backward operations that an earlier block waits for."""
+    home = assignment.home
+    passed: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        own = home.get(node, 0)
+        if any(home.get(user, own) < own or (user in passed and home[user] == own) for user in node.users):
+            passed.add(node)
+    return passed
+
+
+def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
+    """Bytes that each block saves for backward."""
+    forward, _ = split(copy_graph(gm))
+    homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
+    saved = [0] * assignment.count
+    seen: set[torch.UntypedStorage] = set()
+    for role, value in outputs(forward):
+        if isinstance(role, Saved) and isinstance(value, fx.Node) and value.name in homes and value.op != "placeholder":
+            tensor = value.meta["val"]
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in seen:
+                seen.add(storage)
+                saved[homes[value.name]] += storage.nbytes()
+    return saved
+
+
+def _fixed(gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[int]:
+    """Bytes of parameters, whole gradients and optimizer state, in the first block that uses each parameter."""
+    entries, states = plan.of_stage.resolve(shapes), optimizer_cost("adamw").states
+    fixed = [0] * assignment.count
+    for role, node in placeholders(gm).items():
+        if isinstance(role, Parameter):
+            entry, whole = entries[role.fqn], node.meta["val"].nbytes
+            for position in entry.splits:
+                whole //= plan.mesh[position][1]
+            part = whole if entry.shard_axis is None else -(-whole // plan.mesh[entry.shard_axis][1])
+            homes = [assignment.home[user] for user in node.users if user in assignment.home]
+            fixed[min(homes, default=0)] += part * (1 + states) + whole
+    return fixed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,16 +13,15 @@ from typing import Any
 import sympy
 from sympy.polys.rings import PolyElement
 
-from shardgraph.cost_models.optimizers import optimizer_cost
-from shardgraph.errors import ShardGraphError
-from shardgraph.ir import Gradient, Parameter, outputs, placeholders
-from shardgraph.passes.analysis.liveness import UpdateMemory, profile_step
+from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.ir import Parameter, placeholders
+from shardgraph.passes.analysis.liveness import profile_step
 from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_program
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
-from shardgraph.report.analysis import program_halves, update_row
-from shardgraph.report.folding import SHALLOW, NotPeriodicError, Stack, extend, shortened
+from shardgraph.report.analysis import program_halves, update_memory, update_rows
+from shardgraph.report.folding import NotPeriodicError, extend
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes
 
@@ -33,13 +34,9 @@ class Symbolic:
     runs others), except for the allocator's rounding of each tensor; and for mesh sizes that divide the rows of the
     same parameters as the present ones (other sizes add or remove a padding copy, of one parameter at a time).
 
-    ``peak_memory``
-        Bytes.
-    ``flops``, ``sent``
-        FLOPs, and bytes on the wire.
-    ``compute``, ``optimizer``, ``communication``
-        Seconds. Overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and
-        ``analyze`` simulates it for given sizes.
+    ``peak_memory`` is in bytes, ``sent`` in bytes on the wire, ``compute``, ``optimizer`` and ``communication`` in
+    seconds. Overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and ``analyze``
+    simulates it for given sizes.
     """
 
     batch: sympy.Symbol
@@ -91,18 +88,15 @@ class Symbolic:
 
         if peak(1) > memory:
             raise ShardGraphError(f"not even {size}=1 fits {format_bytes(memory)}: it takes {format_bytes(peak(1))}")
-        low, high = 1, 2
-        while peak(high) <= memory:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if peak(middle) <= memory else (low, middle)
-        return low
+        limit = 2
+        while peak(limit) <= memory:
+            limit *= 2
+        return bisect_right(range(1, limit), memory, key=peak)
 
     @property
     def _symbols(self) -> dict[str, sympy.Symbol]:
-        symbols = {"batch": self.batch} | ({"sequence": self.sequence} if self.sequence is not None else {})
-        return symbols | self.mesh
+        symbols = (self.batch, self.sequence, *self.mesh.values())
+        return {symbol.name: symbol for symbol in symbols if symbol is not None}
 
     def _values(self, sizes: dict[str, int]) -> dict[sympy.Symbol, int]:
         for name, value in sizes.items():
@@ -139,20 +133,18 @@ def symbolic(source: Source) -> Symbolic:
     ]
     sizes = Sizes(mesh, sharded_rows)
 
-    def rows(of: Source = source) -> list[Row]:
-        programs = [of.resized(batch, sequence).program() for batch, sequence in points]
+    def rows(source: Source) -> list[Row]:
+        programs = [source.resized(batch, sequence).program() for batch, sequence in points]
         return list(_rows(programs, points, sizes, source))
 
-    try:
-        table = rows() if (stack := source.stack) is None else _folded(source, stack, rows)
-    except NotPeriodicError:
-        table = rows()
-    totals: Counter[sympy.Expr] = Counter()
-    stream = {True: totals, False: Counter(), None: Counter()}
-    for row in table:
-        stream[None if row.kind == "optimizer" else bool(row.stream)][row.seconds] += 1
-    seconds = {key: sympy.Add(*(count * each for each, count in counted.items())) for key, counted in stream.items()}
-    sent = Counter(row.sent for row in table if row.stream)
+    table = None
+    if (stack := source.stack) is not None:
+        with suppress(NotPeriodicError, CaptureError):  # as analyze_source
+            table = extend([rows(shallow) for shallow in source.shallow(stack)], stack.layers)
+    if table is None:
+        table = rows(source)
+
+    steps = [row for row in table if row.kind != "optimizer"]
     return Symbolic(
         batch=sizes.batch,
         sequence=sizes.sequence if points[0][1] else None,
@@ -161,11 +153,16 @@ def symbolic(source: Source) -> Symbolic:
         | {sizes.axes[axis]: size for axis, size in mesh},
         peak_memory=_peak([row.live for row in table], sizes),
         flops=sizes.expression(sum((row.flops for row in table), sizes.constant(0))),
-        sent=sympy.Add(*(count * each for each, count in sent.items())),
-        compute=seconds[False],
-        optimizer=seconds[None],
-        communication=seconds[True],
+        sent=_sum(row.sent for row in table if row.stream),
+        compute=_sum(row.seconds for row in steps if not row.stream),
+        optimizer=_sum(row.seconds for row in table if row.kind == "optimizer"),
+        communication=_sum(row.seconds for row in steps if row.stream),
     )
+
+
+def _sum(terms: Iterable[sympy.Expr]) -> sympy.Expr:
+    """Their sum, in which equal ones are counted first: this is faster."""
+    return sympy.Add(*(count * term for term, count in Counter(terms).items()))
 
 
 def _points(source: Source) -> list[Point]:
@@ -184,42 +181,25 @@ def _points(source: Source) -> list[Point]:
     return [(batch, sequence), (more, sequence), (batch, less), (more, less), (last, least)]
 
 
-def _folded(source: Source, stack: Stack, rows: Callable[..., list[Row]]) -> list[Row]:
-    return extend(
-        [rows(source.of(shortened(source.question.model, stack, layers))) for layers in SHALLOW], stack.layers
-    )
-
-
 def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, source: Source) -> Iterator[Row]:
     """The rows of a program, with polynomials for FLOPs and bytes and expressions for seconds."""
-    halves = size_program([program_halves(program) for program in programs], points, sizes, programs[0].context)
-    forward, backward = halves["forward"], halves.get("backward")
-    trained = {
-        role.of for role, value in (outputs(backward) if backward else []) if isinstance(role, Gradient) and value
-    }
-    values = {role: node.meta["val"] for role, node in placeholders(forward).items() if isinstance(role, Parameter)}
-    entries, cost = programs[0].parameters, optimizer_cost(source.question.optimizer)
-    updated = [
-        [values[role].nbytes for role in values if role in trained and entries[role.fqn].offload is host]
+    first, question, mesh = programs[0], source.question, source.plan.mesh
+    halves = size_program([program_halves(program) for program in programs], points, sizes, first.context)
+    roles = placeholders(halves["forward"]).items()
+    trained = [(role.fqn, n) for role, n in roles if isinstance(role, Parameter) and role.fqn in first.trained]
+    on_device, on_host = (
+        [node.meta["val"].nbytes for fqn, node in trained if first.parameters[fqn].offload is host]
         for host in (False, True)
-    ]
+    )
 
-    def update(shards: Sequence[Any]) -> UpdateMemory:
-        largest = max(shards, key=lambda size: _at(size, sizes, source), default=0)
-        state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
-        return UpdateMemory(state, cost.temporaries * largest)
+    def magnitude(size: Any) -> int:
+        """The number of bytes on the present mesh; those of a parameter do not depend on the inputs."""
+        return int(sizes.expression(size).subs({sizes.axes[axis]: ranks for axis, ranks in mesh}))
 
-    memory = profile_step(forward, backward, 1, *map(update, updated))
-    prices = SizedPrices(source.question.machine, source.plan.mesh, sizes)
-    yield from rows_of(halves, memory, prices, source.fused)
-    for host, shards in zip((False, True), updated, strict=True):
-        if shards:
-            yield update_row(shards, source.question.optimizer, _update(shards, sizes, source, host), memory, host)
-
-
-def _at(size: Any, sizes: Sizes, source: Source) -> int:
-    """The value of a parameter's symbolic size on the present mesh."""
-    return int(sizes.expression(size).subs({sizes.axes[axis]: n for axis, n in source.plan.mesh}))
+    updates = (update_memory(shards, question.optimizer, magnitude) for shards in (on_device, on_host))
+    memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates)
+    yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
+    yield from update_rows((on_device, on_host), question.optimizer, question.machine.device, memory, sizes.expression)
 
 
 def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
@@ -231,10 +211,3 @@ def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
         if not any(all(c >= 0 for c in (other - size).coeffs()) for other in kept):
             kept.append(size)
     return sympy.Max(*(sizes.expression(size) for size in kept), evaluate=False)
-
-
-def _update(shards: Sequence[Any], sizes: Sizes, source: Source, host: bool) -> sympy.Expr:
-    cost, device = optimizer_cost(source.question.optimizer), source.question.machine.device
-    rate = device.linked_host.optimizer if host else device.rate("optimizer")
-    assert rate is not None
-    return sympy.Add(*(rate.seconds(cost.moved * sizes.expression(each)) for each in shards))
