@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import fx
 
-from shardgraph.cost_models.cluster import Cluster, Device
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Device
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, COPIES, StepTime, Task, Timeline, simulate
 from shardgraph.errors import ShardGraphError

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from shardgraph.cost_models.balance import balance
-from shardgraph.cost_models.cluster import VIEW, Cluster
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import VIEW
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.schedules import StageCost
 from shardgraph.errors import PlanError
