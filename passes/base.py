@@ -1,9 +1,9 @@
 """The pass interface, and the contract that every pass keeps.
 
 A pass is a frozen dataclass with a ``name``; its options are its fields, so its repr is the code that constructs it,
-and a pass pipeline is a tuple of passes. Most passes change one graph in place (:class:`Pass`). A pass that makes
-several graphs from one, or needs several together, works on a set of named graphs (:class:`GraphsPass`); :class:`Each`
-runs a single-graph pass on the graphs of a set. The contract, checked after each pass by :func:`run_on_graphs`:
+and a pass pipeline is a tuple of passes. Most passes change graphs one by one in place (:class:`Pass`). A pass that
+makes several graphs from one, or needs several together, works on a set of named graphs (:class:`GraphsPass`). The
+contract, checked after each pass by :func:`run_on_graphs`:
 
 * every graph is valid (it lints; every value has ``meta["val"]``, and nodes have no metadata besides the attributes of
   :mod:`shardgraph.ir.attributes`);
@@ -14,11 +14,13 @@ runs a single-graph pass on the graphs of a set. The contract, checked after eac
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,9 +36,12 @@ Graphs = dict[str, fx.GraphModule]
 """Graphs by name. The last part of a name is its kind: ``"forward"``, ``"stage0/forward"``."""
 
 
-@dataclass
-class Findings:
-    """What passes record and change for later passes: all mutable state of a :class:`Context`.
+@dataclass(frozen=True)
+class Context:
+    """The input of passes besides the graph: what does not change, and what passes record for later passes.
+
+    ``plan`` and ``fake_mode`` (in which values of new nodes are computed) do not change, nor does ``stored``: the dtype
+    in which each parameter is stored between steps, which may differ from the graph's.
 
     ``parameters`` is the plan of each parameter by its (first) name, ``shapes`` their shapes as data axes see them:
     whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
@@ -45,40 +50,16 @@ class Findings:
     ``batch_norms`` are those of each pipeline stage whose running statistics a step updates.
     """
 
-    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    plan: Plan
+    fake_mode: Any
+    parameters: dict[str, ParameterPlan]
+    shapes: dict[str, torch.Size]
+    stored: Mapping[str, torch.dtype] = field(default_factory=lambda: MappingProxyType({}))
     facts: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
     activations: dict[str, Rules] = field(default_factory=dict)
     batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-
-    def copy(self) -> Findings:
-        """An independent copy; the entries are immutable and shared."""
-        return Findings(
-            dict(self.parameters),
-            dict(self.shapes),
-            set(self.facts),
-            list(self.notes),
-            dict(self.sums),
-            dict(self.activations),
-            dict(self.batch_norms),
-        )
-
-
-@dataclass(frozen=True)
-class Context:
-    """The input of passes besides the graph.
-
-    ``fake_mode`` is the mode in which values of new nodes are computed. ``stored`` is the dtype in which each parameter
-    is stored between steps, which may differ from the graph's. These and the ``plan`` do not change; ``findings`` is
-    what passes record, and the properties below are shortcuts to its entries.
-    """
-
-    plan: Plan
-    fake_mode: Any
-    findings: Findings = field(default_factory=Findings)
-    stored: Mapping[str, torch.dtype] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(
@@ -93,51 +74,16 @@ class Context:
         Raises:
             PlanError: the plan does not fit the parameters.
         """
-        findings = Findings(dict(plan.resolve(shapes)), dict(shapes))
-        return cls(plan, fake_mode, findings, MappingProxyType(dict(stored or {})))
+        return cls(plan, fake_mode, dict(plan.resolve(shapes)), dict(shapes), MappingProxyType(dict(stored or {})))
 
     def copy(self, plan: Plan | None = None) -> Context:
-        """A copy with findings of its own, and with ``plan`` if given."""
-        return replace(self, plan=plan or self.plan, findings=self.findings.copy())
+        """An independent copy, with ``plan`` if given; the entries that passes record are immutable and shared."""
+        records = {name: copy.copy(value) for name, value in vars(self).items() if isinstance(value, (dict, list, set))}
+        return replace(self, plan=plan or self.plan, **records)
 
     def of_graph(self, *facts: str) -> Context:
-        """A context that shares these findings but has its own facts, for passes on one graph of several."""
-        return replace(self, findings=replace(self.findings, facts={*self.facts, *facts}))
-
-    @property
-    def parameters(self) -> dict[str, ParameterPlan]:
-        """See :class:`Findings`."""
-        return self.findings.parameters
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """See :class:`Findings`."""
-        return self.findings.shapes
-
-    @property
-    def facts(self) -> set[str]:
-        """See :class:`Findings`."""
-        return self.findings.facts
-
-    @property
-    def notes(self) -> list[str]:
-        """See :class:`Findings`."""
-        return self.findings.notes
-
-    @property
-    def sums(self) -> dict[str, tuple[str, ...]]:
-        """See :class:`Findings`."""
-        return self.findings.sums
-
-    @property
-    def activations(self) -> dict[str, Rules]:
-        """See :class:`Findings`."""
-        return self.findings.activations
-
-    @property
-    def batch_norms(self) -> dict[int, tuple[Any, ...]]:
-        """See :class:`Findings`."""
-        return self.findings.batch_norms
+        """A context that shares these records but has its own facts, for passes on one graph of several."""
+        return replace(self, facts={*self.facts, *facts})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -150,70 +96,47 @@ class Context:
         return Propagation(self.fake_mode, self.plan.mesh)
 
 
-class Pass(Protocol):
-    """A pass on one graph."""
-
-    name: ClassVar[str]
-    requires: ClassVar[frozenset[str]]
-    provides: ClassVar[frozenset[str]]
-    excludes: ClassVar[frozenset[str]]
-
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        """Change ``gm`` in place."""
-        ...
-
-
-class GraphsPass(Protocol):
+class GraphsPass(ABC):
     """A pass on a set of named graphs."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def requires(self) -> frozenset[str]: ...
-    @property
-    def provides(self) -> frozenset[str]: ...
-    @property
-    def excludes(self) -> frozenset[str]: ...
+    name: str
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    excludes: frozenset[str] = frozenset()
 
+    @abstractmethod
     def run_on(self, graphs: Graphs, context: Context) -> None:
         """Change, add and remove graphs of the set in place."""
-        ...
+
+
+class Pass(GraphsPass):
+    """A pass that changes each graph of a set by itself."""
+
+    @abstractmethod
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        """Change ``gm`` in place."""
+
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        """Run the pass on every graph."""
+        for gm in graphs.values():
+            self.run(gm, context)
 
 
 @dataclass(frozen=True)
-class Each:
-    """Runs a single-graph pass on every graph of a set, or on those of one ``kind``."""
+class Only(GraphsPass):
+    """Runs ``step`` on the graphs of one ``kind`` of a set."""
 
+    kind: str
     step: Pass
-    kind: str = ""
 
-    @property
-    def name(self) -> str:
-        """The pass's."""
-        return self.step.name
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The pass's."""
-        return self.step.requires
-
-    @property
-    def provides(self) -> frozenset[str]:
-        """The pass's."""
-        return self.step.provides
-
-    @property
-    def excludes(self) -> frozenset[str]:
-        """The pass's."""
-        return self.step.excludes
+    def __post_init__(self) -> None:
+        for contract in ("name", "requires", "provides", "excludes"):
+            object.__setattr__(self, contract, getattr(self.step, contract))
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
-        """Run the pass on each."""
-        for name in of_kind(graphs, self.kind) if self.kind else graphs:
+        """Run the pass on those graphs."""
+        for name in of_kind(graphs, self.kind):
             self.step.run(graphs[name], context)
-
-
-# -- names -----------------------------------------------------------------------------------------
 
 
 def of_kind(graphs: Mapping[str, fx.GraphModule], kind: str) -> list[str]:
@@ -226,9 +149,6 @@ def sibling(name: str, kind: str) -> str:
     return name[: name.rfind("/") + 1] + kind
 
 
-# -- running ---------------------------------------------------------------------------------------
-
-
 def run_passes(gm: fx.GraphModule, passes: Sequence[Pass], context: Context) -> None:
     """Run ``passes`` in order on one graph, checking the contract before and after each.
 
@@ -236,7 +156,7 @@ def run_passes(gm: fx.GraphModule, passes: Sequence[Pass], context: Context) -> 
         PassOrderError: a pass requires what no earlier pass provided, or excludes what one did.
         GraphInvariantError: a pass left the graph invalid.
     """
-    run_on_graphs({"": gm}, [Each(step) for step in passes], context)
+    run_on_graphs({"": gm}, passes, context)
 
 
 def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -14,7 +14,7 @@ from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.random_state import check_random_state
-from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, Pass, of_kind, run_on_graphs, sibling
+from shardgraph.passes.base import Context, Graphs, GraphsPass, Only, Pass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.chunking.chunk_loss import ChunkLoss
 from shardgraph.passes.offload.mark_offloaded import MarkOffloaded, offloads
 from shardgraph.passes.offload.offload_activations import OffloadActivations
@@ -39,15 +39,14 @@ from shardgraph.plans.shards import named_shapes
 
 
 @dataclass(frozen=True)
-class CheckProgram:
+class CheckProgram(GraphsPass):
     """Takes all graphs; checks that collectives cannot deadlock, that no operation mixes host and device operands, and
     that no random numbers are drawn twice. Must not change: anything.
     """
 
-    name: ClassVar[str] = "check-program"
-    requires: ClassVar[frozenset[str]] = frozenset({"split"})
-    provides: ClassVar[frozenset[str]] = frozenset({"checked"})
-    excludes: ClassVar[frozenset[str]] = frozenset()
+    name = "check-program"
+    requires = frozenset({"split"})
+    provides = frozenset({"checked"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for gm in graphs.values():
@@ -87,25 +86,22 @@ def passes_of(plan: Plan) -> dict[str, list[GraphsPass]]:
         once = [
             GatherOnce(),  # parameters that are kept are gathered once per step
             ReduceOnce(),  # gradients are reduced once per step,
-            Each(KeepGradientsLocal(), "backward"),  # and not for every microbatch
+            Only("backward", KeepGradientsLocal()),  # and not for every microbatch
             DropUntrained(),  # frozen first stages have no backward
         ]
     again: list[GraphsPass] = []
     if plan.pipeline is not None and plan.pipeline.checkpoint != "never":
         again = [
             CopyToRecompute(),  # for microbatches that save only the stage's inputs
-            Each(RecomputeStage(), "recompute/joint"),  # all else is recomputed
-            Each(MarkOffloaded(), "recompute/joint"),  # so different values can be offloaded
+            Only("recompute/joint", RecomputeStage()),  # all else is recomputed
+            Only("recompute/joint", MarkOffloaded()),  # so different values can be offloaded
         ]
     # Offloaded activations are in host memory between forward and backward.
     offload: list[GraphsPass] = [OffloadActivations()] if offloads(plan) else []
-    whole, rank, scheduled = (
-        [Each(step) for step in passes] for passes in (WHOLE_PASSES, RANK_PASSES, SCHEDULE_PASSES)
-    )
     return {
-        "rewrite": [*whole, *divide, *rank, *again],
+        "rewrite": [*WHOLE_PASSES, *divide, *RANK_PASSES, *again],
         "split": [Partition(), *once],  # forward and backward
-        "schedule": [*scheduled, *offload],
+        "schedule": [*SCHEDULE_PASSES, *offload],
         "check": [CheckProgram()],
     }
 

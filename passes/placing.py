@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import JointGraph, copy_graph
-from shardgraph.passes.base import Context, Findings, Pass, run_passes
+from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.chunking.chunk_loss import MarkScores
 from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.experts.divide_experts import DivideExperts
@@ -27,10 +27,10 @@ from shardgraph.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Placed:
-    """A graph over a rank's part of the sharded computation, and the findings of the placing passes."""
+    """A graph over a rank's part of the sharded computation, and the context after the placing passes."""
 
     module: fx.GraphModule
-    findings: Findings
+    context: Context
     axes: tuple[str, ...]
 
 
@@ -48,17 +48,17 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     if key not in joint.placed:
         gm = copy_graph(joint.module)
         run_passes(gm, passes, context)
-        joint.placed[key] = Placed(copy_graph(gm), context.findings.copy(), plan.axes)
+        joint.placed[key] = Placed(copy_graph(gm), context.copy(), plan.axes)
         return gm, context
     placed = joint.placed[key]
-    findings = placed.findings.copy()
+    after = placed.context.copy(plan)
     if not plan.experts:  # parameters may be stored otherwise along data axes
-        findings.parameters = context.parameters
-        for fqn, entry in placed.findings.parameters.items():
+        after = replace(after, parameters=context.parameters)
+        for fqn, entry in placed.context.parameters.items():
             for axis, _ in plan.operators:
                 text = entry.placements[placed.axes.index(axis)]
-                record_text(context, fqn, plan.axes.index(axis), text)
-    return copy_graph(placed.module), replace(context, findings=findings)
+                record_text(after, fqn, plan.axes.index(axis), text)
+    return copy_graph(placed.module), after
 
 
 def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.cost_models.actions import Action, Kind, Order
-from shardgraph.passes.base import Context, Each, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
+from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
 from shardgraph.passes.pipeline.batch_norm import BatchNorm
@@ -28,8 +28,8 @@ from shardgraph.plans.plan import Plan
 
 # The passes that derive each kind of graph from the backward graph beside it.
 _DERIVED: dict[str, tuple[GraphsPass, ...]] = {
-    "local": (Each(KeepGradientsLocal()),),  # inside no_sync
-    "accumulate": (Each(AddAccumulated()),),  # ends no_sync
+    "local": (KeepGradientsLocal(),),  # inside no_sync
+    "accumulate": (AddAccumulated(),),  # ends no_sync
     "inputs": (SplitBackward(),),  # the half of backward that the previous stage waits for
     "weights": (SplitBackward(),),  # the other half
 }
@@ -171,7 +171,7 @@ class Program:
         if (name, absent) not in self._made:
             backward = sibling(name, "backward")
             graphs: Graphs = {backward: ir.copy_graph(self.graphs[backward])}
-            steps: list[GraphsPass] = [Each(DropZeroTangents(absent))] if absent else []
+            steps: list[GraphsPass] = [DropZeroTangents(absent)] if absent else []
             steps += _DERIVED.get(name.rpartition("/")[2], ())
             run_on_graphs(graphs, steps, self.context.of_graph())
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import shardgraph
 from shardgraph import GraphInvariantError, Pipeline, ir, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir.attributes import RECOMPUTE, REGISTRY, ROLE, SOURCE, SUBJECT, VALUE, Change, carried
-from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.sharding.shard_operators import ShardOperators
 from shardgraph.plans.plan import Offload
@@ -164,11 +163,8 @@ def test_a_divided_operation_keeps_what_holds_for_its_parts():
 
 
 @dataclass(frozen=True)
-class _WritesItsOwn:
-    name: ClassVar[str] = "writes-its-own"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    excludes: ClassVar[frozenset[str]] = frozenset()
+class _WritesItsOwn(Pass):
+    name = "writes-its-own"
 
     def run(self, gm, context):
         named(gm, "tanh").meta["mine"] = 1

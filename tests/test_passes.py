@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, p
 from shardgraph.capture.capture import capture
 from shardgraph.checks.lockstep import run_lockstep
 from shardgraph.ir.attributes import SUBJECT
-from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
@@ -143,11 +142,8 @@ def test_a_pass_that_ran_already_is_refused():
 
 
 @dataclass(frozen=True)
-class _ChangesAnOutput:
-    name: ClassVar[str] = "changes-an-output"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    excludes: ClassVar[frozenset[str]] = frozenset()
+class _ChangesAnOutput(Pass):
+    name = "changes-an-output"
 
     def run(self, gm, context):
         results = ir.outputs(gm)

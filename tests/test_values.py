@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from shardgraph import GraphInvariantError, ir, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir.attributes import VALUE
 from shardgraph.ir.fake_values import Propagation
-from shardgraph.passes.base import Context, run_passes
+from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.builder import Builder
 from shardgraph.plans.shards import named_shapes
 
@@ -63,11 +62,8 @@ def test_a_copy_to_the_host_is_there(turned):
 
 
 @dataclass(frozen=True)
-class _WritesAWrongStride:
-    name: ClassVar[str] = "writes-a-wrong-stride"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    excludes: ClassVar[frozenset[str]] = frozenset()
+class _WritesAWrongStride(Pass):
+    name = "writes-a-wrong-stride"
 
     def run(self, gm, context):
         node = next(node for node in gm.graph.nodes if node.target is aten.tanh.default)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from shardgraph.ir.attributes import SCORES, SOURCE
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.chunking.region import NotByRowsError, described, find_region
 from shardgraph.passes.chunking.slice_before_scores import normalizations
 from shardgraph.passes.chunking.write_chunks import write_chunks
@@ -19,14 +18,13 @@ LOSS_CHUNK = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class MarkScores:
+class MarkScores(Pass):
     """Takes a joint graph; marks the log-softmax of every cross-entropy, so that :class:`ChunkLoss` finds it after
     operator sharding. Must not change: anything else."""
 
-    name: ClassVar[str] = "mark-scores"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"marked-scores"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-operators", "split"})
+    name = "mark-scores"
+    provides = frozenset({"marked-scores"})
+    excludes = frozenset({"sharded-operators", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for number, node in enumerate(normalizations(gm)):
@@ -39,7 +37,7 @@ def has_scores(gm: fx.GraphModule, nbytes: int) -> bool:
 
 
 @dataclass(frozen=True)
-class ChunkLoss:
+class ChunkLoss(Pass):
     """Takes a joint graph, sharded or not; at most ``context.plan.loss_chunk`` bytes of scores exist at a time.
 
     The limit holds for each dtype. The product of hidden states and vocabulary, the cross-entropy and the backward of
@@ -50,10 +48,9 @@ class ChunkLoss:
     Must not change: the results, except for the order of summation over rows.
     """
 
-    name: ClassVar[str] = "chunk-loss"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"chunked-loss"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "recomputed", "split"})
+    name = "chunk-loss"
+    provides = frozenset({"chunked-loss"})
+    excludes = frozenset({"sharded-parameters", "recomputed", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.loss_chunk is None:

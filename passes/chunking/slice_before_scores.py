@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardgraph.ir.attributes import Change, carried
 from shardgraph.ir.fake_values import Propagation
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.chunking.rows import PRODUCTS
 from shardgraph.passes.sharding.options import operands
@@ -22,7 +22,7 @@ _SAME_ROWS = frozenset({aten.view.default, aten._unsafe_view.default, aten._to_c
 
 
 @dataclass(frozen=True)
-class SliceBeforeScores:
+class SliceBeforeScores(Pass):
     """Takes a captured joint graph; gives one in which hidden states are sliced instead of their scores.
 
     Causal models shift labels against scores, ``scores[:, :-1]`` against ``labels[:, 1:]``. A product is row-wise, so
@@ -32,10 +32,9 @@ class SliceBeforeScores:
     Must not change: what is computed.
     """
 
-    name: ClassVar[str] = "slice-before-scores"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"sliced-hidden-states"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-operators", "split"})
+    name = "slice-before-scores"
+    provides = frozenset({"sliced-hidden-states"})
+    excludes = frozenset({"sharded-operators", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for scores in normalizations(gm):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.experts.exchange import ExchangeBuilder
 from shardgraph.passes.experts.find import find_experts
 from shardgraph.passes.experts.problem import ExpertPlacements
@@ -27,7 +26,7 @@ from shardgraph.plans.plan import AUTO
 
 
 @dataclass(frozen=True)
-class DivideExperts:
+class DivideExperts(Pass):
     """Takes a joint graph; gives one in which every rank of ``axis`` has its shard of the experts.
 
     Parameters that the plan splits along the axis are the experts; if the plan does not decide,
@@ -39,10 +38,9 @@ class DivideExperts:
 
     axis: str
 
-    name: ClassVar[str] = "divide-experts"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"divided-experts"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"divided-experts", "sharded-parameters", "split"})
+    name = "divide-experts"
+    provides = frozenset({"divided-experts"})
+    excludes = frozenset({"divided-experts", "sharded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from shardgraph.ir import Forwarded
 from shardgraph.ir.attributes import MEMORY_KIND, MODULES, OFFLOADED_BY, RECOMPUTE, ROLE
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.plans.annotations.kinds import offload
 from shardgraph.plans.annotations.match import matches
@@ -20,7 +19,7 @@ from shardgraph.plans.plan import Plan
 
 
 @dataclass(frozen=True)
-class MarkOffloaded:
+class MarkOffloaded(Pass):
     """Takes a joint graph; marks with ``OFFLOADED_BY``, a set of patterns, the values that ``offload()`` names.
 
     These are the values the module computes or, if backward recomputes them, the values they are recomputed from. If
@@ -31,10 +30,10 @@ class MarkOffloaded:
     Must not change: the computation.
     """
 
-    name: ClassVar[str] = "mark-offloaded"
-    requires: ClassVar[frozenset[str]] = frozenset({"recomputed"})
-    provides: ClassVar[frozenset[str]] = frozenset({"marked-offloaded"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+    name = "mark-offloaded"
+    requires = frozenset({"recomputed"})
+    provides = frozenset({"marked-offloaded"})
+    excludes = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not offloads(context.plan):

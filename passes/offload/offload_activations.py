@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -13,7 +12,7 @@ from shardgraph.errors import PlanError
 from shardgraph.ir import Forwarded, Saved, outputs, set_outputs
 from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
 from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.base import Context, Graphs, of_kind, sibling
+from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.offload.kept import Kept, kept_values, window_of
 from shardgraph.passes.offload.window import awaited, started, staying
@@ -24,7 +23,7 @@ _SMALL = 1 / 100  # of the window: below this, starting a copy costs more than i
 
 
 @dataclass(frozen=True)
-class OffloadActivations:
+class OffloadActivations(GraphsPass):
     """Takes forward and backward graphs; keeps the saved activations that the plan offloads in host memory in between.
 
     Must not change: what each node computes, and the order of the others.
@@ -33,10 +32,10 @@ class OffloadActivations:
         PlanError: the plan or an annotation offloads activations, and there are none.
     """
 
-    name: ClassVar[str] = "offload-activations"
-    requires: ClassVar[frozenset[str]] = frozenset({"split", "marked-offloaded", "overlapped-copies"})
-    provides: ClassVar[frozenset[str]] = frozenset({"offloaded-activations"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-activations"})
+    name = "offload-activations"
+    requires = frozenset({"split", "marked-offloaded", "overlapped-copies"})
+    provides = frozenset({"offloaded-activations"})
+    excludes = frozenset({"offloaded-activations"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         plan, backwards = context.plan, of_kind(graphs, "backward")

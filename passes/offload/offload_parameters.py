@@ -8,20 +8,19 @@ can be larger than device memory (Rajbhandari et al., "ZeRO-Infinity", 2021, htt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, placeholders
 from shardgraph.ir.attributes import CAST_OF, EQUALS, MEAN_OF, ON_DISK, ON_HOST, REDUCES, SOURCE, SUBJECT
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.parameters.rewrite import insert_before_use, replace_results
 
 
 @dataclass(frozen=True)
-class OffloadParameters:
+class OffloadParameters(Pass):
     """Takes a joint graph over stored parameters, or shards of them; moves those that the plan offloads to host memory.
 
     A copy to the device and its wait are inserted before the first use of such a placeholder; the parameter's users (a
@@ -31,10 +30,10 @@ class OffloadParameters:
     Must not change: the values that the computation sees.
     """
 
-    name: ClassVar[str] = "offload-parameters"
-    requires: ClassVar[frozenset[str]] = frozenset({"mixed-precision"})
-    provides: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters", "split"})
+    name = "offload-parameters"
+    requires = frozenset({"mixed-precision"})
+    provides = frozenset({"offloaded-parameters"})
+    excludes = frozenset({"offloaded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for role, node in placeholders(gm).items():
@@ -43,7 +42,7 @@ class OffloadParameters:
 
 
 @dataclass(frozen=True)
-class OffloadGradients:
+class OffloadGradients(Pass):
     """Takes a joint graph that returns gradients in their stored form; returns those of offloaded parameters in host
     memory.
 
@@ -53,10 +52,10 @@ class OffloadGradients:
     Must not change: other results.
     """
 
-    name: ClassVar[str] = "offload-gradients"
-    requires: ClassVar[frozenset[str]] = frozenset({"offloaded-parameters", "reduced-gradients"})
-    provides: ClassVar[frozenset[str]] = frozenset({"offloaded-gradients"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"offloaded-gradients", "split"})
+    name = "offload-gradients"
+    requires = frozenset({"offloaded-parameters", "reduced-gradients"})
+    provides = frozenset({"offloaded-gradients"})
+    excludes = frozenset({"offloaded-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         def to_host(fqn: str, gradient: fx.Node) -> fx.Node:

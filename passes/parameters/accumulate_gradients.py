@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardgraph.ir import Accumulated, Gradient, Parameter, outputs
 from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.parameters.rewrite import replace_results
 
 
 @dataclass(frozen=True)
-class KeepGradientsLocal:
+class KeepGradientsLocal(Pass):
     """Takes a backward graph; makes it the ``no_sync`` variant, which returns whole, unreduced gradients.
 
     Must not change: gradients of inputs, and of parameters whose gradients are not reduced.
     """
 
-    name: ClassVar[str] = "keep-gradients-local"
-    requires: ClassVar[frozenset[str]] = frozenset({"split", "reduced-gradients"})
-    provides: ClassVar[frozenset[str]] = frozenset({"local-gradients"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"local-gradients", "accumulated-gradients"})
+    name = "keep-gradients-local"
+    requires = frozenset({"split", "reduced-gradients"})
+    provides = frozenset({"local-gradients"})
+    excludes = frozenset({"local-gradients", "accumulated-gradients"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         replace_results(gm, Gradient, Parameter, lambda _, value: local_gradient(value))
@@ -34,17 +34,17 @@ class KeepGradientsLocal:
 
 
 @dataclass(frozen=True)
-class AddAccumulated:
+class AddAccumulated(Pass):
     """Takes a backward graph; makes it the variant that ends a ``no_sync`` run: it also takes the local gradients of
     earlier microbatches (role ``Accumulated``) and adds them to its own before reducing.
 
     Must not change: gradients that are not reduced.
     """
 
-    name: ClassVar[str] = "add-accumulated"
-    requires: ClassVar[frozenset[str]] = frozenset({"split", "reduced-gradients"})
-    provides: ClassVar[frozenset[str]] = frozenset({"accumulated-gradients"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"local-gradients", "accumulated-gradients"})
+    name = "add-accumulated"
+    requires = frozenset({"split", "reduced-gradients"})
+    provides = frozenset({"accumulated-gradients"})
+    excludes = frozenset({"local-gradients", "accumulated-gradients"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         first = next(iter(gm.graph.nodes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -11,13 +10,13 @@ from torch import fx
 from shardgraph.ir import Buffer, Mutation
 from shardgraph.ir.attributes import MEAN_OF, SOURCE, SUBJECT
 from shardgraph.mesh import together
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.parameters.rewrite import replace_results
 
 
 @dataclass(frozen=True)
-class AverageBuffers:
+class AverageBuffers(Pass):
     """Takes a graph that writes buffers from this rank's batch; writes their mean over ranks instead.
 
     Each rank computes the new value from its part of the batch; floating-point values are then averaged over all
@@ -26,10 +25,9 @@ class AverageBuffers:
     already. Must not change: what forward returns.
     """
 
-    name: ClassVar[str] = "average-buffers"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"averaged-buffers"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"averaged-buffers", "split"})
+    name = "average-buffers"
+    provides = frozenset({"averaged-buffers"})
+    excludes = frozenset({"averaged-buffers", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.data_size == 1:

@@ -7,21 +7,20 @@ full precision for the optimizer, and communicates in the compute precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, placeholders
 from shardgraph.ir.attributes import CAST_OF, SOURCE, SUBJECT
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.parameters.rewrite import insert_before_use, replace_results
 from shardgraph.plans.precision import dtype_of
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
+class MixedPrecision(Pass):
     """Takes a joint graph over parameters, or shards, in their compute dtype; makes them those in their stored dtype.
 
     A placeholder gets the dtype of ``context.stored``, and a cast back to the compute dtype is inserted before its
@@ -32,10 +31,10 @@ class MixedPrecision:
     Must not change: the values that the computation sees.
     """
 
-    name: ClassVar[str] = "mixed-precision"
-    requires: ClassVar[frozenset[str]] = frozenset({"sharded-parameters"})
-    provides: ClassVar[frozenset[str]] = frozenset({"mixed-precision"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"mixed-precision", "reduced-gradients", "split"})
+    name = "mixed-precision"
+    requires = frozenset({"sharded-parameters"})
+    provides = frozenset({"mixed-precision"})
+    excludes = frozenset({"mixed-precision", "reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for role, node in placeholders(gm).items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -12,7 +11,7 @@ from torch import fx
 from shardgraph.ir import Gradient, Parameter, local_chunk, trim_shard
 from shardgraph.ir.attributes import CAST_OF, MEAN_OF, REDUCES, SOURCE, SUBJECT
 from shardgraph.mesh import together
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
 from shardgraph.passes.parameters.rewrite import replace_results
 
@@ -20,7 +19,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ReduceGradients:
+class ReduceGradients(Pass):
     """Takes a joint graph that returns each rank's own gradients; returns their mean over ranks instead.
 
     Depending on the parameter's plan the reduction is an all-reduce (every rank holds the whole gradient; a sharded
@@ -34,10 +33,10 @@ class ReduceGradients:
     Every node added here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
     """
 
-    name: ClassVar[str] = "reduce-gradients"
-    requires: ClassVar[frozenset[str]] = frozenset({"sharded-parameters"})
-    provides: ClassVar[frozenset[str]] = frozenset({"reduced-gradients"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"reduced-gradients", "split"})
+    name = "reduce-gradients"
+    requires = frozenset({"sharded-parameters"})
+    provides = frozenset({"reduced-gradients"})
+    excludes = frozenset({"reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         replace_results(gm, Gradient, Parameter, partial(_reduce, gm, context))

@@ -6,18 +6,17 @@ Fully sharded data parallel (FairScale), or ZeRO stage 3, as a graph rewrite.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from shardgraph.ir import Parameter, placeholders
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
 from shardgraph.passes.parameters.rewrite import insert_before_use
 
 
 @dataclass(frozen=True)
-class ShardParameters:
+class ShardParameters(Pass):
     """Takes a joint graph over whole parameters; replaces them by local shards along dim 0.
 
     The placeholder of each sharded parameter becomes this rank's shard (its value has rank 0's shape, the longest).
@@ -29,10 +28,9 @@ class ShardParameters:
     Must not change: anything downstream, which sees a tensor equal to the whole parameter.
     """
 
-    name: ClassVar[str] = "shard-parameters"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"sharded-parameters"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+    name = "shard-parameters"
+    provides = frozenset({"sharded-parameters"})
+    excludes = frozenset({"sharded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for role, node in placeholders(gm).items():

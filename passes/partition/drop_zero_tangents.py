@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from shardgraph.ir import WAIT, Tangent, is_collective, local_part, placeholders
 from shardgraph.ir.attributes import REDUCES, Change, carried
 from shardgraph.ir.fake_values import layout_of
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ _PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
 
 
 @dataclass(frozen=True)
-class DropZeroTangents:
+class DropZeroTangents(Pass):
     """Takes a backward graph; specialises it to calls in which the tangents ``absent`` are undefined.
 
     Values that are zero as a result are not computed, as in eager autograd, where an undefined gradient skips the
@@ -48,10 +48,8 @@ class DropZeroTangents:
 
     absent: frozenset[Tangent]
 
-    name: ClassVar[str] = "drop-zero-tangents"
-    requires: ClassVar[frozenset[str]] = frozenset({"split"})
-    provides: ClassVar[frozenset[str]] = frozenset()
-    excludes: ClassVar[frozenset[str]] = frozenset()
+    name = "drop-zero-tangents"
+    requires = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         zero = {node for role, node in placeholders(gm).items() if role in self.absent}

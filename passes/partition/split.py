@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,20 +18,19 @@ from torch import fx
 from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders, set_outputs
 from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
-from shardgraph.passes.base import Context, Graphs, of_kind, sibling
+from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(GraphsPass):
     """Takes joint graphs; splits each into a forward graph and, if it is differentiable, a backward graph.
 
     Must not change: what either computes.
     """
 
-    name: ClassVar[str] = "partition"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"split"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+    name = "partition"
+    provides = frozenset({"split"})
+    excludes = frozenset({"split"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "joint"):

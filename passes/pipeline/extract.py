@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.errors import PlanError
 from shardgraph.ir.attributes import VALUE, Change, carried, write
-from shardgraph.passes.base import Context, Graphs
+from shardgraph.passes.base import Context, Graphs, GraphsPass
 from shardgraph.passes.pipeline.assign import Assignment, assign_stages
 from shardgraph.passes.pipeline.batch_norm import batch_norms
 from shardgraph.passes.pipeline.cuts import beginnings_of
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class DivideIntoStages:
+class DivideIntoStages(GraphsPass):
     """Takes the joint graph of a microbatch; returns one joint graph per pipeline stage. The stages after the first
     begin with the modules ``begin``.
 
@@ -41,10 +41,10 @@ class DivideIntoStages:
 
     begin: tuple[str, ...]
 
-    name: ClassVar[str] = "divide-into-stages"
-    requires: ClassVar[frozenset[str]] = frozenset({"recomputed"})
-    provides: ClassVar[frozenset[str]] = frozenset({"divided-into-stages"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"divided-into-stages", "sharded-parameters", "split"})
+    name = "divide-into-stages"
+    requires = frozenset({"recomputed"})
+    provides = frozenset({"divided-into-stages"})
+    excludes = frozenset({"divided-into-stages", "sharded-parameters", "split"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         gm = graphs.pop("joint")

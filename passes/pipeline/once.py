@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, REDUCES, new_placeholder
-from shardgraph.passes.base import Context, Graphs, of_kind, sibling
+from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.parameters.accumulate_gradients import local_gradient
 from shardgraph.passes.pipeline.subgraph import subgraph
 
 
 @dataclass(frozen=True)
-class GatherOnce:
+class GatherOnce(GraphsPass):
     """Takes the forward graphs of stages; moves the gathers of parameters that are kept for backward into a ``gather``
     graph per stage, which runs once per step.
 
     Must not change: gathers that backward repeats, which run for every microbatch.
     """
 
-    name: ClassVar[str] = "gather-once"
-    requires: ClassVar[frozenset[str]] = frozenset({"split", "sharded-parameters"})
-    provides: ClassVar[frozenset[str]] = frozenset({"gathered-once"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"gathered-once", "overlapped"})
+    name = "gather-once"
+    requires = frozenset({"split", "sharded-parameters"})
+    provides = frozenset({"gathered-once"})
+    excludes = frozenset({"gathered-once", "overlapped"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "forward"):
@@ -34,15 +33,15 @@ class GatherOnce:
 
 
 @dataclass(frozen=True)
-class ReduceOnce:
+class ReduceOnce(GraphsPass):
     """Takes the backward graphs of stages; copies the gradient reductions into a ``reduce`` graph per stage, which runs
     once per step. Must not change: backward, from which ``keep-gradients-local`` removes the reductions next.
     """
 
-    name: ClassVar[str] = "reduce-once"
-    requires: ClassVar[frozenset[str]] = frozenset({"split", "reduced-gradients"})
-    provides: ClassVar[frozenset[str]] = frozenset({"reduced-once"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"reduced-once", "local-gradients", "overlapped"})
+    name = "reduce-once"
+    requires = frozenset({"split", "reduced-gradients"})
+    provides = frozenset({"reduced-once"})
+    excludes = frozenset({"reduced-once", "local-gradients", "overlapped"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
@@ -51,16 +50,14 @@ class ReduceOnce:
 
 
 @dataclass(frozen=True)
-class DropUntrained:
+class DropUntrained(GraphsPass):
     """Takes backward graphs; removes those without results, because neither their stage nor an earlier one is trained.
 
     Must not change: the others.
     """
 
-    name: ClassVar[str] = "drop-untrained"
-    requires: ClassVar[frozenset[str]] = frozenset({"split"})
-    provides: ClassVar[frozenset[str]] = frozenset()
-    excludes: ClassVar[frozenset[str]] = frozenset()
+    name = "drop-untrained"
+    requires = frozenset({"split"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from shardgraph.ir import copy_graph, of_backward, placeholders
 from shardgraph.ir.attributes import CHUNK, MEMORY_KIND, RECOMPUTE
-from shardgraph.passes.base import Context, Graphs, of_kind
+from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass, of_kind
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.values import computed_once
 
 
 @dataclass(frozen=True)
-class CopyToRecompute:
+class CopyToRecompute(GraphsPass):
     """Takes the joint graphs of stages; adds a copy ``recompute/joint`` for each one that is trained.
 
     It is lowered to the graphs of microbatches that recompute forward in backward. Must not change: the others.
     """
 
-    name: ClassVar[str] = "copy-to-recompute"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute", "split"})
+    name = "copy-to-recompute"
+    provides = frozenset({"copies-to-recompute"})
+    excludes = frozenset({"copies-to-recompute", "split"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "joint"):
@@ -33,7 +31,7 @@ class CopyToRecompute:
 
 
 @dataclass(frozen=True)
-class RecomputeStage:
+class RecomputeStage(Pass):
     """Takes the joint graph of a stage; marks all that forward computes from the stage's inputs with ``RECOMPUTE``.
 
     Saved for backward are then the stage's inputs (Huang et al., 2019, https://arxiv.org/abs/1811.06965), random
@@ -41,10 +39,10 @@ class RecomputeStage:
     without which one chunk would need the others. Must not change: the computation.
     """
 
-    name: ClassVar[str] = "recompute-stage"
-    requires: ClassVar[frozenset[str]] = frozenset({"copies-to-recompute"})
-    provides: ClassVar[frozenset[str]] = frozenset({"recomputed-stage"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+    name = "recompute-stage"
+    requires = frozenset({"copies-to-recompute"})
+    provides = frozenset({"recomputed-stage"})
+    excludes = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         inside, once = forward_nodes(gm), computed_once(gm)

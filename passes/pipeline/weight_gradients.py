@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir.attributes import CHUNK
-from shardgraph.passes.base import Context, Graphs, of_kind, sibling
+from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.pipeline.subgraph import subgraph
 
 
 @dataclass(frozen=True)
-class SplitBackward:
+class SplitBackward(GraphsPass):
     """Takes the backward graphs of stages; splits each into gradients of the stage's ``inputs`` and of its ``weights``.
 
     ``inputs`` returns what the previous stage waits for (``Returned``) and, as further ``Saved`` values, the
@@ -26,10 +25,10 @@ class SplitBackward:
     Must not change: what the halves compute together.
     """
 
-    name: ClassVar[str] = "split-backward"
-    requires: ClassVar[frozenset[str]] = frozenset({"split", "local-gradients"})
-    provides: ClassVar[frozenset[str]] = frozenset({"split-backward"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"split-backward"})
+    name = "split-backward"
+    requires = frozenset({"split", "local-gradients"})
+    provides = frozenset({"split-backward"})
+    excludes = frozenset({"split-backward"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):

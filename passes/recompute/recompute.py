@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -11,7 +10,7 @@ from shardgraph.errors import PlanError
 from shardgraph.ir import Tangent, placeholders
 from shardgraph.ir.attributes import CHUNK, MODULES, RECOMPUTE
 from shardgraph.passes.analysis.names import names_of
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.recompute.modes import operations_of
 from shardgraph.passes.recompute.names import chosen_by
@@ -21,7 +20,7 @@ from shardgraph.plans.annotations.match import Annotated, matches
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Pass):
     """Takes a joint graph; marks with ``RECOMPUTE`` the nodes that backward recomputes.
 
     These are the operations that the plan's ``recompute`` names, and those of modules annotated ``recompute()``. As in
@@ -37,10 +36,9 @@ class Recompute:
         PlanError: the plan's ``recompute`` is ``"budget"``, or names operations that the model does not have.
     """
 
-    name: ClassVar[str] = "recompute"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"recomputed"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+    name = "recompute"
+    provides = frozenset({"recomputed"})
+    excludes = frozenset({"sharded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.recompute == "budget":

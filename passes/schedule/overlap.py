@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from shardgraph.ir import WAIT, collectives
 from shardgraph.ir.attributes import MEMORY_KIND, REDUCES
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 
 
 @dataclass(frozen=True)
-class OverlapCollectives:
+class OverlapCollectives(Pass):
     """Takes a forward or backward graph; reorders it so that collectives start early and are awaited late.
 
     A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many gathers are in
@@ -25,10 +24,9 @@ class OverlapCollectives:
     Must not change: which nodes there are, and what each computes.
     """
 
-    name: ClassVar[str] = "overlap-collectives"
-    requires: ClassVar[frozenset[str]] = frozenset({"split"})
-    provides: ClassVar[frozenset[str]] = frozenset({"overlapped"})
-    excludes: ClassVar[frozenset[str]] = frozenset()
+    name = "overlap-collectives"
+    requires = frozenset({"split"})
+    provides = frozenset({"overlapped"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         depth = context.plan.prefetch

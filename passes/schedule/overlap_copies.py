@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
 from shardgraph.ir import is_wait
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 
 
 @dataclass(frozen=True)
-class OverlapCopies:
+class OverlapCopies(Pass):
     """Takes a forward or backward graph; reorders it so that copies to the device start early and copies to the host
     are awaited late.
 
@@ -25,10 +25,9 @@ class OverlapCopies:
     Must not change: which nodes there are, and what each computes.
     """
 
-    name: ClassVar[str] = "overlap-copies"
-    requires: ClassVar[frozenset[str]] = frozenset({"split"})
-    provides: ClassVar[frozenset[str]] = frozenset({"overlapped-copies"})
-    excludes: ClassVar[frozenset[str]] = frozenset()
+    name = "overlap-copies"
+    requires = frozenset({"split"})
+    provides = frozenset({"overlapped-copies"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if context.plan.prefetch:

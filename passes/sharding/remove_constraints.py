@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from shardgraph.ir import outputs
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.plans.annotations.constrain import CONSTRAIN, describe, placement_of
 
 
 @dataclass(frozen=True)
-class RemoveConstraints:
+class RemoveConstraints(Pass):
     """Takes a joint graph, sharded or not; gives the same without ``shardgraph::constrain``.
 
     A mark that is an output of the graph, or whose strides differ from its operand's, becomes a copy, as the graph was
     traced with. A mark whose axis does not shard operators is noted. Must not change: any value.
     """
 
-    name: ClassVar[str] = "remove-constraints"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"unconstrained"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"split"})
+    name = "remove-constraints"
+    provides = frozenset({"unconstrained"})
+    excludes = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         results = {value for _, value in outputs(gm) if isinstance(value, fx.Node)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -17,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE, Change, carried
-from shardgraph.passes.base import Context
+from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.sharding.activations import choose
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
@@ -38,7 +37,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ShardOperators:
+class ShardOperators(Pass):
     """Takes a joint graph; gives one in which every rank of ``axis`` computes its shard.
 
     All ranks of the axis have the same inputs and results. In the style ``"whole"`` activations between sharded
@@ -53,10 +52,9 @@ class ShardOperators:
     axis: str
     style: str = "whole"
 
-    name: ClassVar[str] = "shard-operators"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset({"sharded-operators"})
-    excludes: ClassVar[frozenset[str]] = frozenset({"sharded-parameters", "split"})
+    name = "shard-operators"
+    provides = frozenset({"sharded-operators"})
+    excludes = frozenset({"sharded-parameters", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
