@@ -166,20 +166,43 @@ def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context
         PassOrderError: a pass requires what no earlier pass provided, or excludes what one did.
         GraphInvariantError: a pass left a graph invalid, or with an input that no other graph returns.
     """
+    before = {name: _Snapshot.of(gm) for name, gm in graphs.items()}
     for step in passes:
         _check_order(step, context.facts)
-        before = {name: (gm, _nodes(gm), _results(gm)) for name, gm in graphs.items()}
         step.run_on(graphs, context)
+        after = {name: _Snapshot.of(gm) for name, gm in graphs.items()}
         for name, gm in graphs.items():
-            old, nodes, results = before.get(name, (None, [], None))
-            changed = old is not gm or _nodes(gm) != nodes
-            if changed and old is gm:
-                _mark_new(step, gm, {node[0] for node in nodes})
-            _check_graph(step, gm, results if old is gm else None, changed)
+            same = before[name] if name in before and before[name].gm is gm else None
+            changed = same is None or same.nodes != after[name].nodes
+            if same is not None and changed:
+                _mark_new(step, gm, set(same.names))
+            _check_graph(step, gm, changed)
+            if same is not None:
+                _check_results(step, same.results, after[name].results)
             for check in _checks:
                 check(step, gm, context)
         _check_given(step, graphs)
         context.facts.update(step.provides)
+        before = after
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What tells whether a pass changed a graph: most passes leave most graphs alone."""
+
+    gm: fx.GraphModule
+    names: list[str]
+    nodes: list[Any]
+    results: list[tuple[Role | None, Any]]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> _Snapshot:
+        names = [node.name for node in gm.graph.nodes]
+        # One flat list: ten thousand tuples for every pass would keep the garbage collector busy.
+        nodes = [part for node in gm.graph.nodes for part in (node, node.target, node.args, node.kwargs)]
+        # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
+        forms = [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
+        return cls(gm, names, nodes, forms)
 
 
 Check = Callable[[GraphsPass, fx.GraphModule, Context], None]
@@ -214,25 +237,13 @@ def _form(value: Any) -> Any:
     return (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _results(gm: fx.GraphModule) -> list[tuple[Role | None, Any]]:
-    # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
-    return [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
-
-
-def _nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """All nodes with their operands, to tell whether a pass changed any: most passes leave most graphs alone."""
-    return [(node.name, node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
-
-
 def _mark_new(step: GraphsPass, gm: fx.GraphModule, known: Collection[str]) -> None:
     for node in gm.graph.nodes:
         if node.name not in known:
             MADE_BY.set(node, MADE_BY.get(node, step.name))
 
 
-def _check_graph(
-    step: GraphsPass, gm: fx.GraphModule, before: list[tuple[Role | None, Any]] | None, changed: bool
-) -> None:
+def _check_graph(step: GraphsPass, gm: fx.GraphModule, changed: bool) -> None:
     try:
         if changed:
             gm.graph.lint()
@@ -247,7 +258,12 @@ def _check_graph(
                 f"the pass {step.name!r} wrote meta[{unknown!r}] of the node {node.name!r}, which is no "
                 "attribute: register it in shardgraph.ir.attributes"
             )
-    for (role, old), (new_role, new) in zip(before, _results(gm), strict=True) if before is not None else ():
+
+
+def _check_results(
+    step: GraphsPass, before: list[tuple[Role | None, Any]], after: list[tuple[Role | None, Any]]
+) -> None:
+    for (role, old), (new_role, new) in zip(before, after, strict=True):
         if role != new_role or old != new:
             raise GraphInvariantError(
                 f"the pass {step.name!r} changed the result {role} from {old} to {new_role} {new}"

@@ -130,7 +130,7 @@ def rounds_of_switches() -> dict[str, int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
     sharded = shardgraph.compile(model, "fsdp", timeout=20)
-    rounds = Rounds(sharded._agreement)
+    rounds = Rounds(sharded._setup.agreement)
 
     def step(rows: int = 2) -> None:
         sharded(torch.ones(rows, 4)).sum().backward()
@@ -179,7 +179,7 @@ def alone_to_what_sends_something_else() -> str:
         sharded(torch.ones(rows, 4)).sum().backward()
     if dist.get_rank():
         return "waited for nobody"
-    sharded._agreement._timeout = 2
+    sharded._setup.agreement._timeout = 2
     try:
         sharded(torch.ones(2, 4))
     except RankMismatchError as error:

@@ -54,7 +54,7 @@ def _(ranks: Ranks, rows: torch.Tensor, received: Sequence[int], sent: Sequence[
 
 @fake(WAIT)
 def _(ranks: Ranks, started: torch.Tensor) -> torch.Tensor:
-    return started.view_as(started)
+    return started
 
 
 COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, send})
