@@ -27,19 +27,19 @@ from shardgraph.cost_models.device import Link
 from shardgraph.errors import ShardGraphError, nearest
 
 WIRE_RULES: dict[str, Callable[[int, int, int], int]] = {
-    "all_gather_into_tensor": lambda given, gotten, ranks: (ranks - 1) * gotten,
-    "reduce_scatter_tensor": lambda given, gotten, ranks: (ranks - 1) * given,
-    "all_reduce": lambda given, gotten, ranks: 2 * (ranks - 1) * given,
-    "all_to_all_single": lambda given, gotten, ranks: (ranks - 1) * given,
-    "send": lambda given, gotten, ranks: ranks * given,
+    "all_gather_into_tensor": lambda operand, result, ranks: (ranks - 1) * result,
+    "reduce_scatter_tensor": lambda operand, result, ranks: (ranks - 1) * operand,
+    "all_reduce": lambda operand, result, ranks: 2 * (ranks - 1) * operand,
+    "all_to_all_single": lambda operand, result, ranks: (ranks - 1) * operand,
+    "send": lambda operand, result, ranks: ranks * operand,
 }
 """``(input bytes of a rank, output bytes of a rank, ranks)`` -> bytes on the wire of all ranks together."""
 
 
-def wire_bytes(operation: str, given: int, gotten: int, ranks: int, on: Arithmetic = NUMBERS) -> int:
+def wire_bytes(operation: str, operand: int, result: int, ranks: int, on: Arithmetic = NUMBERS) -> int:
     """Bytes that each of ``ranks`` sends in one ``operation``, rounded up.
 
-    ``given`` and ``gotten`` are the bytes of one rank's input and output; ``on`` is the arithmetic of their type,
+    ``operand`` and ``result`` are the bytes of one rank's input and output; ``on`` is the arithmetic of their type,
     numbers or expressions.
 
     Raises:
@@ -50,13 +50,13 @@ def wire_bytes(operation: str, given: int, gotten: int, ranks: int, on: Arithmet
             f"there is no formula for the bytes that {operation!r} sends: add a line for it to WIRE_RULES, which has "
             f"{', '.join(WIRE_RULES)}{nearest(operation, WIRE_RULES)}"
         )
-    return on.ceiling(on.ratio(WIRE_RULES[operation](given, gotten, ranks), ranks))
+    return on.ceiling(on.ratio(WIRE_RULES[operation](operand, result, ranks), ranks))
 
 
 def collective_seconds(
     operation: str,
-    given: int,
-    gotten: int,
+    operand: int,
+    result: int,
     ranks: int,
     link: Link,
     efficiency: Mapping[str, float],
@@ -67,7 +67,7 @@ def collective_seconds(
     ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1. The other arguments and
     errors are those of :func:`wire_bytes`.
     """
-    sent = wire_bytes(operation, given, gotten, ranks, on)
+    sent = wire_bytes(operation, operand, result, ranks, on)
     if ranks == 1:
         return 0.0
     transfer = sent / (link.bandwidth * efficiency.get(operation, 1.0))

@@ -211,9 +211,9 @@ class _Price:
         link = self.cluster.link_of(self.layout.mesh, "pp")
         return 2 * self.layout.interleave * (link.latency + nbytes / link.bandwidth)
 
-    def collective(self, operation: str, given: int, gotten: int, axis: str) -> float:
+    def collective(self, operation: str, operand: int, result: int, axis: str) -> float:
         link = self.cluster.link_of(self.layout.mesh, axis)
-        return collective_seconds(operation, given, gotten, self.ranks[axis], link, self.cluster.efficiency)
+        return collective_seconds(operation, operand, result, self.ranks[axis], link, self.cluster.efficiency)
 
     def optimizer(self) -> float:
         """Seconds of AdamW in float32 on the rank's shard of the parameters."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -175,7 +175,7 @@ def run_on_graphs(graphs: Graphs, passes: Sequence[GraphsPass], context: Context
             same = before[name] if name in before and before[name].gm is gm else None
             changed = same is None or same.nodes != after[name].nodes
             if same is not None and changed:
-                _mark_new(step, gm, set(same.names))
+                _mark_new(step, gm, {node.name for node in same.nodes[::4]})
             _check_graph(step, gm, changed)
             if same is not None:
                 _check_results(step, same.results, after[name].results)
@@ -191,18 +191,16 @@ class _Snapshot:
     """What tells whether a pass changed a graph: most passes leave most graphs alone."""
 
     gm: fx.GraphModule
-    names: list[str]
     nodes: list[Any]
     results: list[tuple[Role | None, Any]]
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> _Snapshot:
-        names = [node.name for node in gm.graph.nodes]
         # One flat list: ten thousand tuples for every pass would keep the garbage collector busy.
         nodes = [part for node in gm.graph.nodes for part in (node, node.target, node.args, node.kwargs)]
         # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
         forms = [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
-        return cls(gm, names, nodes, forms)
+        return cls(gm, nodes, forms)
 
 
 Check = Callable[[GraphsPass, fx.GraphModule, Context], None]
@@ -237,7 +235,7 @@ def _form(value: Any) -> Any:
     return (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _mark_new(step: GraphsPass, gm: fx.GraphModule, known: Collection[str]) -> None:
+def _mark_new(step: GraphsPass, gm: fx.GraphModule, known: set[str]) -> None:
     for node in gm.graph.nodes:
         if node.name not in known:
             MADE_BY.set(node, MADE_BY.get(node, step.name))
@@ -272,13 +270,13 @@ def _check_results(
 
 def _check_given(step: GraphsPass, graphs: Graphs) -> None:
     """Check that what a graph takes from other graphs of the set is a result of one, with the same shape and dtype."""
-    given = {name: {role: _form(value) for role, value in outputs(gm)} for name, gm in graphs.items()}
+    results = {name: {role: _form(value) for role, value in outputs(gm)} for name, gm in graphs.items()}
     for name, gm in graphs.items():
         for role, node in placeholders(gm).items():
             givers = list(_givers(name, role))
             if not givers or not graphs.keys() >= set(givers):
                 continue
-            forms = [given[giver][role] for giver in givers if role in given[giver]]
+            forms = [results[giver][role] for giver in givers if role in results[giver]]
             if _form(node) not in forms:
                 raise GraphInvariantError(
                     f"the pass {step.name!r} left {name!r} taking {role} as {_form(node)}, and "

@@ -59,8 +59,6 @@ class Builder:
         tensor = self.contiguous(tensor) if ir.is_collective(node) else tensor
         return self.named(node.name, node.target, (tensor, *node.args[1:]), {})
 
-    # -- layouts and dtypes ----------------------------------------------------------------------------
-
     def contiguous(self, tensor: fx.Node) -> fx.Node:
         """``tensor``, copied if it is not contiguous."""
         if tensor.meta["val"].is_contiguous():
@@ -93,8 +91,6 @@ class Builder:
     def rows(self, tensor: fx.Node, count: int) -> fx.Node:
         """The first ``count`` rows."""
         return self.call(aten.slice.Tensor, tensor, 0, 0, count)
-
-    # -- collectives and copies, each a start and a wait -----------------------------------------------------
 
     def wait(self, start: fx.Node) -> fx.Node:
         """The result of a started collective."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.ir import JointGraph
@@ -31,8 +31,7 @@ from shardgraph.passes.pipeline.recompute_stage import CopyToRecompute, Recomput
 from shardgraph.passes.placing import place
 from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
-from shardgraph.passes.schedule.overlap import OverlapCollectives
-from shardgraph.passes.schedule.overlap_copies import OverlapCopies
+from shardgraph.passes.schedule.overlap import OverlapCollectives, OverlapCopies
 from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
@@ -143,27 +142,13 @@ def lower(
     If the plan has a pipeline, the graph is that of one microbatch, and the plan lists where stages begin.
 
     Raises:
-        PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name.
+        PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name, or its
+            recomputation names operations that the model does not have.
         DeadlockError: the program's collectives could block for ever.
     """
     show("rewrite")
-    return emit(joint, shapes, *place(joint, plan, shapes), show)
-
-
-def emit(
-    joint: JointGraph,
-    shapes: Mapping[str, torch.Size],
-    gm: fx.GraphModule,
-    context: Context,
-    show: Callable[[str], None] = lambda stage: None,
-) -> Program:
-    """The program of ``joint`` from the results of :func:`place`, which are consumed.
-
-    Raises:
-        PlanError: the plan's recomputation names operations that the model does not have.
-        DeadlockError: the program's collectives could block for ever.
-    """
-    plan, graphs = context.plan, {"joint": gm}
+    gm, context = place(joint, plan, shapes)
+    graphs: Graphs = {"joint": gm}
     for step, passes in passes_of(plan).items():
         if step != "rewrite":  # shown already, before placing
             show(step)

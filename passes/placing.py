@@ -95,13 +95,6 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
     if plan.decided and not plan.undecided(shapes):
         return plan
     gm, context = place(joint, plan, shapes)
-    return placed_plan(joint, plan, shapes, gm, context)
-
-
-def placed_plan(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], gm: fx.GraphModule, context: Context
-) -> Plan:
-    """``plan`` with the placements that :func:`place` decided under it, from the graph and context that it returned."""
     if not context.activations:
         return plan
     activations = Activations(call_of(gm), tuple(context.activations.items()))

@@ -69,3 +69,9 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:
     """``"; did you mean 'a', 'b'?"`` for the known names most similar to ``name``, or ``""``."""
     close = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)
     return f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def expect(allowed: bool, field: str, value: object, expected: str) -> None:
+    """Raise PlanError, which names what is ``expected``, unless the value of ``field`` is ``allowed``."""
+    if not allowed:
+        raise PlanError(f"{field} is {value!r}; it may be {expected}")

@@ -56,3 +56,8 @@ def divisors(*lengths: int) -> list[int]:
     """The first 8 numbers from 2 to 512 that divide all ``lengths``: mesh axis sizes for errors to suggest."""
     most = min(*lengths, 512) if lengths else 0
     return [size for size in range(2, most + 1) if not any(length % size for length in lengths)][:8]
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is a whole number from ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

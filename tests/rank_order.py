@@ -12,7 +12,7 @@ from shardgraph import ir
 from shardgraph.errors import DeadlockError
 from shardgraph.mesh import Mesh, group_along
 from shardgraph.passes.analysis.collective_order import check_program
-from shardgraph.passes.analysis.wire import operation_of
+from shardgraph.passes.analysis.rows import operation_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import shardgraph
 from shardgraph import CaptureError, Plan, PlanError
 from shardgraph.ir import ALL_TO_ALL, collectives
 from shardgraph.nn import MoE
-from shardgraph.passes.analysis.wire import node_wire_bytes
+from shardgraph.passes.analysis.rows import node_wire_bytes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program

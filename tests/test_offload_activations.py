@@ -17,7 +17,7 @@ from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.ir import Input, Saved
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.analysis.liveness import profile_memory, profile_step
-from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.offload import offload_activations
 from shardgraph.passes.offload.window import awaited, started, staying

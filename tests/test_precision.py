@@ -12,7 +12,7 @@ import shardgraph
 from shardgraph import CaptureError, Plan, PlanError, Precision, precision, preset
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, Gradient, Mutation, Parameter, Saved, outputs, placeholders
 from shardgraph.ir.attributes import MEMORY_KIND, ROLE, SUBJECT
-from shardgraph.passes.analysis.wire import node_wire_bytes
+from shardgraph.passes.analysis.rows import node_wire_bytes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.plans.remembered import annotated

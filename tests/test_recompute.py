@@ -24,8 +24,7 @@ from shardgraph import (
 )
 from shardgraph.capture.capture import capture
 from shardgraph.ir.attributes import RECOMPUTE
-from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.names import Name, names_of
+from shardgraph.passes.analysis.names import Name, module_of, names_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.lowering import build_program

@@ -14,7 +14,7 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir import collectives, group_of
 from shardgraph.ir.attributes import SUBJECT
 from shardgraph.mesh import group_along, size_along
-from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
+from shardgraph.passes.analysis.rows import node_wire_bytes, operation_of
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.resolve import resolve_plan
 from tests.test_analysis import llama, text

@@ -1,4 +1,4 @@
-"""Operations by name, so that a plan can speak of them and a person can edit it."""
+"""The module of the model that an operation belongs to, and its name in a plan, which a person can edit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SUBJECT
 from shardgraph.ir.operations import operation_name
-from shardgraph.passes.analysis.modules import module_of
 
 Name = tuple[str, str, int]
 """A module, the kind of an operation in it, and which of that kind it is, from 1."""
+
+
+def module_of(node: fx.Node) -> str:
+    """The fully qualified name of the node's module; ``""`` for the model itself, or if unknown.
+
+    Nodes that a pass adds for a parameter or a buffer belong to the module that owns it.
+    """
+    if node in SUBJECT:
+        fqn = str(SUBJECT.of(node)).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
+        return fqn.rpartition(".")[0]
+    stack = MODULES.get(node) or FORWARD_MODULES.get(node)
+    return list(stack.values())[-1][0] if stack else ""
 
 
 def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:

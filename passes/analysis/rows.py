@@ -10,7 +10,7 @@ from torch import fx
 
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.collectives import collective_seconds, wire_bytes
 from shardgraph.cost_models.device import VIEW
 from shardgraph.ir import group_of, is_started, is_wait
 from shardgraph.ir.attributes import SOURCE, SUBJECT
@@ -18,11 +18,10 @@ from shardgraph.ir.copies import DIRECTIONS
 from shardgraph.mesh import Mesh, size_along
 from shardgraph.passes.analysis.costs import NodeCost, node_costs
 from shardgraph.passes.analysis.liveness import MemoryProfile
-from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
+from shardgraph.passes.analysis.names import module_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One operation: its location in the program and the model, its work, and its cost on one rank.
 
@@ -37,20 +36,20 @@ class Row:
     half: str
     node: str
     operation: str
-    module: str
-    source: str
+    module: str = ""
+    source: str = ""
     label: str
     kind: str
-    dtype: str
-    stream: str
-    flops: int
+    dtype: str = ""
+    stream: str = ""
+    flops: int = 0
     read: int
     written: int
-    sent: int
+    sent: int = 0
     seconds: float
     memory: Mapping[str, int]
-    waits: int
-    known: bool
+    waits: int = 0
+    known: bool = True
     host: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -158,3 +157,18 @@ def _seconds(node: fx.Node, cost: NodeCost, prices: Prices) -> float:
     if cost.kind == "copy":
         return prices.copy(node)
     return prices.communication(node) if cost.kind == "collective" else prices.computation(cost)
+
+
+def node_wire_bytes(node: fx.Node, mesh: Mesh) -> int:
+    """Bytes that each rank sends in one collective.
+
+    Raises:
+        ShardGraphError: the operation has no formula.
+    """
+    source, result = node.args[0].meta["val"], node.meta["val"]
+    return wire_bytes(operation_of(node), source.nbytes, result.nbytes, size_along(mesh, group_of(node)))
+
+
+def operation_of(node: fx.Node) -> str:
+    """The name of a collective's operation, such as ``all_reduce``."""
+    return node.target.__name__.split(".")[0]

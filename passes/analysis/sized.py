@@ -169,11 +169,7 @@ def size_program(
 
 
 def _sized(
-    values: Sequence[Any],
-    points: Sequence[Point],
-    sizes: Sizes,
-    part: _Part | None,
-    storages: dict[int, _SizedStorage],
+    values: Sequence[Any], points: Sequence[Point], sizes: Sizes, part: _Part | None, storages: dict[int, _SizedStorage]
 ) -> Any:
     """The sized value for a value's samples; ``storages`` are those of earlier values."""
 

@@ -15,9 +15,8 @@ from shardgraph.cost_models.collectives import collective_seconds, wire_bytes
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, group_of
 from shardgraph.mesh import axes_of, position_of
 from shardgraph.passes.analysis.costs import NodeCost
-from shardgraph.passes.analysis.rows import Prices
+from shardgraph.passes.analysis.rows import Prices, operation_of
 from shardgraph.passes.analysis.sized import Sizes
-from shardgraph.passes.analysis.wire import operation_of
 
 
 class _Link(NamedTuple):

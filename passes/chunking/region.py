@@ -71,7 +71,7 @@ def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
             name = str(node.target).removeprefix("aten.")
             raise NotByRowsError(f"{name}{line} reads all of them, or is not known to work row by row")
         forms[node] = form
-        layouts |= {(node, index): layout for index, layout in enumerate(form.gives)}
+        layouts |= {(node, index): layout for index, layout in enumerate(form.results)}
         if node is not product and node.target in PRODUCTS:
             del layouts[node, 0]  # hidden states again, or a sum over rows: the scores end here
         elif math.prod(results(node)[0].shape) >= size:
@@ -103,7 +103,7 @@ def _kept(forms: Mapping[fx.Node, Form], large: set[fx.Node]) -> set[fx.Node]:
     kept = {node for node in forms if node in large or any(each in large for each in operands(node))}
     for node in reversed(list(forms)):
         users = [user for each in (node, *pieces(node)) for user in each.users]
-        if any(user in kept for user in users) and SUMMED not in forms[node].gives:
+        if any(user in kept for user in users) and SUMMED not in forms[node].results:
             kept.add(node)
     return kept
 
@@ -123,7 +123,7 @@ def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.No
             continue
         value = node.meta["val"]
         form = form_of(node, rows, [None] * len(operands(node))) if value.numel() >= rows * columns else None
-        if form is not None and form.gives == (layout,) and node.target not in PRODUCTS:
+        if form is not None and form.results == (layout,) and node.target not in PRODUCTS:
             forms[node] = form
             kept.add(node)
             large.add(node)
@@ -131,7 +131,7 @@ def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.No
 
 
 def _read_by_rows(node: fx.Node, form: Form) -> list[tuple[fx.Node, int]]:
-    return [(operand, take) for operand, take in zip(operands(node), form.takes, strict=True) if take != WHOLE]
+    return [(operand, take) for operand, take in zip(operands(node), form.inputs, strict=True) if take != WHOLE]
 
 
 def described(region: Region) -> str:

@@ -31,13 +31,13 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 class Form:
     """How an operation is computed for a chunk of rows.
 
-    ``takes`` and ``gives`` are the layouts of its operands and results. ``args`` returns its arguments for a number of
+    ``inputs`` and ``results`` are layouts of its operands and results. ``args`` returns its arguments for a number of
     rows, with the original operands; ``target`` is None if the operation disappears. ``mean`` means that the first of
     its sums is to be divided by the second.
     """
 
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
     target: Any
     args: Callable[[int], tuple[Any, ...]]
     mean: bool = False
@@ -61,9 +61,9 @@ class Operation:
         """The shape of the first result."""
         return results(self.node)[0].shape
 
-    def form(self, takes: Sequence[int], *gives: int, args: Callable[[int], tuple[Any, ...]] | None = None) -> Form:
+    def form(self, inputs: Sequence[int], *results: int, args: Callable[[int], tuple[Any, ...]] | None = None) -> Form:
         """The operation itself, with its own arguments or ``args``."""
-        return Form(tuple(takes), gives, self.node.target, args or (lambda rows: self.node.args))
+        return Form(tuple(inputs), results, self.node.target, args or (lambda rows: self.node.args))
 
 
 Rule = Callable[[Operation], Form | None]
@@ -75,7 +75,7 @@ def form_of(node: fx.Node, rows: int, known: Sequence[int | None]) -> Form | Non
     elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     rule = RULES.get(node.target) or (pointwise if elementwise else None)
     form = None if rule is None else rule(Operation(node, rows, tuple(known)))
-    if form is None or any(layout not in (None, take) for layout, take in zip(known, form.takes, strict=True)):
+    if form is None or any(layout not in (None, take) for layout, take in zip(known, form.inputs, strict=True)):
         return None
     return form
 
@@ -110,8 +110,8 @@ def pointwise(operation: Operation) -> Form | None:
     count = leading(shape, operation.rows)
     if count is None:
         return None
-    takes = [take for each in operation.shapes if (take := _aligned(each, shape, count)) is not None]
-    return operation.form(takes, count) if len(takes) == len(operation.shapes) else None
+    inputs = [take for each in operation.shapes if (take := _aligned(each, shape, count)) is not None]
+    return operation.form(inputs, count) if len(inputs) == len(operation.shapes) else None
 
 
 def _aligned(shape: torch.Size, result: torch.Size, count: int) -> int | None:
@@ -129,9 +129,9 @@ def sized(operation: Operation) -> Form | None:
     form, node = pointwise(operation), operation.node
     if form is None:
         return None
-    takes = form.takes if node.target is aten.expand.default else tuple(known or WHOLE for known in operation.known)
-    rest = list(operation.result[form.gives[0] :])
-    return replace(form, takes=takes, args=lambda rows: (node.args[0], [rows, *rest], *node.args[2:]))
+    inputs = form.inputs if node.target is aten.expand.default else tuple(known or WHOLE for known in operation.known)
+    rest = list(operation.result[form.results[0] :])
+    return replace(form, inputs=inputs, args=lambda rows: (node.args[0], [rows, *rest], *node.args[2:]))
 
 
 @rule(aten.full.default, aten.zeros.default, aten.ones.default)
@@ -257,9 +257,9 @@ def nll_loss(operation: Operation) -> Form | None:
     if len(operation.shapes[0]) != 2:
         return None
     of_chunk = _SUM if reduction == _MEAN else reduction
-    takes = [1, 1, *[WHOLE] * (weight is not None)]
+    inputs = [1, 1, *[WHOLE] * (weight is not None)]
     args = (scores, target, weight, of_chunk, ignored)
-    form = operation.form(takes, 1 if reduction == _NONE else SUMMED, SUMMED, args=lambda rows: args)
+    form = operation.form(inputs, 1 if reduction == _NONE else SUMMED, SUMMED, args=lambda rows: args)
     return replace(form, mean=reduction == _MEAN)
 
 

@@ -97,7 +97,7 @@ class _Chunks:
                 self._operation(node, number, end - start)
         for node in loop:
             self.write.labels = self._labels(node, recompute=False)
-            for index, layout in enumerate(self.region.forms[node].gives):
+            for index, layout in enumerate(self.region.forms[node].results):
                 if layout == SUMMED:
                     self.whole[node, index] = self._total(node, index)
                 elif self._is_used(node):
@@ -108,7 +108,7 @@ class _Chunks:
     def _operation(self, node: fx.Node, number: int, rows: int) -> None:
         form, chunk = self.region.forms[node], self.chunks[number]
         self.write.labels = self._labels(node, recompute=True, number=number)
-        taken = [self._operand(each, take, number) for each, take in zip(operands(node), form.takes, strict=True)]
+        taken = [self._operand(each, take, number) for each, take in zip(operands(node), form.inputs, strict=True)]
         if form.target is None:
             chunk[node, 0] = taken[0]
             return
@@ -118,9 +118,9 @@ class _Chunks:
             return
         result = self._call(node, form, rows, taken, number)
         parts = [result]
-        if len(form.gives) > 1:
-            parts = [self.write.call(operator.getitem, result, index) for index in range(len(form.gives))]
-        for index, (layout, part) in enumerate(zip(form.gives, parts, strict=True)):
+        if len(form.results) > 1:
+            parts = [self.write.call(operator.getitem, result, index) for index in range(len(form.results))]
+        for index, (layout, part) in enumerate(zip(form.results, parts, strict=True)):
             if layout == SUMMED:
                 self._add((node, index), part)
             else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import fx
 from torch.distributed.tensor import Shard
@@ -18,7 +16,7 @@ aten = torch.ops.aten
 class ExchangeBuilder(AxisBuilder):
     """Builder along an axis whose ranks have different batches; ``Replicate()`` is a tensor of the rank's own batch."""
 
-    maker: ClassVar[str] = "divide-experts"
+    maker = "divide-experts"
 
     def place(self, tensor: fx.Node, before: Placement, after: Placement, shape: torch.Size) -> fx.Node:
         """Redistribute a tensor, of ``shape`` on the rank's own batch, from one placement to another."""

@@ -19,13 +19,13 @@ from shardgraph.passes.recompute.values import layers_of
 class Kept:
     """A value saved for backward that has a storage of its own, of ``nbytes`` bytes.
 
-    ``value`` is the node in forward, ``given`` the placeholder in backward. ``done`` is the last forward node that uses
-    the storage, ``first`` the first backward node. ``layer`` is the layer that computes it, ``""`` outside of layers;
+    ``value`` is the node in forward, ``placeholder`` that in backward. ``done`` is the last forward node that uses the
+    storage, ``first`` the first backward node. ``layer`` is the layer that computes it, ``""`` outside of layers;
     ``marked`` are the patterns of the annotations that name it.
     """
 
     value: fx.Node
-    given: fx.Node
+    placeholder: fx.Node
     nbytes: int
     done: fx.Node
     first: fx.Node
@@ -39,7 +39,7 @@ def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]
     Parameters, buffers, inputs and model outputs are left out, since they stay on the device anyway; so are gathered
     parameters, whose lifetime the plan sets (``reshard_after_forward``).
     """
-    held, layers, given = storages_of(forward), layers_of(forward), placeholders(backward)
+    held, layers, inputs = storages_of(forward), layers_of(forward), placeholders(backward)
     saved = [(role, node) for role, node in outputs(forward) if isinstance(role, Saved) and isinstance(node, fx.Node)]
     times = Counter(storage for _, node in saved for storage in held[node])
     stays = set(_staying(forward, held))
@@ -52,12 +52,12 @@ def kept_values(forward: fx.GraphModule, backward: fx.GraphModule) -> list[Kept]
             done |= dict.fromkeys(held[used], node)
     kept = []
     for role, node in saved:
-        if len(held[node]) != 1 or not given[role].users or not isinstance(value := node.meta["val"], torch.Tensor):
+        if len(held[node]) != 1 or not inputs[role].users or not isinstance(value := node.meta["val"], torch.Tensor):
             continue
         (storage,) = held[node]
         if value.nbytes == storage.nbytes and times[storage] == 1 and storage not in stays:
-            first, layer = min(given[role].users), layers.get(node, "")
-            kept.append(Kept(node, given[role], storage.nbytes, done[storage], first, layer, marked[storage]))
+            first, layer = min(inputs[role].users), layers.get(node, "")
+            kept.append(Kept(node, inputs[role], storage.nbytes, done[storage], first, layer, marked[storage]))
     return sorted(kept, key=lambda each: each.done)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from shardgraph.errors import PlanError
 from shardgraph.ir import Forwarded, Saved, outputs, set_outputs
 from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
-from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.offload.kept import Kept, kept_values, window_of
@@ -105,8 +105,8 @@ def _copy_away(
             (inputs[-1] if value.op == "placeholder" else value).append(wait.args[0])
             _is_copy_of(value, wait)
             copies[value] = latest[after] = wait
-            each.given.meta["val"] = wait.meta["val"]
-            ON_HOST.set(each.given, True)
+            each.placeholder.meta["val"] = wait.meta["val"]
+            ON_HOST.set(each.placeholder, True)
     set_outputs(gm, [(role, copies.get(node, node) if isinstance(role, Saved) else node) for role, node in outputs(gm)])
 
 
@@ -122,14 +122,14 @@ def _copy_back(
     for i, (each, at) in enumerate(zip(by_use, starts, strict=True)):
         arrivals[i] = each.first
         if each not in stays:
-            users = list(each.given.users)
+            users = list(each.placeholder.users)
             build = _builder(gm, context, each.first.prev, each.value)
-            wait = build.to_device(each.given, each.value.meta["val"].device)
+            wait = build.to_device(each.placeholder, each.value.meta["val"].device)
             _is_copy_of(each.value, wait)
             if arrivals[at] is not each.first:
                 arrivals[at].prepend(wait.args[0])
             for user in users:
-                user.replace_input_with(each.given, wait)
+                user.replace_input_with(each.placeholder, wait)
             arrivals[i] = wait
 
 

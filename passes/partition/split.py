@@ -108,8 +108,7 @@ class _Backward:
 
     def build(self, gradients: list[tuple[Role | None, Any]]) -> fx.GraphModule:
         needed = _ancestors(
-            (value for _, value in gradients),
-            lambda node: node not in self.inside and node.op == "call_function",
+            (value for _, value in gradients), lambda node: node not in self.inside and node.op == "call_function"
         )
         order = [node for node in self.gm.graph.nodes if node in needed]
         # Placeholders come first in a graph, so the saved values are found before any node is emitted.

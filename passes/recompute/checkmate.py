@@ -117,7 +117,7 @@ def least_seconds(
         for s in stores:
             program.constrain(f"{s} at {t}", {kept[t + 1, s]: 1.0} | available(t, s), high=0.0)
         for o in seconds:
-            for s in values.takes[o]:
+            for s in values.reads[o]:
                 program.constrain(f"{o.name} reads {s} at {t}", {runs[t, o]: 1.0} | available(t, s), high=0.0)
         row = {kept[t + 1, s]: s.nbytes / scale for s in stores}
         program.constrain(f"bytes at {t}", row, high=(bound - step.own) / scale)

@@ -76,6 +76,6 @@ def problem_of(gm: fx.GraphModule, values: Values, prices: Prices) -> RecomputeP
         most[key] = 0 if settled else len(nodes)
         nbytes |= {(key, position): storage.nbytes for position, storage in enumerate(values.makes[node])}
         for each in nodes:
-            reads |= {(key, result(s)) for s in values.takes[each] if classes[values.maker[s]] in members}
+            reads |= {(key, result(s)) for s in values.reads[each] if classes[values.maker[s]] in members}
     demanded = {result(storage) for storage in values.demanded if classes[values.maker[storage]] in members}
     return RecomputeProblem(dict(members), seconds, most, nbytes, demanded, reads)

@@ -12,7 +12,7 @@ from torch import fx
 
 from shardgraph.ir import Gradient, Mutation, Parameter, local_part, outputs, placeholders
 from shardgraph.passes.analysis.liveness import Storage, storages_of
-from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.partition.split import forward_nodes
 
@@ -21,14 +21,14 @@ from shardgraph.passes.partition.split import forward_nodes
 class Values:
     """The values that the forward half of a joint graph produces.
 
-    ``makes`` are the storages that each operation produces, in order, ``takes`` those of other operations that it
+    ``makes`` are the storages that each operation produces, in order, ``reads`` those of other operations that it
     reads, and ``maker`` is the operation that produces a storage. Nodes that produce none (views, waits) are not
     operations. ``held`` are the storages of each node's value, if operations produce all of them; ``demanded`` are
     those that backward reads. For ``once`` see :func:`computed_once`, for ``layer`` :func:`layers_of`.
     """
 
     makes: dict[fx.Node, list[Storage]]
-    takes: dict[fx.Node, list[Storage]]
+    reads: dict[fx.Node, list[Storage]]
     maker: dict[Storage, fx.Node]
     held: dict[fx.Node, list[Storage]]
     demanded: set[Storage]
@@ -37,12 +37,12 @@ class Values:
 
     def leaving(self) -> set[fx.Node]:
         """The operations whose results are read outside their layer."""
-        readers = ((node, storage) for node, taken in self.takes.items() for storage in taken)
+        readers = ((node, storage) for node, taken in self.reads.items() for storage in taken)
         return {self.maker[s] for node, s in readers if self.layer[self.maker[s]] != self.layer[node]}
 
     def kept(self, again: Collection[fx.Node]) -> int:
         """The bytes saved for backward if it recomputes the operations ``again``."""
-        needed = self.demanded.union(*(self.takes[node] for node in again))
+        needed = self.demanded.union(*(self.reads[node] for node in again))
         return sum(storage.nbytes for storage in needed if self.maker[storage] not in again)
 
     def dropped(self, again: Collection[fx.Node]) -> int:
@@ -68,7 +68,7 @@ def values_of(gm: fx.GraphModule, granule: int = 1) -> Values:
             values.demanded.update(read)
             continue
         if new := [s for s in dict.fromkeys(stored[node]) if s not in values.maker and s not in inputs]:
-            values.makes[node], values.takes[node] = new, list(read)
+            values.makes[node], values.reads[node] = new, list(read)
             values.maker.update(dict.fromkeys(new, node))
         if stored[node] and all(s in values.maker for s in stored[node]):
             values.held[node] = stored[node]

@@ -1,15 +1,17 @@
-"""Overlaps communication with computation by reordering the graph."""
+"""Overlaps communication, and copies between host and device, with computation by reordering the graph."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from shardgraph.ir import WAIT, collectives
+from shardgraph.ir import WAIT, collectives, is_wait
 from shardgraph.ir.attributes import MEMORY_KIND, REDUCES
+from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.base import Context, Pass
 
 
@@ -69,3 +71,66 @@ def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
         point = gm.graph.output_node() if last else tails[i + depth][0].next
         for node in tail:
             point.prepend(node)
+
+
+@dataclass(frozen=True)
+class OverlapCopies(Pass):
+    """Takes a forward or backward graph; reorders it so that copies to the device start early and copies to the host
+    are awaited late.
+
+    The copies in flight in one direction have together at most the bytes of the largest one, which has to fit anyway:
+    the link is used during computation, and the device holds little more than what it computes with. If the plan has
+    no ``prefetch``, nothing is reordered.
+
+    Must not change: which nodes there are, and what each computes.
+    """
+
+    name = "overlap-copies"
+    requires = frozenset({"split"})
+    provides = frozenset({"overlapped-copies"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if context.plan.prefetch:
+            _start_copies_early(gm)
+            _await_copies_late(gm)
+
+
+def _start_copies_early(gm: fx.GraphModule) -> None:
+    """Start each copy to the device, in the order of the waits, once enough earlier copies have been awaited."""
+    copies = sorted(_copies(gm, TO_DEVICE), key=lambda copy: copy[1])
+    after = inputs = max(gm.graph.find_nodes(op="placeholder"), default=next(iter(gm.graph.nodes)))
+    moves: list[tuple[fx.Node, fx.Node]] = []
+    for (start, _), first in zip(copies, _windows(copies), strict=True):
+        after = max(after, copies[first - 1][1] if first else inputs, start.all_input_nodes[0])
+        moves.append((start, after))
+    for start, after in reversed(moves):
+        after.append(start)
+
+
+def _await_copies_late(gm: fx.GraphModule) -> None:
+    """Await each copy to the host, in start order, before the first later copy that would exceed the window."""
+    copies = list(_copies(gm, TO_HOST))
+    until: list[fx.Node] = []
+    for (start, _), first in zip(copies, _windows(copies), strict=True):
+        until += [start] * (first - len(until))
+    until += [gm.graph.output_node()] * (len(copies) - len(until))
+    for (_, wait), point in zip(copies, until, strict=True):
+        min([point, *wait.users]).prepend(wait)
+
+
+def _copies(gm: fx.GraphModule, target: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each start of a copy, in order, with its wait."""
+    for node in gm.graph.find_nodes(op="call_function", target=target):
+        yield node, next(user for user in node.users if is_wait(user))
+
+
+def _windows(copies: Sequence[tuple[fx.Node, fx.Node]]) -> Iterator[int]:
+    """For each copy the first that may be in flight with it, so that together they do not exceed the largest copy."""
+    sizes = [start.meta["val"].nbytes for start, _ in copies]
+    limit, in_flight, first = max(sizes, default=0), 0, 0
+    for i, size in enumerate(sizes):
+        in_flight += size
+        while in_flight > limit and first < i:
+            in_flight -= sizes[first]
+            first += 1
+        yield first

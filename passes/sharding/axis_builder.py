@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -21,7 +20,7 @@ aten = torch.ops.aten
 class AxisBuilder(Builder):
     """Appends nodes, named after the axis, to the graph of a rank of mesh ``axis``, which has ``parts`` ranks."""
 
-    maker: ClassVar[str] = "shard-operators"  # the pass recorded as the maker of new nodes
+    maker = "shard-operators"  # the pass recorded as the maker of new nodes
 
     def __init__(self, graph: fx.Graph, values: Propagation, axis: str) -> None:
         super().__init__(graph, values, prefix=axis)

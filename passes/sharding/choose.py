@@ -171,11 +171,11 @@ class _Class:
 
     def by_placement(self, placements: Iterable[Placement | None]) -> dict[Placement, list[int]]:
         """The variables by the placement that each option gives an operand or a result."""
-        found: dict[Placement, list[int]] = defaultdict(list)
+        variables: dict[Placement, list[int]] = defaultdict(list)
         for placement, variable in zip(placements, self.variables, strict=True):
             assert placement is not None
-            found[placement].append(variable)
-        return found
+            variables[placement].append(variable)
+        return variables
 
 
 _Use = tuple[_Class, int, _Class, int | None]

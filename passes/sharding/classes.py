@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE
-from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.names import names_of
+from shardgraph.passes.analysis.names import module_of, names_of
 from shardgraph.passes.sharding.options import operands, operations
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 
@@ -43,7 +42,7 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
         for at, part in enumerate(parts):
             if part.isdigit():
                 layers[".".join(parts[:at])][part].append(node)
-    found: dict[fx.Node, Hashable] = {}
+    keys: dict[fx.Node, Hashable] = {}
     for stack in sorted(layers, key=len):  # outer stacks first: a layer may contain stacks of its own
         alike: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
         for nodes in layers[stack].values():
@@ -53,8 +52,8 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
             if len(members) >= least and len(matrices) > 1:
                 for nodes in members:
                     for position, node in enumerate(nodes):
-                        found.setdefault(node, (stack, number, position))
-    return {node: found.get(node, node.name) for node in gm.graph.nodes}
+                        keys.setdefault(node, (stack, number, position))
+    return {node: keys.get(node, node.name) for node in gm.graph.nodes}
 
 
 def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Parameter, placeholders
-from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, is_cut
 from shardgraph.plans.annotations.constrain import CONSTRAIN, describe, placement_of

@@ -21,9 +21,6 @@ Value = tuple[fx.Node, int]
 """A tensor of a graph: the node that produces it and its index among the node's results."""
 
 
-_NONE: Mapping[Value, Iterable[Placement]] = {}
-
-
 def value_of(node: fx.Node) -> Value:
     """The tensor that an operand refers to."""
     if node.target is operator.getitem:
@@ -56,7 +53,7 @@ class Legal:
         self,
         gm: fx.GraphModule,
         parts: int,
-        starts: Mapping[Value, Iterable[Placement]] = _NONE,
+        starts: Mapping[Value, Iterable[Placement]] | None = None,
         refused: dtensor_rules.Refused | None = None,
     ) -> None:
         self.parts, self._refused = parts, dtensor_rules.Refused() if refused is None else refused
@@ -70,7 +67,7 @@ class Legal:
                 if isinstance(value, torch.Tensor):
                     plain = (blocks(dim, 1) for dim in range(value.dim()))
                     self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
-        for value, cuts in starts.items():
+        for value, cuts in (starts or {}).items():
             self.cuts[value].update(cuts)
         self._spread()
 
@@ -79,8 +76,6 @@ class Legal:
         if node not in self._options:
             self._options[node] = list(dict.fromkeys([replicated(node), *self._cut_options(node)]))
         return self._options[node]
-
-    # -- blocks ------------------------------------------------------------------------------------
 
     def _spread(self) -> None:
         grown = set(self.nodes)
@@ -142,10 +137,10 @@ class Legal:
     def _table(self, node: fx.Node) -> Iterator[Option]:
         if node not in self._templates:
             operation = Operation(node, self.parts)
-            found = list(own_options(operation))
+            options = list(own_options(operation))
             if node.target not in REPLACES and dtensor_rules.has_strategy(node.target):
-                found += dtensor_rules.strategies(operation, self._refused)
-            self._templates[node] = found
+                options += dtensor_rules.strategies(operation, self._refused)
+            self._templates[node] = options
         for option in self._templates[node]:
             yield option
             if option.lowering not in ANY_BLOCKS and any(is_cut(p) for p in option.operands + option.results):
@@ -156,12 +151,12 @@ class Legal:
                 )
 
     def _block_counts(self, values: Iterable[tuple[Value, Placement]]) -> set[int]:
-        found = set()
+        counts = set()
         for value, placement in values:
             if is_cut(placement):
                 dim, _ = cut_of(placement)
-                found |= {count for at, count in map(cut_of, self.cuts[value]) if at == dim and count > 1}
-        return found
+                counts |= {count for at, count in map(cut_of, self.cuts[value]) if at == dim and count > 1}
+        return counts
 
 
 def _in_blocks(placements: tuple[Placement | None, ...], count: int) -> tuple[Placement | None, ...]:
@@ -177,15 +172,15 @@ def reached(legal: Legal, starts: Mapping[Value, Iterable[Placement]]) -> dict[V
 
     A result's sharding follows if a legal option has it together with an operand's sharding that follows.
     """
-    found: dict[Value, set[Placement]] = {value: set(cuts) for value, cuts in starts.items()}
+    known: dict[Value, set[Placement]] = {value: set(cuts) for value, cuts in starts.items()}
     for node in legal.nodes:
         sources = [value_of(operand) for operand in operands(node)]
-        if not any(found.get(source) for source in sources):
+        if not any(known.get(source) for source in sources):
             continue
         for option in legal.options(node):
             pairs = zip(sources, option.operands, strict=True)
-            if any(is_cut(p) and p in found.get(source, ()) for source, p in pairs):
+            if any(is_cut(p) and p in known.get(source, ()) for source, p in pairs):
                 for index, placement in enumerate(option.results):
                     if is_cut(placement):
-                        found.setdefault((node, index), set()).add(placement)
-    return found
+                        known.setdefault((node, index), set()).add(placement)
+    return known

@@ -15,7 +15,7 @@ from shardgraph import ir, torch_api
 from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, add_output, outputs
 from shardgraph.ir.attributes import EQUALS, MADE_BY, PLACEMENTS, RECOMPUTE, ROLE, SUBJECT, Change, carried
-from shardgraph.passes.analysis.modules import module_of
+from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS

@@ -74,7 +74,7 @@ def _indivisible(node: fx.Node, shape: torch.Size, dim: int, parts: int) -> str:
 
 def connected(legal: Legal, starts: Cuts) -> dict[Value, set[Placement]]:
     """Shardings connected to ``starts``: two are connected if a legal option has both. Parameters stay replicated."""
-    found = defaultdict(set, {value: set(cuts) for value, cuts in starts.items()})
+    known = defaultdict(set, {value: set(cuts) for value, cuts in starts.items()})
     cut_sets = [
         [(value, placement) for value, placement in placed_values(node, option) if is_cut(placement)]
         for node in legal.nodes
@@ -84,9 +84,9 @@ def connected(legal: Legal, starts: Cuts) -> dict[Value, set[Placement]]:
     while grown:
         grown = False
         for cuts in (*cut_sets, *reversed(cut_sets)):
-            if any(placement in found[value] for value, placement in cuts):
+            if any(placement in known[value] for value, placement in cuts):
                 for value, placement in cuts:
-                    if placement not in found[value] and not isinstance(ROLE.get(value[0]), Parameter):
-                        found[value].add(placement)
+                    if placement not in known[value] and not isinstance(ROLE.get(value[0]), Parameter):
+                        known[value].add(placement)
                         grown = True
-    return found
+    return known

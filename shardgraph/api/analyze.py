@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from shardgraph.capture.capture import own_loss
-from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
-from shardgraph.passes.lowering import lower
 from shardgraph.plans.dtype_support import check_described
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
@@ -23,7 +21,6 @@ from shardgraph.plans.precision import Precision
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_source
-from shardgraph.search.decide import decide
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
@@ -97,7 +94,5 @@ def analyze(
     if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
     loss = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
-    question, captures = question.about(example_inputs, kwargs, loss), Captures()
-    plan = decide(question, captures)
-    program = lower(captures.take(question.captured, plan), plan, question.shapes)  # of one microbatch
+    program = Source(question.about(example_inputs, kwargs, loss)).program()  # of one microbatch
     return analyze_pipeline(program, question.machine, optimizer=optimizer, fused=fused)

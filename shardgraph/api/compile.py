@@ -16,7 +16,6 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
-from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.fingerprint import fingerprint
 from shardgraph.module.parameters import tied_names
 from shardgraph.module.pipelined import PipelinedModule
@@ -109,7 +108,7 @@ def compile(
     agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, timeout)
 
     mesh_of = partial(run_axes, mesh)
-    with on_all_ranks(agreement, "the model and the plan") as lines:
+    with agreement.on_all_ranks("the model and the plan") as lines:
         question = Question.of(
             model, plan, mesh_of, mesh is None, pipeline, precision, recompute, memory, loss_chunk, offload, cluster
         )

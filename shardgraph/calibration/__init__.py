@@ -18,10 +18,7 @@ __all__ = ["Measurements", "calibrate", "fit", "fit_table", "measure"]
 
 
 def calibrate(
-    nproc: int | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    seconds: float = 40.0,
-    progress: bool | None = None,
+    nproc: int | None = None, dtypes: Sequence[str] = ("float32",), seconds: float = 40.0, progress: bool | None = None
 ) -> Cluster:
     """This machine as a cluster, measured on ``nproc`` ranks that all work at once.
 

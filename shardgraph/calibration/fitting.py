@@ -157,7 +157,7 @@ def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
 
 
 def _predict(transfer: Transfer, ranks: int, link: Link, efficiency: Mapping[str, float]) -> float:
-    return collective_seconds(transfer.operation, transfer.given, transfer.gotten, ranks, link, efficiency)
+    return collective_seconds(transfer.operation, transfer.operand, transfer.result, ranks, link, efficiency)
 
 
 def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

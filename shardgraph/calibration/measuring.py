@@ -42,10 +42,7 @@ _AHEAD = 4  # how many of them are in flight at once, as in the presets
 
 
 def measure(
-    nproc: int | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    seconds: float = 40.0,
-    progress: bool | None = None,
+    nproc: int | None = None, dtypes: Sequence[str] = ("float32",), seconds: float = 40.0, progress: bool | None = None
 ) -> Measurements:
     """The timings that :func:`calibrate` fits; arguments and errors are the same."""
     if dist.is_initialized() or "RANK" in os.environ:
@@ -241,10 +238,10 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
     for exponent in range(12, 25, 3):  # 4 KiB to 16 MiB in the larger of input and output
         for operation in COLLECTIVES:
             whole = 2**exponent // 4 // ranks * ranks
-            given = whole // ranks if operation == "all_gather_into_tensor" else whole
-            gotten = whole // ranks if operation == "reduce_scatter_tensor" else whole
-            calls.append((operation, 4 * given, 4 * gotten))
-            start = _starter(operation, torch.ones(given, device=device), group, ranks)
+            operand = whole // ranks if operation == "all_gather_into_tensor" else whole
+            result = whole // ranks if operation == "reduce_scatter_tensor" else whole
+            calls.append((operation, 4 * operand, 4 * result))
+            start = _starter(operation, torch.ones(operand, device=device), group, ranks)
             _in_flight(start, partial(compute, 1))  # the first run is slow
             alone = partial(_alone, start)
             times = [_seconds(alone, 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3]

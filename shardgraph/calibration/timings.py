@@ -28,8 +28,8 @@ class Transfer:
     """
 
     operation: str
-    given: int
-    gotten: int
+    operand: int
+    result: int
     seconds: float
     added: float
 

@@ -73,10 +73,7 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _rms_norm(
-    input: torch.Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    input: torch.Tensor, normalized_shape: tuple[int, ...], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     # As PyTorch's CPU computes it: half precision in single, the weight last.
     wide = input.to(torch.promote_types(input.dtype, torch.float32))

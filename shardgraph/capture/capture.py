@@ -92,9 +92,7 @@ def capture(
     fake_mode = FakeTensorMode()
     cpu = torch.device("cpu")
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: _fake(fake_mode, t, cpu if is_number(t) else device, keep_strides=True),
-        (args, kwargs),
+        torch.Tensor, lambda t: _fake(fake_mode, t, cpu if is_number(t) else device, keep_strides=True), (args, kwargs)
     )
     dtypes = computed_dtypes(model, precision, annotations)
     private = _stand_in(model, fake_mode, device, dtypes)
@@ -240,14 +238,10 @@ def _joint_graph(
         if desc is None:
             return None
         kind = type(desc).__name__
-        if kind == "ParamAOTInput":
-            return ir.Parameter(canonical.get(desc.target, desc.target))
-        if kind == "BufferAOTInput":
-            return ir.Buffer(canonical.get(desc.target, desc.target))
-        if kind == "PlainAOTInput":
-            return ir.Input(desc.idx)
-        if kind == "PlainAOTOutput":
-            return ir.Output(desc.idx)
+        if kind in _NAMED:
+            return _NAMED[kind](canonical.get(desc.target, desc.target))
+        if kind in _INDEXED:
+            return _INDEXED[kind](desc.idx)
         if kind == "IntermediateBaseAOTOutput":
             if desc not in bases:
                 bases.append(desc)
@@ -294,6 +288,8 @@ def _joint_graph(
     return ir.JointGraph(gm, exported.out_spec, mode, _aliases(gm, exported._aot_state, role))
 
 
+_NAMED = {"ParamAOTInput": ir.Parameter, "BufferAOTInput": ir.Buffer}
+_INDEXED = {"PlainAOTInput": ir.Input, "PlainAOTOutput": ir.Output}
 _UNSUPPORTED = {
     "InputMutationAOTOutput": "its forward writes a parameter in place",
     "TangentAOTInput": "its forward writes in place to an input that requires a gradient",

@@ -35,6 +35,11 @@ def as_tensor(number: int | float, floating: torch.dtype) -> torch.Tensor:
     return tensor
 
 
+def constant_key(leaf: Any) -> tuple[type, Any]:
+    """The key of an input that is a constant of a program, equal only for equal type and value; nan equals itself."""
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+
+
 def is_number(leaf: Any) -> bool:
     """Whether an input is from :func:`as_tensor`."""
     return hasattr(leaf, _MARK)

@@ -43,10 +43,10 @@ class Propagation:
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` for arguments in which nodes stand for their values."""
-        given, named = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
+        operands, named = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
         with self.fake_mode:
             rule = _RULES.get(target)
-            return target(*given, **named) if rule is None else rule(self.ranks, *given, **named)
+            return target(*operands, **named) if rule is None else rule(self.ranks, *operands, **named)
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """A contiguous value of the given shape, otherwise like ``like``."""

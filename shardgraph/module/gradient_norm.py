@@ -30,8 +30,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
     norm = total_norm(gradients, float(norm_type))
     clip_by(gradients, norm, max_norm, error_if_nonfinite)
     return norm

@@ -7,14 +7,9 @@ from typing import Any
 
 import torch
 
-from shardgraph.capture.numbers import as_tensor
+from shardgraph.capture.numbers import as_tensor, constant_key
 
 _INT64 = range(-(2**63), 2**63)
-
-
-def constant_key(leaf: Any) -> tuple[type, Any]:
-    """The key of an input that is a constant of a program, equal only for equal type and value; nan equals itself."""
-    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
 def shown(key: tuple[type, Any]) -> str:

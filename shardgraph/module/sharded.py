@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
+from shardgraph.capture.numbers import constant_key
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
-from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.gradient_norm import clip_grad_norm_
-from shardgraph.module.numbers import Numbers, constant_key, shown
+from shardgraph.module.numbers import Numbers, shown
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -186,7 +186,7 @@ class ShardedModule(nn.Module):
         return [text for key in keys if (text := self._programs[key].program.communication)]
 
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
-        with on_all_ranks(self._setup.agreement, "the compiled program") as lines:
+        with self._setup.agreement.on_all_ranks("the compiled program") as lines:
             with Progress(self.plan.name, STAGES, self._setup.progress) as show:
                 program = self._build(leaves, spec, loss_fn, show)
             digest = hashlib.sha256(program.text.encode()).hexdigest()

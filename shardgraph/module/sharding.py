@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.capture.casting import cast_buffers
 from shardgraph.errors import OffloadError
-from shardgraph.module.agreed import on_all_ranks
 from shardgraph.module.materialize import is_meta, materialize
 from shardgraph.module.parameter_memory import ParameterMemory
 from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
@@ -65,9 +64,9 @@ def shard_model(
         After any error, of these or others, the model is unchanged.
     """
     entries = plan.resolve(named_shapes(model))
-    with on_all_ranks(agreement, "room for what is offloaded"):
+    with agreement.on_all_ranks("room for what is offloaded"):
         memory = _parameter_memory(model, plan, entries, stages, device)
-    with unchanged_on_failure(model), on_all_ranks(agreement, "the sharded parameters"):
+    with unchanged_on_failure(model), agreement.on_all_ranks("the sharded parameters"):
         shards = _shards(model, entries, stages, memory, device, initialize)
         cast_buffers(model, plan.precision, plan.annotations)
         parameters = dict(model.named_parameters())

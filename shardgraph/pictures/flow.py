@@ -14,8 +14,8 @@ from torch import fx
 
 from shardgraph.ir import Input, IntermediateBase, Output, Parameter, outputs
 from shardgraph.ir.attributes import ROLE, SUBJECT
-from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.wire import operation_of
+from shardgraph.passes.analysis.names import module_of
+from shardgraph.passes.analysis.rows import operation_of
 from shardgraph.pictures.tree import Module, Site
 
 Edges = dict[tuple[Site, Site], None]

@@ -12,8 +12,8 @@ from itertools import chain, groupby, repeat
 from shardgraph.ir import collectives, group_of
 from shardgraph.mesh import Mesh
 from shardgraph.passes.analysis.local import shard_shape
-from shardgraph.passes.analysis.modules import module_of
-from shardgraph.passes.analysis.wire import node_wire_bytes, operation_of
+from shardgraph.passes.analysis.names import module_of
+from shardgraph.passes.analysis.rows import node_wire_bytes, operation_of
 from shardgraph.passes.program import Program
 from shardgraph.sizes import format_bytes
 

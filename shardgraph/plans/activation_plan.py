@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgraph.plans.checks import expect
+from shardgraph.errors import expect
 
 Rules = tuple[tuple[str, str], ...]
 """``(pattern of operations, placements)`` pairs; the last pattern that matches wins."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from shardgraph.errors import PlanError, nearest
-from shardgraph.plans.checks import expect
+from shardgraph.errors import PlanError, expect, nearest
 
 _NAMES = {"parameters": ("parameters",), "activations": ("activations",), "all": ("parameters", "activations")}
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardgraph.cost_models.actions import Order
-from shardgraph.plans.checks import expect, is_whole
+from shardgraph.errors import expect
 from shardgraph.plans.orders import check, find_schedule, pipeline_order, rank_of_stage
+from shardgraph.sizes import is_whole
 
 CHECKPOINTS = ("never", "except_last", "always")
 

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import torch
 
-from shardgraph.errors import PlanError, nearest
+from shardgraph.errors import PlanError, expect, nearest
 from shardgraph.mesh import Mesh, coordinates
 from shardgraph.plans import parameter_plan
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.annotations.match import Annotated, annotations_by_name, matches, written
 from shardgraph.plans.candidate import Candidate
-from shardgraph.plans.checks import expect, is_whole
 from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, REPLICATE, SHARD, ParameterPlan
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan_file import SCHEMA, read_plan, written_plan
 from shardgraph.plans.precision import AS_STORED, Precision
-from shardgraph.sizes import format_bytes, format_seconds
+from shardgraph.sizes import format_bytes, format_seconds, is_whole
 
 RECOMPUTE = ("none", "full", "selective", "budget")
 Recomputation = str | tuple[tuple[str, tuple[str, ...]], ...]

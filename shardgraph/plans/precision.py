@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardgraph.errors import PlanError, nearest
-from shardgraph.plans.checks import expect
+from shardgraph.errors import PlanError, expect, nearest
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

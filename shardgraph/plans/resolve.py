@@ -28,10 +28,7 @@ def named_or_loaded(plan: str | Path | Plan) -> str | Plan:
 
 
 def resolve_plan(
-    plan: str | Path | Plan,
-    mesh: Mesh,
-    pipeline: Pipeline | None = None,
-    precision: str | Precision | None = None,
+    plan: str | Path | Plan, mesh: Mesh, pipeline: Pipeline | None = None, precision: str | Precision | None = None
 ) -> Plan:
     """The requested plan on a mesh of ``(axis, size)`` pairs, with ``precision`` if it is given.
 

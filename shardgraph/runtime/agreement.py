@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -68,6 +68,17 @@ class Agreement:
             raise error
         if verdict != _AGREED:
             raise RankMismatchError(verdict)
+
+    @contextlib.contextmanager
+    def on_all_ranks(self, topic: str) -> Iterator[list[str]]:
+        """Run the body, then :meth:`agree`: every rank has, without error and with equal lines in the yielded list."""
+        lines: list[str] = []
+        failure: Exception | None = None
+        try:
+            yield lines
+        except Exception as error:  # of any kind: the other ranks must not wait for this one
+            failure = error
+        self.agree(topic, "\n".join(lines), failure)
 
     def from_first_rank(self, topic: str, make: Callable[[], str]) -> str:
         """Call ``make()`` on the first rank only, and return its result, called ``topic`` in messages, on every rank.

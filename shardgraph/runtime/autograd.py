@@ -21,8 +21,8 @@ class Differentiable(Executor):
     def __init__(self, program: Program, state: State) -> None:
         super().__init__(program, state)
         self.forward = self.graph("forward")
-        self.inputs = [role for role, _ in self.forward.takes]
-        self.results = [role for role, _ in self.forward.gives]
+        self.inputs = [role for role, _ in self.forward.inputs]
+        self.results = [role for role, _ in self.forward.results]
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
         inputs = () if program.backward is None else ir.placeholders(program.backward)
@@ -67,7 +67,7 @@ class Differentiable(Executor):
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         bound = self.graph("local" if local else "accumulate" if state.unreduced else "backward", absent)
         inputs = []
-        for role, traced in bound.takes:
+        for role, traced in bound.inputs:
             if isinstance(role, ir.Saved):
                 inputs.append(saved[role.index])
             elif isinstance(role, ir.Tangent):
@@ -77,7 +77,7 @@ class Differentiable(Executor):
                 inputs.append(torch.zeros_like(traced, device=state.device) if earlier is None else earlier)
         saved.clear()
         tangents.clear()
-        results = zip(bound.gives, bound(inputs), strict=True)
+        results = zip(bound.results, bound(inputs), strict=True)
         values: dict[ir.Role, Any] = {role.of: value for (role, _), value in results if isinstance(role, ir.Gradient)}
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 

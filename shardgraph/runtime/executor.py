@@ -79,21 +79,21 @@ def mesh_rank(mesh: DeviceMesh) -> int:
 class Bound:
     """One graph bound to this rank, called with a list of inputs that it empties.
 
-    ``takes`` has the roles of its inputs with the values that they were traced with; ``gives`` likewise for its
+    ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
     results. ``after`` is the forward graph that ran before and may have left copies in flight.
     """
 
     def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None, after: fx.GraphModule | None = None) -> None:
         self.module = bind(gm, mesh)
-        self.takes: list[tuple[ir.Role, Any]] = [
+        self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
         ]
-        self.gives: list[tuple[ir.Role | None, Any]] = [
+        self.results: list[tuple[ir.Role | None, Any]] = [
             (role, value.meta.get("val") if isinstance(value, fx.Node) else value)
             for role, value in ir.outputs(self.module)
         ]
         self._call = torch_api.boxed(self.module)
-        continues = any(isinstance(role, ir.Saved) for role, _ in self.gives)
+        continues = any(isinstance(role, ir.Saved) for role, _ in self.results)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
         # After a step's last graph the caller may change parameters, and read gradients, in host memory.
         self.settles = copies and not continues

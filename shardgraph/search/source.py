@@ -51,7 +51,7 @@ class Source:
         """The call under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
         captures = Captures()
         plan = decide(self.question, captures)
-        return lower(captures.take(self.call, plan), plan, self.question.shapes)
+        return lower(captures.take(self.question.captured, plan), plan, self.question.shapes)
 
     def shallow(self, stack: Stack) -> Iterator[Source]:
         """The same analysis for copies of the model with only a few layers of its ``stack``."""

@@ -14,13 +14,13 @@ class _RecordingStage:
     def __init__(self, index: int, stages: int, ranks: int) -> None:
         self.stage_index, self.num_stages = index, stages
         self.group_rank, self.group_size = 0, ranks
-        self.told: list[PipelineAction] = []
+        self.recorded: list[PipelineAction] = []
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        self.told.append((self.stage_index, "F", microbatch))
+        self.recorded.append((self.stage_index, "F", microbatch))
 
     def backward_one_chunk(self, microbatch: int, **kwargs: Any) -> None:
-        self.told.append((self.stage_index, "B", microbatch))
+        self.recorded.append((self.stage_index, "B", microbatch))
 
     def _messages(self, microbatch: int) -> list[Any]:
         return []
@@ -50,12 +50,12 @@ def pipeline_actions(schedule: str, ranks: int, stages: int, microbatches: int) 
     if not issubclass(kind, PipelineScheduleSingle):
         order = kind([_RecordingStage(0, stages, ranks) for _ in range(stages // ranks)], microbatches).pipeline_order
         return [[_leaves(action) for action in order[rank] if action is not None] for rank in range(ranks)]
-    recorded = [_RecordingStage(index, stages, ranks) for index in range(stages)]
-    for stage in recorded:
+    recording = [_RecordingStage(index, stages, ranks) for index in range(stages)]
+    for stage in recording:
         runner = kind(stage, microbatches)
         runner._initialize_stage = lambda *args, **kwargs: None  # there is nothing to allocate for messages
         runner._step_microbatches()
-    return [[[action] for action in stage.told] for stage in recorded]
+    return [[[action] for action in stage.recorded] for stage in recording]
 
 
 def _leaves(action: Any) -> list[PipelineAction]:

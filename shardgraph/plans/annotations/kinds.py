@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 import torch
 
-from shardgraph.errors import PlanError, nearest
+from shardgraph.errors import PlanError, expect, nearest
 from shardgraph.mesh import Mesh
-from shardgraph.plans.checks import expect, is_whole
 from shardgraph.plans.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
 from shardgraph.plans.precision import dtype_name
+from shardgraph.sizes import is_whole
 
 
 class Axes(Protocol):

@@ -61,8 +61,8 @@ def annotations_by_name(
             raise PlanError(f"{written((pattern, annotation))} matches none of the {what} of this model{known}")
         for name in matched:
             by_name.setdefault(name, []).append((pattern, annotation))
-    for name, given in by_name.items():
-        for one, other in itertools.combinations(given, 2):
+    for name, annotations in by_name.items():
+        for one, other in itertools.combinations(annotations, 2):
             if one[1].contradicts(other[1]):
                 raise PlanError(
                     f"{written(one)} and {written(other)} contradict each other, and both are of {name!r}: take one "

@@ -131,8 +131,8 @@ class RunningPipeline:
         for stage in self.stages:
             own = stage.take_gradients()
             if reduce := stage.work[0].once("reduce"):
-                inputs = [own.pop(role.of.fqn) for role, _ in reduce.takes if isinstance(role, ir.Accumulated)]
-                own |= gradients_of(zip([role for role, _ in reduce.gives], reduce(inputs), strict=True))
+                inputs = [own.pop(role.of.fqn) for role, _ in reduce.inputs if isinstance(role, ir.Accumulated)]
+                own |= gradients_of(zip([role for role, _ in reduce.results], reduce(inputs), strict=True))
             for fqn, value in own.items():
                 totals[fqn] = totals[fqn] + value if fqn in totals else value
         for fqn in sorted(program.trained):

@@ -72,8 +72,8 @@ class RunningStage(torch_api.PipelineStageBase):
         self.written: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
         self.gathered: dict[ir.Role, Any] = {}
         if gather := work[0].once("gather"):
-            values = gather([torch_api.local_tensor(self.state.value(role, ())) for role, _ in gather.takes])
-            self.gathered = {role: value for (role, _), value in zip(gather.gives, values, strict=True) if role}
+            values = gather([torch_api.local_tensor(self.state.value(role, ())) for role, _ in gather.inputs])
+            self.gathered = {role: value for (role, _), value in zip(gather.results, values, strict=True) if role}
 
     def end(self) -> None:
         """Release all that only the step needs."""
@@ -87,11 +87,11 @@ class RunningStage(torch_api.PipelineStageBase):
         microbatch = self.work[fwd_chunk_id]
         bound = microbatch.graph("F")
         arrived = self.arrived.pop(("forward", fwd_chunk_id), [])
-        inputs = [self._input(role, microbatch, arrived) for role, _ in bound.takes]
+        inputs = [self._input(role, microbatch, arrived) for role, _ in bound.inputs]
         del arrived
         with seeded(microbatch.seed, self.state.device):
             results = bound(inputs)
-        for (role, traced), value in zip(bound.gives, results, strict=True):
+        for (role, traced), value in zip(bound.results, results, strict=True):
             if isinstance(role, ir.Forwarded):
                 self.leaving["forward", fwd_chunk_id].append(in_layout(value, traced))
             elif isinstance(role, ir.Saved):
@@ -131,13 +131,13 @@ class RunningStage(torch_api.PipelineStageBase):
             torch.full(traced.shape, microbatch.share, dtype=traced.dtype, device=self.state.device)
             if isinstance(role, ir.Tangent)  # of the loss
             else values[role]
-            for role, traced in bound.takes
+            for role, traced in bound.inputs
         ]
         if kind == "I":  # the other half has its own uses of them
-            weights = {role for role, _ in microbatch.graph("W").takes}
+            weights = {role for role, _ in microbatch.graph("W").inputs}
             self.saved[number] = {role: value for role, value in values.items() if role in weights}
         del values
-        for (role, traced), value in zip(bound.gives, bound(inputs), strict=True):
+        for (role, traced), value in zip(bound.results, bound(inputs), strict=True):
             if isinstance(role, ir.Returned):
                 self.leaving["backward", number].append(in_layout(value, traced))
             elif isinstance(role, ir.Saved):

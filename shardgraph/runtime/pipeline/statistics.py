@@ -11,9 +11,7 @@ from shardgraph.passes.program import Program
 
 
 def combined(
-    programs: Sequence[Program],
-    start: Mapping[str, torch.Tensor],
-    written: Sequence[Mapping[str, torch.Tensor]],
+    programs: Sequence[Program], start: Mapping[str, torch.Tensor], written: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """The buffers after a step in which microbatch ``i``, of ``programs[i]``, would have written ``written[i]``.
 
