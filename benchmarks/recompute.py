@@ -39,7 +39,8 @@ import shardgraph
 from shardgraph.capture.capture import capture
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.ir import JointGraph, Output, copy_graph, outputs
-from shardgraph.passes.recompute.names import Rule, names_of, rules_for
+from shardgraph.passes.analysis.names import names_of
+from shardgraph.passes.recompute.names import Rule, rules_for
 from shardgraph.passes.recompute.values import values_of
 from shardgraph.pictures import svg
 from shardgraph.plans.shards import named_shapes
