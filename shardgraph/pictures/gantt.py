@@ -35,7 +35,7 @@ def draw_gantt(simulated: SimulatedSchedule, title: str = "Pipeline schedule") -
     """The actions of each rank over a step: a bar in the colour of its kind, with the number of its microbatch.
 
     If a rank has several stages, later ones are darker. Beside a rank is the fraction of the step in which it waits;
-    below it, if bytes are known, is the memory that it holds, on one scale for all ranks, with its peak.
+    below it, if bytes are known, is the memory that it holds, on one scale for all ranks, and the most of it.
     """
     most = max(simulated.peak(rank)[0] for rank in range(len(simulated.ranks)))
     lane = _BAR + (_MEMORY if most else 0) + _GAP
@@ -60,7 +60,7 @@ def draw_gantt(simulated: SimulatedSchedule, title: str = "Pipeline schedule") -
             floor, scale = y + _BAR + _MEMORY, (_MEMORY - 2) / most
             edge = "".join(f"H{x(when)}V{floor - round(held * scale)}" for when, held in simulated.memory[rank])
             body.append(f'<path d="M{_LEFT} {floor}{edge}H{_RIGHT}V{floor}z" fill="{_HELD}"/>')
-            body.append(text(_RIGHT + 10, y + _BAR + 16, f"peak {format_bytes(simulated.peak(rank)[0])}", "small"))
+            body.append(text(_RIGHT + 10, y + _BAR + 16, f"at most {format_bytes(simulated.peak(rank)[0])}", "small"))
     return Drawing(WIDTH, base + 24, "\n".join(body))
 
 
