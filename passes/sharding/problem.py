@@ -132,13 +132,13 @@ def _unsharded_dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, lis
 
 def _weights(gm: fx.GraphModule) -> set[fx.Node]:
     """Parameters of at least two dimensions, and their views and casts."""
-    movable: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for node in gm.graph.nodes:
         role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
-            movable.add(node)
+            weights.add(node)
         elif node.op == "call_function":
             moves = node.target is aten._to_copy.default or getattr(node.target, "is_view", False)
-            if moves and all(operand in movable for operand in node.all_input_nodes):
-                movable.add(node)
-    return movable
+            if moves and all(operand in weights for operand in node.all_input_nodes):
+                weights.add(node)
+    return weights
