@@ -29,6 +29,11 @@ def test_every_listed_package_can_be_imported():
         assert importlib.import_module(name).__name__ == name
 
 
+def test_every_command_exists():
+    for reference in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].values():
+        assert callable(importlib.metadata.EntryPoint("command", reference, "console_scripts").load())
+
+
 def test_the_version_is_the_installed_one():
     assert shardgraph.__version__ == importlib.metadata.version("shardgraph")
 
