@@ -221,7 +221,9 @@ def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
     for dropout in (part for part in module.modules() if isinstance(part, nn.Dropout)):
         dropout.p = 0.0
     check_model(module, args, kwargs, "cp", {"cp": 2})
-    assert sends(program(module, *args, **kwargs)) == (2, 6)  # of two layers
+    # Of two layers. In torch 2.11's graph of GPT-2, forward uses the keys and values that are gathered for backward.
+    gathered = model == "gpt2" and torch.__version__ < "2.12"
+    assert sends(program(module, *args, **kwargs)) == (0 if gathered else 2, 6)
 
 
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])

@@ -180,8 +180,8 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
         write_out(captured)
         try:
             return torch_api.export_joint(captured, args, kwargs)
-        except RuntimeError as error:
-            if "not a known type" not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(traced(*args, **kwargs))
