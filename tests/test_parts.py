@@ -66,7 +66,8 @@ def test_a_run_by_several_workers_goes_on_too(run: Run) -> None:
 
 def test_the_command_of_make_test_all_runs_a_part_and_goes_on(run: Run, tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
-    printed = subprocess.check_output(["make", "-n", "test-all", "PART=1/2", "VENV=venv"], cwd=ROOT, text=True)
+    command = ["make", "-n", "--no-print-directory", "test-all", "PART=1/2", "VENV=venv"]
+    printed = subprocess.check_output(command, cwd=ROOT, text=True)
     python, _, pytest_, folder, *options = shlex.split(printed.splitlines()[-1])
     assert (python, pytest_, folder) == ("venv/bin/python", "pytest", "tests")
     assert run(*options) == (0, [0, 2, 4, 6])

@@ -339,7 +339,7 @@ def test_bars_are_as_long_as_their_actions_and_never_overlap():
 
 def test_a_rank_of_a_schedule_shows_what_it_waits_and_holds():
     found = texts(draw_gantt(schedule("1f1b", StageCost(1.0, 2.0, saved=1024, fixed=512))))
-    assert {"15 s a step; ranks wait 20.0% of it", "waits 20.0%", "peak 2.5 KiB", "peak 1.5 KiB"} <= set(found)
+    assert {"15 s a step; ranks wait 20.0% of it", "waits 20.0%", "at most 2.5 KiB", "at most 1.5 KiB"} <= set(found)
 
 
 def test_a_schedule_without_bytes_shows_no_memory():
