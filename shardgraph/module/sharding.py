@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,9 +87,10 @@ def shard_model(
 @contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     """Restore the tensors of modules that the body replaces if it raises; values written in place are not restored."""
-    tensors = chain(model.parameters(), model.buffers())
-    modules = ((vars(m), m._parameters, m._buffers, m._modules) for m in model.modules())
-    before = [(holder, dict(holder)) for holder in chain(map(vars, tensors), chain.from_iterable(modules))]
+    holders: list[dict[str, Any]] = [vars(tensor) for tensor in chain(model.parameters(), model.buffers())]
+    for module in model.modules():
+        holders += [vars(module), module._parameters, module._buffers, module._modules]
+    before = [(holder, dict(holder)) for holder in holders]
     try:
         yield
     except BaseException:
