@@ -92,6 +92,12 @@ def test_numbers_of_equal_value_and_other_types_have_other_programs():
     assert len(sharded._programs) == 3
 
 
+def test_a_tensor_in_the_place_of_a_number_has_a_program_of_its_own():
+    sharded, model, x = compiled(lambda h, n: h.sum() * n)
+    for n in (torch.tensor(0.5, dtype=torch.float64), 0.1, 0.3, torch.tensor(0.7, dtype=torch.float64), 0.2):
+        assert same(sharded(x, n), model(x, n)), n
+
+
 def test_a_number_that_is_not_a_number_is_compiled_once():
     sharded, _, x = compiled(lambda h, n: h * n)
     for _ in range(2):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardgraph.capture.capture import capture
-from shardgraph.capture.numbers import constant_key, is_number
+from shardgraph.capture.numbers import input_key
 from shardgraph.ir import JointGraph
 from shardgraph.plans.plan import Plan
 from shardgraph.torch_api import autocast_state, pytree
@@ -109,10 +109,8 @@ class Captures:
 
 
 def _kind(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad, is_number(leaf)
     try:
         hash(leaf)
     except TypeError:
         return id(leaf)
-    return constant_key(leaf)
+    return input_key(leaf)

@@ -45,6 +45,13 @@ def is_number(leaf: Any) -> bool:
     return hasattr(leaf, _MARK)
 
 
+def input_key(leaf: Any) -> tuple[Any, ...]:
+    """All of an input that a captured graph depends on: five entries for a tensor, else its :func:`constant_key`."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad, is_number(leaf)
+    return constant_key(leaf)
+
+
 def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any) -> None:
     """Raise CaptureError unless the graph computes with the numbers among its inputs what Python numbers would."""
     inputs, leaves = placeholders(gm), pytree.tree_leaves((args, kwargs))

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
-from shardgraph.capture.numbers import constant_key
+from shardgraph.capture.numbers import input_key
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_grad_norm_
@@ -217,7 +217,7 @@ class ShardedModule(nn.Module):
         layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         layout.refresh()
         state = layout.modes, layout.trained, torch.is_grad_enabled(), autocast, loss_fn is not None
-        return [(spec, tuple(map(_kind, self._numbers.lift(leaves, spec))), *state) for leaves in calls]
+        return [(spec, tuple(map(input_key, self._numbers.lift(leaves, spec))), *state) for leaves in calls]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -277,18 +277,12 @@ class ShardedModule(nn.Module):
         checkpoint.save_safetensors(self, path, self._whole)
 
 
-def _kind(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad
-    return constant_key(leaf)
-
-
 def _describe(key: tuple[Any, ...]) -> str:
     """A program's key as readable text: what must be equal between ranks."""
     spec, kinds, modes, trained, grad, autocast, with_loss = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
-        is_tensor = len(kind) == 4
+        is_tensor = len(kind) == 5
         lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
     lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
