@@ -8,22 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import nn
 
 import shardgraph
 from shardgraph import Plan, PlanError
-from shardgraph.capture.capture import capture
 from shardgraph.ir import WAIT, collectives, send
-from shardgraph.ir.fake_values import Propagation
+from shardgraph.ir.fused import ATTENTION
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
-from shardgraph.passes.sharding.axis_builder import AxisBuilder
-from shardgraph.passes.sharding.lowerings import LOWERINGS
-from shardgraph.passes.sharding.options import Operation, operands, results
-from shardgraph.passes.sharding.placements import local_shape
-from shardgraph.passes.sharding.rules import RULES
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
@@ -112,6 +104,12 @@ def test_a_ring_is_attention_under_any_mask(mask):
     check(Attention(), (X, MASKS[mask]), cp=4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("plan", ["tp", "cp"])
+def test_one_head_of_keys_serves_the_queries_of_all_ranks(plan, causal):
+    check(Attention(heads_of_keys=1, enable_gqa=True, is_causal=causal), (X,), plan, **{plan: 2})
+
+
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}])
 def test_fewer_heads_of_keys_go_round_the_ring(options):
     module = Attention(heads_of_keys=2, enable_gqa=True, **options)
@@ -138,14 +136,13 @@ def test_keys_and_values_go_round_and_their_gradients_come_home(cp):
 
 
 def test_keys_and_values_are_on_their_way_while_attention_is_computed():
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     under_way, at_attention = set(), []
     for node in program(Attention(), X, cp=4).forward.graph.nodes:
         if node.target is send:
             under_way.add(node)
         elif node.target is WAIT:
             under_way.discard(node.args[0])
-        elif node.target is kernel:
+        elif node.target is ATTENTION:
             at_attention.append(len(under_way))
     assert at_attention == [1, 1, 1, 0]
 
@@ -154,34 +151,6 @@ def test_nothing_else_is_sent_but_gradients_of_weights_and_what_the_caller_gets(
     made = program(Attention(is_causal=True), X)
     others = [n for n in collectives(made.forward) if n.target is not send]
     assert [n.args[0].meta["val"].numel() * 2 for n in others] == [BATCH * LENGTH * WIDTH]
-
-
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
-    out, *kept = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return aten._scaled_dot_product_flash_attention_backward(out, q, k, v, out, *kept[:5], 0.0, True, *kept[5:7])
-
-
-def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
-    out, *kept = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True)
-    needed = [True, True, True, False]
-    return aten._scaled_dot_product_efficient_attention_backward(out, q, k, v, mask, out, *kept, 0.0, needed)
-
-
-@pytest.mark.parametrize("attention", [_flash, _efficient])
-def test_kernels_for_cuda_are_given_arguments_of_their_shapes(attention):
-    mode = FakeTensorMode()
-    with mode:
-        heads = [torch.empty(2, 4, 128, 16, dtype=torch.bfloat16, device="meta") for _ in "qkv"]
-        gm = make_fx(attention)(*heads, torch.empty(2, 1, 128, 128, dtype=torch.bfloat16, device="meta"))
-    kernels = [node for node in gm.graph.nodes if "attention" in str(node.target)]
-    assert len(kernels) == 2
-    for node in kernels:
-        option = next(option for option in RULES[node.target](Operation(node, 2)) if option.lowering)
-        write = AxisBuilder(fx.Graph(), Propagation(mode, (("cp", 2),)), "cp")
-        given = [write.placeholder(*placed) for placed in zip(operands(node), option.operands, strict=True)]
-        made = LOWERINGS[option.lowering](write, node, option, given)
-        for part, placement, whole in zip(made, option.results, results(node), strict=True):
-            assert placement is None or part.meta["val"].shape == local_shape(placement, whole.shape, 2)
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -291,9 +260,3 @@ def test_a_plan_round_trips_and_leaves_nothing_to_be_found():
 def test_what_cannot_be_is_refused_with_what_can(make_it, message):
     with pytest.raises(PlanError, match=message):
         make_it()
-
-
-def test_attention_in_double_precision_is_captured_with_logarithms_in_double_precision():
-    joint = capture(Attention(is_causal=True).double(), (X.double(),), {}, device=torch.device("cpu"))
-    (node,) = (n for n in joint.module.graph.nodes if "attention_for_cpu.default" in str(n.target))
-    assert [value.dtype for value in node.meta["val"]] == [torch.float64, torch.float64]

@@ -21,14 +21,10 @@ from shardgraph.cost_models.device import VIEW
 
 aten = torch.ops.aten
 
-# The attention kernels that torch's counter has no formula for; it counts their CUDA counterparts the same way.
-EXTRA_FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        *_equal_heads((q, k, v))
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(*_equal_heads((grad, q, k, v)))
-    ),
+# As torch's counter counts the kernels of attention.
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    ir.fused.ATTENTION: lambda *operands: sdpa_flop_count(*_equal_heads(operands[:3])),
+    ir.fused.ATTENTION_BACKWARD: lambda *operands: sdpa_backward_flop_count(*_equal_heads(operands[:4])),
 }
 
 # Operations by kind of work, where tags do not determine it; a name covers its backward and in-place forms too.
@@ -130,24 +126,21 @@ def _causal_length(node: fx.Node) -> int:
 
 def _formula(node: fx.Node) -> Callable[[Any, Any, Any], int] | None:
     """A function of the node's (fake) arguments and result, or None."""
+    if node.target in _ATTENTION_FLOPS:
+        return lambda args, kwargs, value: _ATTENTION_FLOPS[node.target](*args)
     packet = getattr(node.target, "overloadpacket", None)
-    prepare = _equal_heads if "_scaled_dot_product" in str(packet) else list
     if packet in flop_registry:
-        return lambda args, kwargs, value: flop_registry[packet](*prepare(args), **kwargs, out_val=value)
-    if packet in EXTRA_FLOPS:
-        return lambda args, kwargs, value: EXTRA_FLOPS[packet](*args, **kwargs)
+        return lambda args, kwargs, value: flop_registry[packet](*args, **kwargs, out_val=value)
     return None
 
 
-def _equal_heads(args: Any) -> list[Any]:
+def _equal_heads(operands: Any) -> list[tuple[int, ...]]:
     """Shapes of attention's operands, with as many heads of keys and values as of queries, as the kernel computes.
 
     The counter of torch 2.11 refuses fewer.
     """
-    shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
-    operands = [isinstance(shape, tuple) and len(shape) == 4 for shape in shapes]
-    heads = shapes[operands.index(True)][1]  # the first operand is the queries, or the gradient of their attention
-    return [(s[0], heads, *s[2:]) if operand else s for s, operand in zip(shapes, operands, strict=True)]
+    heads = operands[0].shape[1]  # of the queries, or of the gradient of their attention
+    return [(batch, heads, *rest) for batch, _, *rest in (operand.shape for operand in operands)]
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -15,12 +15,8 @@ from shardgraph.ir.attributes import SOURCE
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the node draws random numbers. Fused attention is tagged so, but draws none without dropout."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return "dropout_p" not in names or arguments.get("dropout_p", 0.0) != 0.0
+    """Whether the node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def check_random_state(forward: fx.GraphModule, backward: fx.GraphModule | None) -> None:

@@ -26,7 +26,7 @@ from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.lowerings import lowering
 from shardgraph.passes.sharding.options import Option, named_arguments, results
 from shardgraph.passes.sharding.placements import blocks
-from shardgraph.passes.sharding.rules import MASKS, OF_QUERIES
+from shardgraph.passes.sharding.rules import OF_QUERIES
 
 aten = torch.ops.aten
 
@@ -40,14 +40,14 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, tensors: l
     total: fx.Node | None = None
     for step, pair in ring.steps():
         kernel_results, hidden = ring.attend(step, pair)
-        out, logarithm = ring.padded(step, kernel_results[:2], first=True, fill=(0.0, -torch.inf))
+        out, logarithm = ring.padded(step, kernel_results, first=True, fill=(0.0, -torch.inf))
         if hidden is not None:  # queries that see no key of this step: the kernels' values for them are arbitrary
             column = write.call(aten.unsqueeze.default, hidden, -1)
             out = write.call(aten.masked_fill.Scalar, out, column, 0.0)
             logarithm = write.call(aten.masked_fill.Scalar, logarithm, hidden, -torch.inf)
         out = ring.accumulated(out)
         if total is None:
-            total, total_logarithm, first = out, logarithm, kernel_results
+            total, total_logarithm = out, logarithm
             continue
         # Outputs are averaged, weighted by their sums of exponentials. For a query that has seen no key in either, the
         # difference is NaN; both its outputs are 0.
@@ -59,7 +59,7 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, tensors: l
     if ring.mask is not None:  # for a query that sees no key the kernel returns 0 too
         unseen = write.call(aten.eq.Scalar, total_logarithm, -torch.inf)
         total_logarithm = write.call(aten.masked_fill.Scalar, total_logarithm, unseen, 0.0)
-    return [ring.cast(total, results(node)[0].dtype), total_logarithm, *first[2:]]
+    return [ring.cast(total, results(node)[0].dtype), total_logarithm]
 
 
 @lowering
@@ -68,11 +68,10 @@ def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, t
     ring = _Ring(write, node, tensors)
     query_gradient: fx.Node | None = None
     sent: fx.Node | None = None
-    kernel_results: list[Any] = []
     for step, pair in ring.steps():
-        kernel_results, _ = ring.attend(step, pair)
-        (of_queries,) = ring.padded(step, kernel_results[:1], first=True)
-        of_pair = ring.padded(step, kernel_results[1:3], first=False)
+        (of_queries, *of_pair), _ = ring.attend(step, pair)
+        (of_queries,) = ring.padded(step, [of_queries], first=True)
+        of_pair = ring.padded(step, of_pair, first=False)
         of_queries = ring.accumulated(of_queries)
         query_gradient = of_queries if step == 0 else write.call(aten.add.Tensor, query_gradient, of_queries)
         summed = ring.packed([ring.accumulated(gradient) for gradient in of_pair])
@@ -82,7 +81,7 @@ def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, t
     assert query_gradient is not None and sent is not None
     gradients = [query_gradient, *ring.unpacked(write.wait(sent))]
     dtype = results(node)[0].dtype
-    return [*(ring.cast(gradient, dtype) for gradient in gradients), *(None for _ in kernel_results[3:])]
+    return [ring.cast(gradient, dtype) for gradient in gradients]
 
 
 class _Ring:
@@ -92,8 +91,8 @@ class _Ring:
         self.write, self.node = write, node
         self.call: dict[str, Any] = named_arguments(node, tensors)
         self.pair = [self.call["key"], self.call["value"]]
-        self.mask = next((self.call[name] for name in MASKS if self.call.get(name) is not None), None)
-        self.causal = bool(self.call.get("is_causal"))
+        self.mask = self.call["attn_mask"]
+        self.causal = self.call["is_causal"]
         self.rows = self.call["query"].meta["val"].shape[_ROWS]
         self._later_by_step: dict[int, fx.Node] = {}
 
@@ -118,16 +117,16 @@ class _Ring:
         pieces = [self.write.call(operator.getitem, split, index) for index in range(2)]
         return [self.write.view(piece, tuple(value.shape)) for piece, value in zip(pieces, values, strict=True)]
 
-    def attend(self, step: int, pair: list[fx.Node]) -> tuple[list[Any], fx.Node | None]:
+    def attend(self, step: int, pair: list[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
         """The kernel's results for the current keys and values, and a mask of the queries that see none of them."""
         call = self.call | {"key": pair[0], "value": pair[1]}
         hidden = None
         if self.mask is not None:
-            name = next(name for name in MASKS if name in call)
             last, keys = self.mask.meta["val"].dim() - 1, self.pair[0].meta["val"].shape[_ROWS]
             if self.mask.meta["val"].shape[last] > 1:  # the columns for the current keys
-                call[name] = self.write.part(self.mask, blocks(last, keys), step)
-            hidden = self.write.call(aten.eq.Scalar, self.write.call(aten.amax.default, call[name], [-1]), -torch.inf)
+                call["attn_mask"] = self.write.part(self.mask, blocks(last, keys), step)
+            highest = self.write.call(aten.amax.default, call["attn_mask"], [-1])
+            hidden = self.write.call(aten.eq.Scalar, highest, -torch.inf)
         if self.causal and step:
             call |= self._below_the_diagonal(step, call)
         return self._kernel(call), hidden
@@ -137,10 +136,9 @@ class _Ring:
         later = self._later(step)
         fewer = self.write.call(operator.sub, self.rows, later)
         ends = dict.fromkeys(OF_QUERIES, (later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
-        rows = {
+        return {
             name: self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name]) for name in ends if name in call
         }
-        return rows | {name: fewer for name in ("max_q", "max_k") if name in call}
 
     def _later(self, step: int) -> fx.Node:
         if step not in self._later_by_step:
@@ -160,17 +158,10 @@ class _Ring:
             for tensor, dims, value in zip(tensors, inner, fill, strict=False)
         ]
 
-    def _kernel(self, call: dict[str, Any]) -> list[Any]:
-        arguments = [argument for argument in self.node.target._schema.arguments if argument.name in call]
-        if "max_q" in call and isinstance(call["max_q"], int):
-            call = call | {"max_q": self.rows, "max_k": self.rows}
-        args = [call[argument.name] for argument in arguments if not argument.kwarg_only]
-        kwargs = {argument.name: call[argument.name] for argument in arguments if argument.kwarg_only}
-        outs = self.write.call(self.node.target, *args, **kwargs)
-        return [
-            self.write.call(operator.getitem, outs, index) if isinstance(value, torch.Tensor) else None
-            for index, value in enumerate(outs.meta["val"])
-        ]
+    def _kernel(self, call: dict[str, Any]) -> list[fx.Node]:
+        args = [call[argument.name] for argument in self.node.target._schema.arguments]
+        outs = self.write.call(self.node.target, *args)
+        return [self.write.call(operator.getitem, outs, index) for index in range(len(outs.meta["val"]))]
 
     def accumulated(self, tensor: fx.Node) -> fx.Node:
         """In the precision for accumulation over steps: at least single."""

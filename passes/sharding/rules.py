@@ -7,6 +7,7 @@ elements along a dimension that its rule shards. A rule adds to DTensor's strate
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -109,8 +110,8 @@ def nll_loss_backward(operation: Operation) -> Iterator[Option]:
 @rule(
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
-    aten._fused_rms_norm.default,
-    aten._fused_rms_norm_backward.default,
+    ir.fused.RMS_NORM,
+    ir.fused.RMS_NORM_BACKWARD,
     replaces=True,
 )
 def norm(operation: Operation) -> Iterator[Option]:
@@ -166,86 +167,54 @@ def dropout_backward(operation: Operation) -> Iterator[Option]:
     yield Option((PARTIAL, REPLICATE), (PARTIAL,))
 
 
-ATTENTION = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-MASKS = ("attn_mask", "attn_bias")
-OF_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_out_")
+OF_QUERIES = ("query", "out", "logsumexp", "grad_out")
 
 
-@rule(
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    replaces=True,
-)
+@rule(ir.fused.ATTENTION, ir.fused.ATTENTION_BACKWARD)
 def attention(operation: Operation) -> Iterator[Option]:
-    """Batch and heads are independent; no dropout, which draws for all of them at once."""
-    if named_arguments(operation.node).get("dropout_p"):
-        return
-    yield from ring_attention(operation)
-    tensors = operation.tensors
-    values = [*tensors, *(value for value in results(operation.node) if isinstance(value, torch.Tensor))]
-    for dim in (0, 1):
-        cuts = [_attention_cut(value.shape, tensors[0].shape, dim) for value in values]
-        yield Option(tuple(cuts[: len(tensors)]), tuple(cuts[len(tensors) :]))
+    """Batch and heads are independent. Positions are sharded in stripes, with keys and values in a ring or replicated.
 
-
-def _attention_cut(shape: torch.Size, query: torch.Size, dim: int) -> Placement:
-    """The placement of one of attention's tensors for sharded batch (0) or heads (1); a mask may be broadcast."""
-    if len(shape) == 4:
-        return Shard(dim) if shape[dim] == query[dim] or shape[dim] > 1 else REPLICATE
-    # log-sum-exp: batch, then queries and heads in an order that depends on the kernel.
-    return Shard(dim) if dim == 0 or shape[1] == query[1] else Shard(2)
-
-
-@rule(
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-)
-def ring_attention(operation: Operation) -> Iterator[Option]:
-    """Queries sharded in stripes, with keys and values in a ring; or with keys and values replicated.
-
-    The second sends as much and holds more. It also handles queries and keys of different lengths.
+    Replicated keys and values hold more and send as much, and may be of another length. One head of keys and values
+    serves all heads of queries.
     """
-    named, outs = named_arguments(operation.node), results(operation.node)
-    query, key = (named[name].meta["val"] for name in ("query", "key"))
-    stripes, causal = query.shape[2] // operation.parts, bool(named.get("is_causal"))
-    backward = "logsumexp" in named
-    # The memory-efficient kernel may pad the rows of its log-sum-exp.
-    efficient = "efficient" in str(operation.node.target)
-    padded = efficient and (causal or query.shape[2] % (32 * operation.parts) != 0)
-    of_mask = backward and len(outs) > 3 and isinstance(outs[3], torch.Tensor)
-    if named.get("dropout_p") or not stripes or padded or of_mask:
+    named = named_arguments(operation.node)
+    query, key, value = (named[name].meta["val"] for name in ("query", "key", "value"))
+    backward, causal, stripes = "grad_out" in named, named["is_causal"], query.shape[2] // operation.parts
+
+    def option(cut: _Cut, dim: int, pair: Placement, gradient: Placement, ring: str = "", passed: int = 0) -> Option:
+        """Queries sharded along ``dim``; keys and values, and their gradients, as given."""
+        placements = dict.fromkeys(OF_QUERIES, cut(dim)) | {"key": pair, "value": pair}
+        if named["attn_mask"] is not None:
+            placements["attn_mask"] = _of_mask(named["attn_mask"].meta["val"], cut, dim)
+        before = tuple(placements[name] for name, operand in named.items() if isinstance(operand, fx.Node))
+        after = (cut(dim), gradient, gradient) if backward else (cut(dim), cut(dim))
+        return Option(before, after, ring, passed=passed)
+
+    yield option(Shard, 0, Shard(0), Shard(0))
+    if key.shape[1] == 1:
+        yield option(Shard, 1, REPLICATE, PARTIAL)
+    else:
+        yield option(Shard, 1, Shard(1), Shard(1))
+    if not stripes:
         return
-    cut = blocks(2, stripes)
-
-    def option(pair: Placement, pair_gradients: Placement, name: str = "", passed: int = 0) -> Option:
-        placements = dict.fromkeys(OF_QUERIES, cut) | {"key": pair, "value": pair}
-        before: list[Placement] = []
-        for argument, value in named.items():
-            if isinstance(value, fx.Node) and isinstance(tensor := value.meta.get("val"), torch.Tensor):
-                rows = tensor.dim() - 2
-                mask = blocks(rows, stripes) if argument in MASKS and tensor.shape[rows] > 1 else REPLICATE
-                before.append(placements.get(argument, mask))
-        after = (cut, pair_gradients, pair_gradients) if backward else (cut, cut)
-        rest = (REPLICATE if isinstance(value, torch.Tensor) else None for value in outs[len(after) :])
-        return Option(tuple(before), (*after, *rest), name, passed=passed)
-
+    in_stripes = functools.partial(blocks, count=stripes)
     if key.shape[2] == query.shape[2] and (stripes > 1 or not causal):
-        pair = key.numel() + named["value"].meta["val"].numel()
+        pair, passed = in_stripes(2), key.numel() + value.numel()
         if backward:  # keys and values again, and their gradients
-            yield option(cut, cut, "ring_attention_backward", 2 * pair)
+            yield option(in_stripes, 2, pair, pair, "ring_attention_backward", 2 * passed)
         else:
-            yield option(cut, cut, "ring_attention", pair)
+            yield option(in_stripes, 2, pair, pair, "ring_attention", passed)
     if not causal:
-        yield option(REPLICATE, PARTIAL)
+        yield option(in_stripes, 2, REPLICATE, PARTIAL)
+
+
+_Cut = Callable[[int], Placement]
+
+
+def _of_mask(mask: torch.Tensor, cut: _Cut, dim: int) -> Placement:
+    """The placement of a mask, which may be broadcast, if scores ``[batch, heads, queries, keys]`` are sharded."""
+    own = dim - 4 + mask.dim()
+    return cut(own) if own >= 0 and mask.shape[own] > 1 else REPLICATE
 
 
 @rule(aten.index_put.default, replaces=True)

@@ -15,10 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 from shardgraph.errors import PlanError
 from shardgraph.ir import Input, Parameter, placeholders
 from shardgraph.ir.attributes import ROLE, SOURCE
+from shardgraph.ir.fused import ATTENTION
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, value_of
 from shardgraph.passes.sharding.options import named_arguments, results
 from shardgraph.passes.sharding.placements import blocks, is_cut
-from shardgraph.passes.sharding.rules import ATTENTION
 from shardgraph.sizes import divisors
 
 Cuts = Mapping[Value, set[Placement]]
@@ -42,7 +42,7 @@ def stripes(gm: fx.GraphModule, parts: int) -> dict[Value, set[Placement]]:
         PlanError: there is no sequence, or a length is not a multiple of ``parts``.
     """
     # Queries of attention have positions even if no input does (as for images).
-    attention = (node for node in gm.graph.nodes if node.target in ATTENTION)
+    attention = (node for node in gm.graph.nodes if node.target is ATTENTION)
     sequences = input_sequences(gm) | {value_of(named_arguments(node)["query"]): 2 for node in attention}
     if not sequences:
         raise PlanError(

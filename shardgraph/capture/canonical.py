@@ -6,25 +6,24 @@ same choice everywhere:
 
 * cuDNN's batch norm and recurrent layers are off while tracing: batch norm is PyTorch's native one, recurrent layers
   are written out. (A convolution is one operation anyway, and picks its kernel when it runs.)
-* Attention is one operation, a fused kernel, where every device has one for it; with dropout or a mask that is
-  trained, which the CPU's kernel does not have, it is written out on all of them.
-* RMS norm is written out, as on the CPU. A fused backend fuses its operations again.
-
-Remaining differences, such as the attention kernel's name, are unified by :mod:`shardgraph.ir.operations`.
+* Attention and RMS norm are one operator each (:mod:`shardgraph.ir.fused`), and binding picks the device's kernel.
+* Attention that no plan can shard as one kernel, or that not every device has one for, is written out on all: with
+  dropout, since each kernel draws for the operands that it has; with a mask that is trained, heads of keys and values
+  of unequal widths, or broadcast operands; or where the user asks for PyTorch's ``SDPBackend.MATH`` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_ATTENTION = F.scaled_dot_product_attention
+from shardgraph import ir
 
 
 @contextmanager
@@ -42,49 +41,90 @@ def same_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def write_out(gm: fx.GraphModule) -> None:
-    """Replace calls of PyTorch's functions in a traced module that only some devices have a kernel for."""
+def unify(gm: fx.GraphModule) -> None:
+    """Replace calls of PyTorch's functions in a traced module whose operations depend on the device."""
     changed = False
-    for node in list(gm.graph.nodes):
-        written = _WRITTEN_OUT.get(node.target) if node.op == "call_function" else None
-        if written is None or (node.target is _ATTENTION and _has_kernel(*node.args, **node.kwargs)):
-            continue
-        with gm.graph.inserting_before(node):
-            replacement = gm.graph.call_function(written, node.args, node.kwargs)
-        replacement.meta = dict(node.meta)
-        node.replace_all_uses_with(replacement)
-        gm.graph.erase_node(node)
-        changed = True
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _UNIFIED:
+            node.target = _UNIFIED[node.target]
+            changed = True
     if changed:
         gm.recompile()
 
 
-def _has_kernel(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p or not _is_fused(query, key, value, attn_mask, is_causal, enable_gqa):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    query, key, value, mask = _as_autocast(query, key, value, attn_mask)
+    if mask is not None and mask.dtype is torch.bool:
+        seen, hidden = (torch.scalar_tensor(v, dtype=query.dtype, device=query.device) for v in (0.0, -torch.inf))
+        mask = torch.where(mask, seen, hidden)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out, _ = ir.fused.ATTENTION(query, key, value, mask, is_causal, scale)
+    return out
+
+
+def _is_fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Whether every device has a fused kernel for an attention."""
-    mask = attn_mask.meta.get("example_value") if isinstance(attn_mask, fx.Node) else None
-    return not dropout_p and (mask is None or not mask.requires_grad)
+    """Whether a fused kernel can compute it; what PyTorch refuses is left to it to refuse."""
+    operands = (query, key, value)
+    if any(tensor.dim() != 4 or not tensor.is_floating_point() or not tensor.numel() for tensor in operands):
+        return False
+    autocast = torch.is_autocast_enabled(query.device.type)
+    heads = query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+    shapes = query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1] and key.shape == value.shape
+    one_dtype = autocast or query.dtype == key.dtype == value.dtype
+    if mask is not None:
+        known = autocast or mask.dtype in (query.dtype, torch.bool) or (mask.dtype, query.dtype) in _MIXED
+        sizes = zip(mask.shape, (*query.shape[:3], key.shape[2])[4 - mask.dim() :], strict=True)
+        fits = mask.dim() in (2, 4) and all(size in (1, whole) for size, whole in sizes)
+        if is_causal or mask.requires_grad or not (known and fits):
+            return False
+    return heads and shapes and one_dtype and _fused_kernels_allowed()
 
 
-def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return _ATTENTION(*args, **kwargs)
+def _fused_kernels_allowed() -> bool:
+    cuda = torch.backends.cuda  # its switches hold on all devices
+    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+
+
+def _as_autocast(*tensors: Tensor | None) -> Iterator[Tensor | None]:
+    """The operands in the precision in which PyTorch runs attention under ``torch.autocast``."""
+    for tensor in tensors:
+        if tensor is not None and torch.is_autocast_enabled(tensor.device.type):
+            single = tensor.is_floating_point() and tensor.dtype is not torch.float64
+            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type)) if single else tensor
+        yield tensor
 
 
 def _rms_norm(
-    input: torch.Tensor, normalized_shape: tuple[int, ...], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    # As PyTorch's CPU computes it: half precision in single, the weight last.
-    wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    dims = list(range(-len(normalized_shape), 0))
-    normal = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True).add(eps))
-    return (normal if weight is None else normal * weight).to(input.dtype)
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # which no fused kernel has
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps
+    out, _ = ir.fused.RMS_NORM(input, list(normalized_shape), weight, eps)
+    return out
 
 
-_WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {
-    _ATTENTION: _attention,
+_MIXED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
+"""Precisions of a mask and of queries that differ and that PyTorch accepts."""
+
+_UNIFIED: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: _attention,
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
 }

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from shardgraph import ir, torch_api
 from shardgraph.capture import constraints
-from shardgraph.capture.canonical import same_kernels, write_out
+from shardgraph.capture.canonical import same_kernels, unify
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
@@ -177,7 +177,7 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
     name = type(model).__name__
     try:
         captured = _trace(traced, args, kwargs, model)
-        write_out(captured)
+        unify(captured)
         try:
             return torch_api.export_joint(captured, args, kwargs)
         except (RuntimeError, TypeError) as error:

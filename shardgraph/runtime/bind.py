@@ -1,4 +1,7 @@
-"""Binding to a rank: mesh axes become process group names, and symbolic operations of the IR become slices."""
+"""Binding to a rank and its device.
+
+Mesh axes become process group names, symbolic operations of the IR slices, and fused operators the device's kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ aten = torch.ops.aten
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
     bound = ir.copy_graph(gm)  # without code, until it is bound
+    for node in bound.graph.nodes:
+        if node.target in ir.fused.OPERATORS:
+            node.target = ir.fused.kernel_on(node.target, node.meta["val"][0].device.type)
     if mesh is not None:
         for node in bound.graph.nodes:
             if ir.is_collective(node):

@@ -6,18 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_impls import register_op_impl
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-
-def _fake_attention(mode: FakeTensorMode, op: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
-    """Output and logarithms of sums of the CPU's attention, the latter in the precision that it sums in."""
-    batch, heads, rows = query.shape[:3]
-    with mode:
-        sums = query.new_empty(batch, rows, heads, dtype=torch.promote_types(query.dtype, torch.float32))
-        return torch.empty_like(query), sums.transpose(1, 2)
 
 
 def _by_greedy_steps(found: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +32,3 @@ if torch.__version__ < "2.12":
     redistribution._gen_transform_infos_non_cached = _by_greedy_steps(_redistribute._gen_transform_infos_non_cached)
     # Its tracer knows no value of it. What a device has does not change, so it can be asked while tracing.
     torch.compiler.assume_constant_result(torch.amp.is_autocast_available)
-if torch.__version__ < "2.13":
-    # Its fake kernel says that the logarithms are in single precision where the queries are in double.
-    register_op_impl(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)(_fake_attention)
