@@ -88,6 +88,12 @@ def test_rms_norm_of_two_precisions_is_written_out_as_pytorch_does():
     assert "rms_norm" not in operations(nn.RMSNorm(8), torch.randn(2, 8, dtype=torch.bfloat16))
 
 
+def test_a_mask_of_three_dimensions_means_what_it_does_to_pytorch():
+    model, x = Attention(mask=torch.randn(2, 6, 6)), torch.randn(2, 6, 8)
+    assert "attention" not in operations(model, x)
+    assert shardgraph.verify(model, (x,), "single", world_size=1).ok
+
+
 def test_a_user_who_allows_no_fused_kernel_gets_none():
     class Unfused(Attention):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ same choice everywhere:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,11 +68,12 @@ def _attention(
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-    query, key, value, mask = _as_autocast(query, key, value, attn_mask)
+    query, key, value = map(_as_autocast, (query, key, value))
+    mask = None if attn_mask is None else _as_autocast(attn_mask)
     if mask is not None and mask.dtype is torch.bool:
         seen, hidden = (torch.scalar_tensor(v, dtype=query.dtype, device=query.device) for v in (0.0, -torch.inf))
         mask = torch.where(mask, seen, hidden)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     out, _ = ir.fused.ATTENTION(query, key, value, mask, is_causal, scale)
     return out
 
@@ -79,7 +81,7 @@ def _attention(
 def _is_fused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Whether a fused kernel can compute it; what PyTorch refuses is left to it to refuse."""
+    """Whether every device has a fused kernel for it, or its formula. What PyTorch refuses, the tracer already has."""
     operands = (query, key, value)
     if any(tensor.dim() != 4 or not tensor.is_floating_point() or not tensor.numel() for tensor in operands):
         return False
@@ -89,25 +91,26 @@ def _is_fused(
     one_dtype = autocast or query.dtype == key.dtype == value.dtype
     if mask is not None:
         known = autocast or mask.dtype in (query.dtype, torch.bool) or (mask.dtype, query.dtype) in _MIXED
-        sizes = zip(mask.shape, (*query.shape[:3], key.shape[2])[4 - mask.dim() :], strict=True)
-        fits = mask.dim() in (2, 4) and all(size in (1, whole) for size, whole in sizes)
-        if is_causal or mask.requires_grad or not (known and fits):
+        scores = (*query.shape[:3], key.shape[2])
+        if is_causal or mask.requires_grad or not (known and _broadcasts(mask.shape, scores)):
             return False
-    return heads and shapes and one_dtype and _fused_kernels_allowed()
+    switches = torch.backends.cuda  # which hold on all devices
+    allowed = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled() or switches.cudnn_sdp_enabled()
+    return heads and shapes and one_dtype and allowed
 
 
-def _fused_kernels_allowed() -> bool:
-    cuda = torch.backends.cuda  # its switches hold on all devices
-    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+def _broadcasts(mask: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    """Whether a mask is of all scores, of queries and keys alone, or the same along dimensions of size 1."""
+    if len(mask) not in (2, 4):
+        return False
+    return all(size in (1, whole) for size, whole in zip(reversed(mask), reversed(scores), strict=False))
 
 
-def _as_autocast(*tensors: Tensor | None) -> Iterator[Tensor | None]:
-    """The operands in the precision in which PyTorch runs attention under ``torch.autocast``."""
-    for tensor in tensors:
-        if tensor is not None and torch.is_autocast_enabled(tensor.device.type):
-            single = tensor.is_floating_point() and tensor.dtype is not torch.float64
-            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type)) if single else tensor
-        yield tensor
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """An operand in the precision in which PyTorch runs attention under ``torch.autocast``."""
+    kind = tensor.device.type
+    casts = tensor.is_floating_point() and tensor.dtype is not torch.float64 and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
 
 
 def _rms_norm(
