@@ -205,6 +205,14 @@ def test_attention_is_one_join():
     }
 
 
+def test_a_parameter_that_its_parent_module_applies_is_not_called_tied():
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 4, 8)
+    tree, _ = outline(layer, x, plan=preset("tp", {"tp": 2}))
+    (site,) = (site for module in tree.root.walk() for site in module.sites if site.kind == "borrowed")
+    assert (site.text, site.use) == ("self_attn.out_proj.bias", "of a submodule")
+    assert "self_attn.out_proj.bias (of a submodule)" in texts(draw_boxes(tree))
+
+
 def test_a_tied_parameter_is_used_where_it_is_borrowed():
     found = flows(make("tied-transformer", 2)[0], torch.zeros(2, 6, dtype=torch.long))
     assert {("inputs", "embedding"), ("head.embedding.weight", "outputs")} <= found

@@ -136,3 +136,9 @@ def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():
     inputs[1][ir.Parameter("up.weight")] = torch.zeros(4, 6)
     with pytest.raises(shardgraph.CollectiveError, match=r"all_gather_into_tensor of up\.weight .*different shapes"):
         run_lockstep(graph, (("dp", 2),), inputs)
+
+
+def test_a_mesh_that_the_plan_is_not_for_is_refused():
+    plan = shardgraph.preset("fsdp", {"dp": 2})
+    with pytest.raises(shardgraph.PlanError, match="is for the mesh"):
+        shardgraph.verify(torch.nn.Linear(4, 4), (torch.randn(4, 4),), plan, mesh={"dp": 4})

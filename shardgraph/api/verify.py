@@ -174,9 +174,11 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> Mesh:
+    if mesh:
+        return tuple(mesh.items())
     if isinstance(plan, Plan):
         return plan.whole_mesh
-    return tuple(mesh.items()) if mesh else default_mesh(plan, world_size, max(world_size // 2, 1))
+    return default_mesh(plan, world_size, max(world_size // 2, 1))
 
 
 def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures) -> list[Program]:

@@ -37,7 +37,7 @@ def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, 
         at += LINE
     for site in module.sites:
         if site.kind == "borrowed":
-            body.append(text(x + PAD + 6, at + 14, f"{site.text} (tied)", "small"))
+            body.append(text(x + PAD + 6, at + 14, f"{site.text} ({site.use})", "small"))
             at += LINE - 2
     for traffic in module.traffic.values():
         body.append(text(x + PAD + 6, at + 14, traffic.calls, "small"))

@@ -74,7 +74,7 @@ def _add_module(dot: graphviz.Digraph, alike: list[Module], colours: dict[str, s
             if site.kind == "join":
                 cluster.node(_name(site), _escape(site.text), shape="ellipse", style="filled", fillcolor="white")
             elif site.kind == "borrowed":
-                cluster.node(_name(site), _escape(f"{site.text}\n(tied)"), style="dashed")
+                cluster.node(_name(site), _escape(f"{site.text}\n({site.use})"), style="dashed")
         for group in module.shown():
             _add_module(cluster, group, colours)
 

@@ -79,6 +79,12 @@ class Site:
     kind: str
     text: str
 
+    @property
+    def use(self) -> str:
+        """How a borrowed parameter comes to be used here: it is a submodule's, or tied."""
+        inside = self.text.startswith(f"{self.module.path}." if self.module.path else "")
+        return "of a submodule" if inside else "tied"
+
 
 @dataclass(eq=False)
 class Module:
