@@ -23,7 +23,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import shardgraph
-from shardgraph.report.analysis import program_memory
+from shardgraph.report.step import program_memory
 from shardgraph.runtime.measure import PeakMemory
 
 CHUNKS = (None, "64MiB", "32MiB", "16MiB", "8MiB")

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import shardgraph
 from shardgraph import Plan, preset
 from shardgraph.passes.lowering import build_program
-from shardgraph.report.analysis import program_memory
+from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
 from tests.zoo import Deep, make, scalar, shorter

@@ -20,7 +20,7 @@ from shardgraph.ir.attributes import SUBJECT
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.analysis import program_memory
+from shardgraph.report.step import program_memory
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.stages import place_stages
 from tests.machines import toy_cluster

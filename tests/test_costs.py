@@ -14,7 +14,7 @@ from shardgraph.cost_models.device import Device, Rate
 from shardgraph.errors import ClusterError
 from shardgraph.passes.analysis.costs import EXTRA_FLOPS, node_costs
 from shardgraph.passes.lowering import build_program
-from shardgraph.report.analysis import program_halves
+from shardgraph.report.step import program_halves
 from tests.machines import toy_device
 from tests.zoo import ZOO, make, scalar
 

@@ -19,7 +19,7 @@ from shardgraph.passes.analysis.collective_order import check_waits
 from shardgraph.passes.analysis.liveness import profile_memory
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.rows import Prices, rows_of
-from shardgraph.report.analysis import tasks_of
+from shardgraph.report.step import tasks_of
 from shardgraph.runtime.host import empty_on_host, is_on_host, known_on_host
 from shardgraph.runtime.measure import PeakMemory
 from tests.machines import toy_cluster

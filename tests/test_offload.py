@@ -23,7 +23,7 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
-from shardgraph.report.analysis import program_memory
+from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_in_file, is_on_host
 from shardgraph.runtime.measure import PeakMemory
 from tests import ranks

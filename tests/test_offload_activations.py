@@ -24,7 +24,8 @@ from shardgraph.passes.offload.window import awaited, started, staying
 from shardgraph.passes.program import Program
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.remembered import annotated
-from shardgraph.report.analysis import analyze_program, program_memory
+from shardgraph.report.analysis import analyze_program
+from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.torch_api import boxed

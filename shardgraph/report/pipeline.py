@@ -22,7 +22,8 @@ from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.plan import Plan
-from shardgraph.report.analysis import StepCosts, batch_of, tasks_of, trained_shards, update_memory, update_rows
+from shardgraph.report.analysis import StepCosts
+from shardgraph.report.step import batch_of, tasks_of, trained_shards, update_memory, update_rows
 from shardgraph.sizes import format_bytes, format_seconds
 
 _STAYS = ("parameters", "buffers", "inputs", "gathered parameters")  # kinds of memory that no microbatch adds to

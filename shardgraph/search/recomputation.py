@@ -32,8 +32,9 @@ from shardgraph.passes.recompute.problem import RecomputeProblem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
 from shardgraph.plans.plan import Plan, Recomputation
-from shardgraph.report.analysis import Analysis, analyze_program, program_memory
+from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.report.step import program_memory
 from shardgraph.sizes import format_bytes, format_seconds
 
 _LEVELS = 24  # byte bounds between saving all that backward reads and as little as possible

@@ -20,8 +20,8 @@ from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_program
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
-from shardgraph.report.analysis import program_halves, update_memory, update_rows
 from shardgraph.report.folding import NotPeriodicError, extend
+from shardgraph.report.step import program_halves, update_memory, update_rows
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes
 

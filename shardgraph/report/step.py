@@ -1,0 +1,114 @@
+"""A training step as it is priced: its graphs, their memory, the tasks of its timeline, the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.cost_models.device import Device
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.timeline import COMPUTE, Task
+from shardgraph.ir import Input, Output, Tangent, outputs, placeholders
+from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
+from shardgraph.passes.analysis.local import on_rank, shard_bytes
+from shardgraph.passes.analysis.rows import Row
+from shardgraph.passes.base import Context
+from shardgraph.passes.program import Program
+
+
+def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
+    """The tasks of a timeline with one compute stream and one stream per mesh axis.
+
+    A collective starts when the computation issued before it has ended; a wait blocks the computation until its
+    collective has ended.
+    """
+    latest = -1  # the last task of the computation
+    for i, row in enumerate(rows):
+        if row.stream:
+            after: tuple[int, ...] = (latest,) if latest >= 0 else ()
+        else:
+            after, latest = (i - row.waits,) if row.waits else (), i
+        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node)
+
+
+Shards = tuple[Sequence[Any], Sequence[Any]]
+"""Bytes of each shard that the optimizer updates on the device, and of each that it updates in host memory."""
+
+
+def trained_shards(context: Context, trained: Iterable[str], rank: int = 0) -> Shards:
+    """The shards that ``rank`` has of the parameters with these names."""
+    on_device, on_host = (
+        [shard_bytes(context, fqn, rank) for fqn in sorted(trained) if context.parameters[fqn].offload is host]
+        for host in (False, True)
+    )
+    return on_device, on_host
+
+
+def update_memory(shards: Sequence[Any], optimizer: str, magnitude: Callable[[Any], int] | None = None) -> UpdateMemory:
+    """The optimizer's memory in addition to ``shards`` and their gradients; ``magnitude`` orders symbolic sizes."""
+    cost = optimizer_cost(optimizer)
+    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
+    return UpdateMemory(state, cost.temporaries * max(shards, key=magnitude, default=0))
+
+
+def update_rows(
+    shards: Shards, optimizer: str, device: Device, memory: MemoryProfile, number: Callable[[Any], Any] = int
+) -> Iterator[Row]:
+    """The optimizer's updates at the last point of ``memory``; ``number`` makes a number or expression of a size."""
+    cost = optimizer_cost(optimizer)
+    for host, sizes in zip((False, True), shards, strict=True):
+        if not sizes:
+            continue
+        rate = device.linked_host.optimizer if host else device.rate("optimizer")
+        assert rate is not None
+        yield Row(
+            half="optimizer",
+            node="update",
+            operation=optimizer,
+            label=f"{optimizer} update" + (" on the host" if host else ""),
+            kind="optimizer",
+            read=(cost.moved - cost.states - 1) * sum(sizes),
+            written=(cost.states + 1) * sum(sizes),
+            seconds=sum(rate.seconds(cost.moved * number(nbytes)) for nbytes in sizes),
+            memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
+            host={kind: line[-1] for kind, line in memory.host.items() if line[-1]},
+        )
+
+
+def program_halves(program: Program) -> dict[str, fx.GraphModule]:
+    """The graphs of a step by name, in execution order.
+
+    If a model returns a scalar, the loss is assumed to be that scalar; otherwise the loss is assumed to depend on
+    every floating-point output.
+    """
+    if program.backward is None:
+        return {"forward": program.forward}
+    values = {
+        role.index: value.meta["val"]
+        for role, value in outputs(program.forward)
+        if isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+    }
+    scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
+    tangents = [role for role in placeholders(program.backward) if isinstance(role, Tangent)]
+    absent = frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))
+    return {"forward": program.forward, "backward": program.backward_variant("reduce", absent)}
+
+
+def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
+    """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes."""
+    halves = program_halves(program)
+    forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
+    shards = trained_shards(program.context, program.trained, rank)
+    return profile_step(forward, backward, granule, *(update_memory(each, optimizer) for each in shards))
+
+
+def batch_of(program: Program) -> tuple[int, int]:
+    """``(samples, tokens)`` of one call: the rows of the first input tensor, and its elements if it holds token ids."""
+    values = [node.meta["val"] for role, node in placeholders(program.joint.module).items() if isinstance(role, Input)]
+    first = next((tensor for tensor in values if tensor.dim()), None)
+    if first is None:
+        return 0, 0
+    return first.shape[0], first.numel() if first.dim() == 2 and not first.is_floating_point() else 0
