@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
+from shardgraph import torch_api
 from shardgraph.capture.capture import capture
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.ir.operations import operation_name
@@ -94,6 +95,51 @@ def test_what_is_not_kept_on_the_gpu_changes_no_loss_and_saves_memory(options):
     saving = shardgraph.compile(copy.deepcopy(model), plan="single", **options)
     assert peak(saving, x) < peak(plain, x)
     torch.testing.assert_close(losses(saving, x), losses(plain, x), rtol=1e-4, atol=0)
+
+
+ATTENTION_CALLS = {
+    "flash": {"dtype": torch.bfloat16},
+    "flash, causal, heads of an odd width": {"dtype": torch.float16, "causal": True, "width": 20},
+    "flash, fewer heads of keys": {"dtype": torch.bfloat16, "heads": 2},
+    "efficient": {"dtype": torch.float32, "heads": 1, "width": 12},
+    "efficient, causal, more keys": {"dtype": torch.bfloat16, "keys": 57, "causal": True},
+    "efficient, masked": {"dtype": torch.bfloat16, "keys": 57, "mask": (2, 1, 1, 57)},
+    "formula": {"dtype": torch.float64, "mask": (41, 1)},
+}
+
+
+@pytest.mark.parametrize("call", ATTENTION_CALLS.values(), ids=ATTENTION_CALLS)
+def test_kernels_of_attention_compute_the_formula(call):
+    torch.manual_seed(0)
+    dtype, width, causal = call["dtype"], call.get("width", 16), call.get("causal", False)
+    query = torch.randn(2, 4, 41, width, dtype=dtype)
+    key, value = (torch.randn(2, call.get("heads", 4), call.get("keys", 41), width, dtype=dtype) for _ in "kv")
+    mask = torch.randn(call["mask"], dtype=dtype) if "mask" in call else None
+
+    def computed(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        kernels = torch_api.attention_on("cuda" if device == "cuda" else "another")
+        q, k, v, bias = (None if each is None else each.to(device, dtype) for each in (query, key, value, mask))
+        results = kernels.forward(q, k, v, bias, causal, 0.3)
+        return [each.double().cpu() for each in (*results, *kernels.backward(q, q, k, v, *results, bias, causal, 0.3))]
+
+    half = dtype in (torch.bfloat16, torch.float16)
+    tolerance = {"rtol": 2e-2, "atol": 5e-2} if half else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(computed("cuda", dtype), computed("cpu", torch.float64), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_of_the_gpu_computes_the_formula(dtype):
+    x, weight = torch.randn(3, 5, 16, dtype=dtype), torch.randn(16, dtype=dtype)
+
+    def computed(kind: str) -> list[torch.Tensor]:
+        given, scale = x.to(kind), weight.to(kind)
+        kernels = torch_api.rms_norm_on(kind)
+        out, rstd = kernels.forward(given, [16], scale, 1e-5)
+        gradients = kernels.backward(given, given, [16], rstd, scale)
+        return [each.cpu() for each in (out, rstd, *gradients) if each is not None]
+
+    tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(computed("cuda"), computed("cpu"), **tolerance)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "conv-batch-norm", "t5"])
