@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import shardgraph
 from shardgraph.capture.capture import capture
@@ -59,6 +60,31 @@ def test_a_name_that_no_device_changes_stays():
 def test_attention_is_one_operation_where_every_device_has_a_kernel():
     found = operations(Attention(), torch.randn(2, 6, 8))
     assert found.count("attention") == found.count("attention_backward") == 1
+
+
+class OfTorch(nn.Module):
+    """PyTorch's own attention, which the tracer leaves as one call."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_attention_inside_a_function_of_pytorch_is_the_same_operation():
+    assert "attention" in operations(OfTorch(), torch.randn(2, 6, 8))
+    found = operations(OfTorch(0.1), torch.randn(2, 6, 8))
+    assert "attention" not in found and "bmm" in found
+
+
+def test_attention_inside_a_checkpointed_region_is_the_same_operation():
+    class Checkpointed(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    assert "attention" in operations(Checkpointed(), torch.randn(2, 6, 8))
 
 
 @pytest.mark.parametrize(

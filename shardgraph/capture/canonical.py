@@ -15,14 +15,16 @@ same choice everywhere:
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from shardgraph import ir
 
@@ -42,15 +44,14 @@ def same_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def unify(gm: fx.GraphModule) -> None:
-    """Replace calls of PyTorch's functions in a traced module whose operations depend on the device."""
-    changed = False
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in _UNIFIED:
-            node.target = _UNIFIED[node.target]
-            changed = True
-    if changed:
-        gm.recompile()
+class FusedOperators(TorchFunctionMode):
+    """While the traced module is lowered, PyTorch's functions whose operations depend on the device are replaced.
+
+    A mode, since they are not only in the traced graph but also in regions inside it and in functions left whole.
+    """
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _REPLACED.get(function, function)(*args, **(kwargs or {}))
 
 
 def _attention(
@@ -123,11 +124,21 @@ def _rms_norm(
     return out
 
 
+def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
+    """A copy of a Python function that calls ``others`` by name: in its own code no mode replaces anything."""
+    copied = types.FunctionType(function.__code__, {**function.__globals__, **others}, argdefs=function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
 _MIXED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 """Precisions of a mask and of queries that differ and that PyTorch accepts."""
 
-_UNIFIED: dict[Any, Callable[..., Tensor]] = {
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _calling(
+        F.multi_head_attention_forward, {"scaled_dot_product_attention": _attention}
+    ),
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
 }

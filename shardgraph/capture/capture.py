@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from shardgraph import ir, torch_api
 from shardgraph.capture import constraints
-from shardgraph.capture.canonical import same_kernels, unify
+from shardgraph.capture.canonical import FusedOperators, same_kernels
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
@@ -177,15 +177,14 @@ def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mo
     name = type(model).__name__
     try:
         captured = _trace(traced, args, kwargs, model)
-        unify(captured)
         try:
-            return torch_api.export_joint(captured, args, kwargs)
+            return _lower(captured, args, kwargs)
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(traced(*args, **kwargs))
-            return torch_api.export_joint(captured, args, kwargs)
+            return _lower(captured, args, kwargs)
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -207,6 +206,11 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
         if hasattr(module, "_can_record_outputs"):
             maybe_install_capturing_hooks(module)
     return torch_api.dynamo_capture(traced, args, kwargs)
+
+
+def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with FusedOperators():
+        return torch_api.export_joint(captured, args, kwargs)
 
 
 def _explain(name: str, message: str) -> str:
