@@ -20,11 +20,14 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
 class Attention(NamedTuple):
     """The two directions of attention on one kind of device."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., Gradients]
 
 
 def attention_on(device_type: str) -> Attention:
@@ -35,26 +38,16 @@ def attention_on(device_type: str) -> Attention:
 # -- CPU ---------------------------------------------------------------------------------------------------
 
 
-def _cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cpu(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    mask, is_causal, scale = options
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         *map(unit_stride, (query, key, value)), 0.0, is_causal, attn_mask=mask, scale=scale
     )
     return out, logsumexp.contiguous()
 
 
-def _cpu_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(grad: Tensor, *call: Any) -> Gradients:
+    query, key, value, out, logsumexp, mask, is_causal, scale = call
     grad, query, key, value, out = map(unit_stride, (grad, query, key, value, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -69,11 +62,10 @@ def unit_stride(tensor: Tensor) -> Tensor:
 # -- CUDA --------------------------------------------------------------------------------------------------
 
 
-def _cuda(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cuda(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    mask, is_causal, scale = options
     if not _has_kernel(query, mask):
-        return _formula(query, key, value, mask, is_causal, scale)
+        return _formula(query, key, value, *options)
     q, k, v = map(_padded_width, (query, key, value))
     if _flash(query, key, mask, is_causal):
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
@@ -87,19 +79,10 @@ def _cuda(
     return _laid_out(out.narrow(-1, 0, query.shape[-1]), like), logsumexp.narrow(-1, 0, query.shape[2]).contiguous()
 
 
-def _cuda_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(grad: Tensor, *call: Any) -> Gradients:
+    query, key, value, out, logsumexp, mask, is_causal, scale = call
     if not _has_kernel(query, mask):
-        return _formula_backward(grad, query, key, value, out, logsumexp, mask, is_causal, scale)
+        return _formula_backward(grad, *call)
     heads, rows = query.shape[1:3]
     grad, q, k, v, out = map(_padded_width, (grad, query, key, value, out))
     if _flash(query, key, mask, is_causal):
@@ -180,11 +163,9 @@ def positions_first(tensor: Tensor) -> Tensor:
 # -- any device --------------------------------------------------------------------------------------------
 
 
-def _formula(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _formula(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     query, key, value = map(unit_stride, (query, key, value))
-    scores = _scores(query, key, mask, is_causal, scale)
+    scores = _scores(query, key, *options)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0)  # of a query that sees no key
     weights = (scores - logsumexp.unsqueeze(-1)).exp()
@@ -192,17 +173,8 @@ def _formula(
     return torch.empty_like(query).copy_(out), logsumexp
 
 
-def _formula_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _formula_backward(grad: Tensor, *call: Any) -> Gradients:
+    query, key, value, out, logsumexp, mask, is_causal, scale = call
     heads, weights = query.shape[1], (_scores(query, key, mask, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
     wide: Any = [tensor.to(weights.dtype) for tensor in (grad, out, query)]
     grad_wide, out_wide, query_wide = wide
