@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.passes.sharding import dtensor_rules, grouped, image_rules  # noqa: F401  (two register rules)
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
-from shardgraph.passes.sharding.options import Operation, Option, operands, replicated, results
+from shardgraph.passes.sharding.options import Operation, Option, operands, operations, replicated, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut
-from shardgraph.passes.sharding.rules import ANY_BLOCKS, REPLACES, own_options, rule_of
+from shardgraph.passes.sharding.rules import ANY_BLOCKS, REPLACES, rule_of
 
 Value = tuple[fx.Node, int]
 """A tensor of a graph: the node that produces it and its index among the node's results."""
@@ -34,6 +34,11 @@ def placed_values(node: fx.Node, option: Option) -> list[tuple[Value, Placement]
     """An operation's operands and results, each with its placement in the option."""
     taken = [(value_of(operand), p) for operand, p in zip(operands(node), option.operands, strict=True)]
     return taken + [((node, index), p) for index, p in enumerate(option.results) if p is not None]
+
+
+def all_divide(placed: Iterable[tuple[Value, Placement]], parts: int) -> bool:
+    """Whether each of the values is split into equal, non-empty shards."""
+    return all(divides(placement, results(maker)[index].shape, parts) for (maker, index), placement in placed)
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -57,7 +62,7 @@ class Legal:
         refused: dtensor_rules.Refused | None = None,
     ) -> None:
         self.parts, self._refused = parts, dtensor_rules.Refused() if refused is None else refused
-        self.nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.nodes = operations(gm)
         self._sources = {node: [value_of(operand) for operand in operands(node)] for node in self.nodes}
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
         self._templates: dict[fx.Node, list[Option]] = {}
@@ -88,7 +93,7 @@ class Legal:
             for node in self.nodes:
                 if node in grown:
                     for source in self._learn(node):
-                        again |= users[source] | ({source} if source.op == "call_function" else set())
+                        again |= users[source] | {source}
             grown = again
 
     def _learn(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -100,15 +105,10 @@ class Legal:
                     yield value[0]
 
     def _cut_options(self, node: fx.Node) -> Iterator[Option]:
+        """The evenly divided options, which may repeat."""
         for option in self._layout(node) if node.target in LAYOUTS else self._table(node):
-            if self._even(node, option):
+            if all_divide(self._placed(node, option), self.parts):
                 yield option
-
-    def _even(self, node: fx.Node, option: Option) -> bool:
-        return all(
-            divides(placement, results(maker)[index].shape, self.parts)
-            for (maker, index), placement in self._placed(node, option)
-        )
 
     def _placed(self, node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
         """Like :func:`placed_values`, with the operands cached."""
@@ -124,20 +124,23 @@ class Legal:
             # A tensor without elements (an empty cache that keys are appended to) is the same in every placement.
             return tuple(placement if count else REPLICATE for count in elements)
 
+        def cuts_of(values: Iterable[Value]) -> list[Placement]:
+            # Sets are unordered, and all ranks must list the options in the same order.
+            return sorted({cut for value in values for cut in self.cuts[value]}, key=cut_of)
+
         if results(node)[0].is_floating_point():
             yield Option(all_operands(PARTIAL), (PARTIAL,) * produced)
-        # Sets are unordered, and all ranks must list the options in the same order.
-        for cut in _sorted(set().union(*(self.cuts[source] for source in self._sources[node]))):
+        for cut in cuts_of(self._sources[node]):
             if (out := layout.down(operation, cut)) is not None:
                 yield Option(all_operands(cut), (out,) * produced)
-        for cut in _sorted(set().union(*(self.cuts[node, i] for i in range(produced)))):
+        for cut in cuts_of((node, index) for index in range(produced)):
             if (needed := layout.up(operation, cut)) is not None:
                 yield Option(all_operands(needed), (cut,) * produced)
 
     def _table(self, node: fx.Node) -> Iterator[Option]:
         if node not in self._templates:
-            operation = Operation(node, self.parts)
-            options = list(own_options(operation))
+            operation, own = Operation(node, self.parts), rule_of(node.target)
+            options = list(own(operation)) if own else []
             if node.target not in REPLACES and dtensor_rules.has_strategy(node.target):
                 options += dtensor_rules.strategies(operation, self._refused)
             self._templates[node] = options
@@ -145,26 +148,19 @@ class Legal:
             yield option
             if option.lowering not in ANY_BLOCKS and any(is_cut(p) for p in option.operands + option.results):
                 continue  # valid only for one block
-            for count in sorted(self._block_counts(self._placed(node, option))):
-                yield replace(
-                    option, operands=_in_blocks(option.operands, count), results=_in_blocks(option.results, count)
-                )
-
-    def _block_counts(self, values: Iterable[tuple[Value, Placement]]) -> set[int]:
-        counts = set()
-        for value, placement in values:
-            if is_cut(placement):
-                dim, _ = cut_of(placement)
-                counts |= {count for at, count in map(cut_of, self.cuts[value]) if at == dim and count > 1}
-        return counts
+            counts = {
+                cut_of(known)[1]
+                for value, placement in self._placed(node, option)
+                for known in (self.cuts[value] if is_cut(placement) else ())
+                if cut_of(known)[0] == cut_of(placement)[0]
+            }
+            for count in sorted(counts - {1}):
+                before, after = _in_blocks(option.operands, count), _in_blocks(option.results, count)
+                yield replace(option, operands=before, results=after)
 
 
 def _in_blocks(placements: tuple[Placement | None, ...], count: int) -> tuple[Placement | None, ...]:
     return tuple(blocks(cut_of(p)[0], count) if is_cut(p) else p for p in placements)
-
-
-def _sorted(cuts: Iterable[Placement]) -> list[Placement]:
-    return sorted(cuts, key=cut_of)
 
 
 def reached(legal: Legal, starts: Mapping[Value, Iterable[Placement]]) -> dict[Value, set[Placement]]:

@@ -8,7 +8,7 @@ elements along a dimension that its rule shards. A rule adds to DTensor's strate
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -181,11 +181,15 @@ def attention(operation: Operation) -> Iterator[Option]:
     query, key, value = (named[name].meta["val"] for name in ("query", "key", "value"))
     backward, causal, stripes = "grad_out" in named, named["is_causal"], query.shape[2] // operation.parts
 
-    def option(cut: _Cut, dim: int, pair: Placement, gradient: Placement, ring: str = "", passed: int = 0) -> Option:
+    def option(
+        cut: Callable[[int], Placement], dim: int, pair: Placement, gradient: Placement, ring: str = "", passed: int = 0
+    ) -> Option:
         """Queries sharded along ``dim``; keys and values, and their gradients, as given."""
         placements = dict.fromkeys(OF_QUERIES, cut(dim)) | {"key": pair, "value": pair}
         if named["attn_mask"] is not None:
-            placements["attn_mask"] = _of_mask(named["attn_mask"].meta["val"], cut, dim)
+            shape = named["attn_mask"].meta["val"].shape  # of scores [batch, heads, queries, keys], may be broadcast
+            own = dim - 4 + len(shape)
+            placements["attn_mask"] = cut(own) if own >= 0 and shape[own] > 1 else REPLICATE
         before = tuple(placements[name] for name, operand in named.items() if isinstance(operand, fx.Node))
         after = (cut(dim), gradient, gradient) if backward else (cut(dim), cut(dim))
         return Option(before, after, ring, passed=passed)
@@ -206,15 +210,6 @@ def attention(operation: Operation) -> Iterator[Option]:
             yield option(in_stripes, 2, pair, pair, "ring_attention", passed)
     if not causal:
         yield option(in_stripes, 2, REPLICATE, PARTIAL)
-
-
-_Cut = Callable[[int], Placement]
-
-
-def _of_mask(mask: torch.Tensor, cut: _Cut, dim: int) -> Placement:
-    """The placement of a mask, which may be broadcast, if scores ``[batch, heads, queries, keys]`` are sharded."""
-    own = dim - 4 + mask.dim()
-    return cut(own) if own >= 0 and mask.shape[own] > 1 else REPLICATE
 
 
 @rule(aten.index_put.default, replaces=True)
@@ -241,45 +236,28 @@ def overwritten(operation: Operation) -> Iterator[Option]:
         )
 
 
-@rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only)
+_OF_ROWS = (ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
+
+
+@rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only, ir.local_part, *_OF_ROWS)
 def collective(operation: Operation) -> Iterator[Option]:
     """Of another axis, elementwise over ranks.
 
     All ranks of a collective along another axis have the same shard along this one, so a dimension that the collective
     neither splits nor concatenates may be sharded, and sums may be partial.
     """
-    return _along(operation, range(len(operation.result)))
-
-
-@rule(ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
-def rows_exchanged(operation: Operation) -> Iterator[Option]:
-    """Whole rows go to other ranks."""
-    return _along(operation, range(1, len(operation.result)))
-
-
-@rule(ir.local_part)
-def part_taken(operation: Operation) -> Iterator[Option]:
-    """One dimension is already sharded."""
-    taken = operation.node.args[1]
-    return _along(operation, (dim for dim in range(len(operation.result)) if dim != taken))
-
-
-def _along(operation: Operation, dims: Iterable[int]) -> Iterator[Option]:
-    for dim in dims:
-        yield Option((Shard(dim),), (Shard(dim),))
-    if "max" not in operation.node.args and results(operation.node)[0].is_floating_point():
+    node = operation.node
+    taken = node.args[1] if node.target is ir.local_part else 0 if node.target in _OF_ROWS else None
+    for dim in range(len(operation.result)):
+        if dim != taken:
+            yield Option((Shard(dim),), (Shard(dim),))
+    if "max" not in node.args and results(node)[0].is_floating_point():
         yield Option((PARTIAL,), (PARTIAL,))
 
 
 def _cuts(operation: Operation) -> list[Placement]:
     """The result sharded along each of its dimensions."""
     return [Shard(dim) for dim in range(len(operation.result))]
-
-
-def own_options(operation: Operation) -> Iterable[Option]:
-    """Our rule's options for an operation; empty if there is no rule."""
-    own = rule_of(operation.node.target)
-    return own(operation) if own else ()
 
 
 def rule_of(target: Any) -> Rule | None:
