@@ -17,9 +17,9 @@ from shardgraph.passes.experts.exchange import ExchangeBuilder
 from shardgraph.passes.experts.find import find_experts
 from shardgraph.passes.experts.problem import ExpertPlacements
 from shardgraph.passes.sharding.activations import choose
-from shardgraph.passes.sharding.legal import value_of
+from shardgraph.passes.sharding.legal import placed_operands
 from shardgraph.passes.sharding.lower import lower
-from shardgraph.passes.sharding.options import Option, operands
+from shardgraph.passes.sharding.options import Option
 from shardgraph.passes.sharding.placements import REPLICATE
 from shardgraph.passes.sharding.shard_operators import record_placement
 from shardgraph.plans.plan import AUTO
@@ -59,8 +59,7 @@ def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
     """Note the operations for which the weights of all experts are gathered."""
     users: Counter[str] = Counter()
     for node, option in chosen.items():
-        for operand, placement in zip(operands(node), option.operands, strict=True):
-            source, index = value_of(operand)
+        for (source, index), placement in placed_operands(node, option):
             if placement == REPLICATE and isinstance(chosen[source].results[index], Shard):
                 user = node
                 while getattr(user.target, "is_view", False) and user.users:

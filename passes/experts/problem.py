@@ -21,9 +21,9 @@ from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.experts.rules import expert_options, same_on_all_ranks
 from shardgraph.passes.sharding.choose import Placements
-from shardgraph.passes.sharding.legal import Value, placed_values, value_of
+from shardgraph.passes.sharding.legal import Value, all_divide, placed_values, value_of
 from shardgraph.passes.sharding.options import Option, is_operation, operands, operations, replicated, results
-from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed, divides
+from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed
 from shardgraph.passes.sharding.pricing import PlacementPrices
 
 _GATHERED = 256.0
@@ -47,11 +47,8 @@ class ExpertOptions:
         for node in operations(gm):
             for operand in operands(node):
                 users[value_of(operand)[0]].add(node)
-        grown: set[fx.Node] = set()
-        for role, node in placeholders(gm).items():
-            if _is_expert(role, experts):
-                self.known[node, 0].add(Shard(0))
-                grown |= users[node]
+        self.known |= {(node, 0): {Shard(0)} for role, node in placeholders(gm).items() if _is_expert(role, experts)}
+        grown = {user for node, _ in self.known for user in users[node]}
         while grown:
             last, grown = grown, set()
             for node in [node for node in operations(gm) if node in last]:
@@ -70,8 +67,7 @@ class ExpertOptions:
         linked = []
         for option in expert_options(node, self.known, self.common):
             values = placed_values(node, option)
-            even = all(divides(p, results(maker)[index].shape, self.parts) for (maker, index), p in values)
-            if even and any(p in self.known[value] for value, p in values if value in self.known):
+            if all_divide(values, self.parts) and any(p in self.known.get(value, ()) for value, p in values):
                 linked.append(option)
         return linked
 

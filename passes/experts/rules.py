@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.ir import Buffer, Parameter
 from shardgraph.ir.attributes import ROLE
+from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.sharding.layout_rules import order_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import Option, operands, results
@@ -41,8 +42,7 @@ def same_on_all_ranks(gm: fx.GraphModule) -> set[fx.Node]:
     common: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "call_function":
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            same = not random and common.issuperset(node.all_input_nodes)
+            same = not draws(node) and common.issuperset(node.all_input_nodes)
         else:
             same = node.op == "get_attr" or isinstance(ROLE.get(node), (Parameter, Buffer))
         if same:
@@ -66,9 +66,8 @@ def expert_options(node: fx.Node, known: Known, common: set[fx.Node]) -> Iterato
     elif node.target in _ALONG:
         yield from _along(node, known)
     else:
-        tags = getattr(node.target, "tags", ())
-        elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-        if elementwise or node.target in _LIKE:
+        elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if (elementwise and not draws(node)) or node.target in _LIKE:
             yield from _pointwise(node, known, common)
 
 

@@ -11,7 +11,9 @@ from torch import fx
 
 from shardgraph.ir import WAIT, Buffer, Input, Mutation, Parameter, is_collective, outputs, placeholders
 from shardgraph.ir.attributes import SEQUENCE
+from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.partition.split import forward_nodes
+from shardgraph.passes.sharding.options import moves_data
 
 aten = torch.ops.aten
 
@@ -57,20 +59,15 @@ def computed_anywhere(gm: fx.GraphModule) -> set[fx.Node]:
     of_parameters = {node for role, node in placeholders(gm).items() if isinstance(role, Parameter)}
     written = {value for role, value in outputs(gm) if isinstance(role, Mutation)}
     for node in gm.graph.nodes:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "call_function" or node in written or random or is_collective(node) or node.target is WAIT:
+        if node.op != "call_function" or node in written or draws(node) or is_collective(node) or node.target is WAIT:
             continue
         if anywhere.issuperset(node.all_input_nodes):
             if of_parameters.isdisjoint(node.all_input_nodes):
                 anywhere.add(node)
-            elif _moves_data(node):
+            elif moves_data(node):
                 anywhere.add(node)
                 of_parameters.add(node)
     return anywhere
-
-
-def _moves_data(node: fx.Node) -> bool:
-    return bool(getattr(node.target, "is_view", False)) or node.target is aten._to_copy.default
 
 
 def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node]) -> None:
@@ -82,7 +79,7 @@ def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], an
         if not users or len(users) < len(node.users) or min(users) <= home[node]:
             continue
         operands = [value for value in node.all_input_nodes if value not in anywhere]
-        light = _moves_data(node) or is_collective(node) or node.target in (WAIT, aten.expand.default)
+        light = moves_data(node) or is_collective(node) or node.target in (WAIT, aten.expand.default)
         if light and len(operands) == 1 and operands[0] in home:
             before, after = (getattr(value.meta.get("val"), "nbytes", 0) for value in (operands[0], node))
             if before <= after:

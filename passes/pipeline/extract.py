@@ -58,17 +58,13 @@ class DivideIntoStages(GraphsPass):
 
 def _check_buffers(stages: Sequence[fx.GraphModule]) -> None:
     """Raise PlanError if a stage reads a buffer that another stage writes."""
-    readers: defaultdict[str, set[int]] = defaultdict(set)
+    taken = {number: ir.placeholders(gm) for number, gm in enumerate(stages)}
     for number, gm in enumerate(stages):
-        for role in ir.placeholders(gm):
-            if isinstance(role, ir.Buffer):
-                readers[role.fqn].add(number)
-    for number, gm in enumerate(stages):
-        for result, _ in ir.outputs(gm):
-            written = isinstance(result, ir.Mutation) and isinstance(result.of, ir.Buffer)
-            if written and (others := readers[result.of.fqn] - {number}):
+        for role, _ in ir.outputs(gm):
+            written = isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer)
+            if written and (others := [other for other in taken if other != number and role.of in taken[other]]):
                 raise PlanError(
-                    f"the buffer {result.of.fqn!r} is written in stage {number} and read in stage {min(others)}, whose "
+                    f"the buffer {role.of.fqn!r} is written in stage {number} and read in stage {others[0]}, whose "
                     "ranks would not see what is written: let stages begin so that both are in one"
                 )
 
@@ -155,10 +151,9 @@ def _stage_graph(gm: fx.GraphModule, parts: Sequence[_Part], number: int) -> fx.
         results += [(ir.Forwarded(i), node) for i, node in enumerate(parts[number + 1].received)]
     if number > 0:
         results += [(ir.Returned(i), node) for i, node in enumerate(parts[number - 1].tangents)]
-    inputs: list[tuple[str, ir.Role, fx.Node]] = []
-    inputs += [(f"received_{node.name}", ir.Forwarded(i), node) for i, node in enumerate(part.received)]
-    inputs += [(f"returned_{node.name}", ir.Returned(i), node) for i, node in enumerate(part.tangents)]
+    received = [(f"received_{node.name}", ir.Forwarded(i), node) for i, node in enumerate(part.received)]
+    returned = [(f"returned_{node.name}", ir.Returned(i), node) for i, node in enumerate(part.tangents)]
     nodes = set(part.computed)
     if number == last:
         nodes |= {node for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Tangent)}
-    return subgraph(gm, [node for node in gm.graph.nodes if node in nodes], inputs, results)
+    return subgraph(gm, [node for node in gm.graph.nodes if node in nodes], [*received, *returned], results)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.recompute.values import Values
-
-_aten = torch.ops.aten
+from shardgraph.passes.sharding.options import moves_data
 
 
 def operations_of(mode: str, gm: fx.GraphModule, values: Values) -> set[fx.Node]:
@@ -33,8 +31,6 @@ def operations_of(mode: str, gm: fx.GraphModule, values: Values) -> set[fx.Node]
 
 def _is_weight(node: fx.Node) -> bool:
     """Whether the node is a parameter, or a view or cast of one."""
-    while node.op == "call_function" and (
-        getattr(node.target, "is_view", False) or node.target is _aten._to_copy.default
-    ):
+    while moves_data(node):
         node = node.args[0]  # type: ignore[assignment]
     return isinstance(ROLE.get(node), Parameter)

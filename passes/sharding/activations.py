@@ -27,7 +27,7 @@ from shardgraph.ir import Input, Tangent, placeholders
 from shardgraph.passes.base import Context
 from shardgraph.passes.sharding.choose import Placements
 from shardgraph.passes.sharding.classes import pattern_of, written_names
-from shardgraph.passes.sharding.legal import value_of
+from shardgraph.passes.sharding.legal import placed_operands, value_of
 from shardgraph.passes.sharding.options import Option, operands
 from shardgraph.passes.sharding.placements import REPLICATE, is_cut, written
 from shardgraph.plans.activation_plan import Rules
@@ -78,12 +78,9 @@ def call_of(gm: fx.GraphModule) -> str:
     roles = placeholders(gm)
     halves = "forward and backward" if any(isinstance(role, Tangent) for role in roles) else "forward"
     inputs = sorted((role.index, node.meta.get("val")) for role, node in roles.items() if isinstance(role, Input))
-    tensors = [
-        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        for _, value in inputs
-        if isinstance(value, torch.Tensor)
-    ]
-    return f"{halves} of {', '.join(tensors) or 'no tensors'}"
+    tensors = [value for _, value in inputs if isinstance(value, torch.Tensor)]
+    forms = [f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in tensors]
+    return f"{halves} of {', '.join(forms) or 'no tensors'}"
 
 
 def _text_of(option: Option) -> str:
@@ -192,9 +189,9 @@ def _check_moves(
     placements: Placements, chosen: Mapping[fx.Node, Option], names: Mapping[fx.Node, str], axis: str
 ) -> None:
     uses = [
-        (value_of(operand), after, repr(name))
+        (value, after, repr(name))
         for node, name in names.items()
-        for operand, after in zip(operands(node), chosen[node].operands, strict=True)
+        for value, after in placed_operands(node, chosen[node])
     ]
     for value, end in placements.ends():
         uses.append((value, chosen[end].results[0] if isinstance(end, fx.Node) else end, "the program's result"))

@@ -142,8 +142,7 @@ class Placements(ABC):
         out = {p: dict.fromkeys(variables, -1.0) for p, variables in made.items()}
         into = {q: dict.fromkeys(variables, -1.0) for q, variables in used.items()}
         for before, after in itertools.product(made, used):
-            cost = self.move((maker.node, result), before, after)
-            if math.isinf(cost):
+            if math.isinf(cost := self.move((maker.node, result), before, after)):
                 continue
             flow = program.variable()
             out[before][flow] = into[after][flow] = 1.0

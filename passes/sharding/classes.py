@@ -57,11 +57,10 @@ def classes_of(gm: fx.GraphModule, fixed: Mapping[str, Placement], least: int = 
 
 
 def _kind(node: fx.Node, fixed: Mapping[str, Placement]) -> Hashable:
-    shapes = tuple((tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in operands(node))
-    value = node.meta.get("val")
-    own = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+    values = [node.meta.get("val"), *(operand.meta["val"] for operand in operands(node))]
+    forms = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in values)
     constants = str(fx.map_arg((node.args, node.kwargs), lambda n: None))
     role = ROLE.get(node)
     placed = fixed.get(role.fqn) if isinstance(role, Parameter) else None
     marks = tuple(str(user.args[1:]) for user in node.users if user.target is CONSTRAIN)
-    return node.op, str(node.target) if node.op == "call_function" else "", shapes, own, constants, placed, marks
+    return node.op, str(node.target) if node.op == "call_function" else "", forms, constants, placed, marks

@@ -44,14 +44,11 @@ def marks_of(gm: fx.GraphModule, axis: str, parts: int) -> dict[fx.Node, Placeme
     marks: dict[fx.Node, Placement] = {}
     for node in gm.graph.nodes:
         if node.target is CONSTRAIN and (annotation := placement_of(node)).mesh_dim in (None, axis):
-            marks[node] = REPLICATE
-            if isinstance(annotation, shard):
-                shape = node.meta["val"].shape
-                try:
+            marks[node], shape = REPLICATE, node.meta["val"].shape
+            try:
+                if isinstance(annotation, shard):
                     marks[node] = blocks(annotation.part(shape, parts), annotation.blocks)
-                except PlanError as error:
-                    where = module_of(node) or "the model"
-                    raise PlanError(
-                        f"{describe(node)} cannot be for a value of {where}, of shape {list(shape)}: {error}"
-                    ) from None
+            except PlanError as error:
+                place = f"a value of {module_of(node) or 'the model'}, of shape {list(shape)}"
+                raise PlanError(f"{describe(node)} cannot be for {place}: {error}") from None
     return marks

@@ -51,25 +51,21 @@ def notes_of(refused: Refused) -> Iterator[str]:
 
 def _from_table(operation: Operation, refused: Refused) -> Iterator[Option]:
     node, outs = operation.node, results(operation.node)
+    values = [*outs, *operation.tensors]
     args, kwargs = pytree.tree_map_only(fx.Node, _meta, (node.args, node.kwargs))
     try:
         rows = torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs)
     except Exception as error:  # whatever it is, this operation can be computed in full
         refused[str(node.target), _raised(error)] += 1
         return
-    tensors = len(outs) + len(operation.tensors)
     for row in rows:
-        if len(row) != tensors:
-            refused[str(node.target), f"DTensor's table has {len(row)} tensors, not {tensors}"] += 1
+        if len(row) != len(values):
+            refused[str(node.target), f"DTensor's table has {len(row)} tensors, not {len(values)}"] += 1
             continue
-        after, before = [_plain(entry) for entry in row[: len(outs)]], [_plain(entry) for entry in row[len(outs) :]]
-        placed = all(isinstance(p, Placement) for p in before) and all(
-            isinstance(p, Placement) or (p is None and not isinstance(value, torch.Tensor))
-            for p, value in zip(after, outs, strict=True)
-        )
-        if placed:
-            of_tensors = (p if isinstance(v, torch.Tensor) else None for p, v in zip(after, outs, strict=True))
-            yield Option(tuple(before), tuple(of_tensors))
+        entries = [(_plain(entry), isinstance(value, torch.Tensor)) for entry, value in zip(row, values, strict=True)]
+        if all(isinstance(p, Placement) or (p is None and not tensor) for p, tensor in entries):
+            placements = tuple(p if tensor else None for p, tensor in entries)
+            yield Option(placements[len(outs) :], placements[: len(outs)])
 
 
 def _plain(entry: Any) -> Any:

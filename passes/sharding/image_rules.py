@@ -20,12 +20,11 @@ CHANNELS = Shard(1)
 @rule(aten.convolution.default, replaces=True)
 def convolution(operation: Operation) -> Iterator[Option]:
     """By output channels, or by input channels with a partial result (once the bias is a separate operation)."""
-    yield from _batches(operation)
-    transposed, groups = operation.node.args[6], operation.node.args[8]
+    biased, transposed, groups = operation.node.args[2] is not None, operation.node.args[6], operation.node.args[8]
+    yield Option((Shard(0), REPLICATE, *[REPLICATE] * biased), (Shard(0),))
     if groups != 1:
         return
     into, out = (0, 1) if transposed else (1, 0)
-    biased = operation.node.args[2] is not None
     yield Option((REPLICATE, Shard(out), *[Shard(0)] * biased), (CHANNELS,))
     if not biased:
         yield Option((CHANNELS, Shard(into)), (PARTIAL,))
@@ -71,17 +70,9 @@ def batch_norm(operation: Operation) -> Iterator[Option]:
 def planes(operation: Operation) -> Iterator[Option]:
     """Images and channels are independent."""
     if len(operation.result) == 4:
-        yield from _batches(operation)
+        before = tuple(Shard(0) if tensor.dim() == 4 else REPLICATE for tensor in operation.tensors)
+        yield Option(before, (Shard(0),) * len(results(operation.node)))
         yield _by_channel(operation)
-
-
-def _batches(operation: Operation) -> Iterator[Option]:
-    """Images are independent; weights are replicated."""
-    images = [tensor.dim() == len(operation.result) for tensor in operation.tensors]
-    if operation.node.target is aten.convolution.default:
-        images[1:] = [False] * (len(images) - 1)
-    before = tuple(Shard(0) if image else REPLICATE for image in images)
-    yield Option(before, (Shard(0),) * len(results(operation.node)))
 
 
 def _by_channel(operation: Operation) -> Option:

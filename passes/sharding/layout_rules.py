@@ -72,28 +72,27 @@ def _expand_up(operation: Operation, cut: Placement) -> Placement | None:
     return blocks(at, count) if at >= 0 and _operand(operation)[at] == operation.result[dim] else REPLICATE
 
 
-def _split_or_joined(operation: Operation) -> tuple[int, int]:
-    """The dimension that is split or concatenated and the number of pieces, which is 0 if their sizes differ."""
+def _pieces(operation: Operation, dim: int) -> int:
+    """How many pieces ``dim`` is split into or concatenated from: 1 if another one is, 0 if their sizes differ."""
     joins = operation.node.target is aten.cat.default
     pieces, position = (_joined(operation), 1) if joins else (results(operation.node), 2)
     args: tuple[Any, ...] = operation.node.args
-    dim = (args[position] if len(args) > position else 0) % pieces[0].dim()
-    return dim, len(pieces) if len({piece.shape[dim] for piece in pieces}) == 1 else 0
+    if dim != (args[position] if len(args) > position else 0) % pieces[0].dim():
+        return 1
+    return len(pieces) if len({piece.shape[dim] for piece in pieces}) == 1 else 0
 
 
 def _piece(operation: Operation, cut: Placement) -> Placement | None:
     """The sharding of each piece for a sharding of the whole: pieces must be whole blocks of it."""
-    (dim, count), (along, pieces) = cut_of(cut), _split_or_joined(operation)
-    if dim != along:
-        return cut
+    dim, count = cut_of(cut)
+    pieces = _pieces(operation, dim)
     return blocks(dim, count // pieces) if pieces and count % pieces == 0 else None
 
 
 def _whole(operation: Operation, cut: Placement) -> Placement | None:
     """The sharding of the whole for a sharding of each piece."""
-    (dim, count), (along, pieces) = cut_of(cut), _split_or_joined(operation)
-    if dim != along:
-        return cut
+    dim, count = cut_of(cut)
+    pieces = _pieces(operation, dim)
     return blocks(dim, count * pieces) if pieces else None
 
 

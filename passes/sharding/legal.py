@@ -30,10 +30,15 @@ def value_of(node: fx.Node) -> Value:
     return node, 0
 
 
+def placed_operands(node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
+    """An operation's operands, each with its placement in the option."""
+    return [(value_of(operand), p) for operand, p in zip(operands(node), option.operands, strict=True)]
+
+
 def placed_values(node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
     """An operation's operands and results, each with its placement in the option."""
-    taken = [(value_of(operand), p) for operand, p in zip(operands(node), option.operands, strict=True)]
-    return taken + [((node, index), p) for index, p in enumerate(option.results) if p is not None]
+    made = [((node, index), p) for index, p in enumerate(option.results) if p is not None]
+    return [*placed_operands(node, option), *made]
 
 
 def all_divide(placed: Iterable[tuple[Value, Placement]], parts: int) -> bool:
@@ -170,12 +175,10 @@ def reached(legal: Legal, starts: Mapping[Value, Iterable[Placement]]) -> dict[V
     """
     known: dict[Value, set[Placement]] = {value: set(cuts) for value, cuts in starts.items()}
     for node in legal.nodes:
-        sources = [value_of(operand) for operand in operands(node)]
-        if not any(known.get(source) for source in sources):
+        if not any(known.get(value_of(operand)) for operand in operands(node)):
             continue
         for option in legal.options(node):
-            pairs = zip(sources, option.operands, strict=True)
-            if any(is_cut(p) and p in known.get(source, ()) for source, p in pairs):
+            if any(is_cut(p) and p in known.get(source, ()) for source, p in placed_operands(node, option)):
                 for index, placement in enumerate(option.results):
                     if is_cut(placement):
                         known.setdefault((node, index), set()).add(placement)

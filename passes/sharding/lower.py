@@ -16,8 +16,9 @@ from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, add_output, outputs
 from shardgraph.ir.attributes import EQUALS, MADE_BY, PLACEMENTS, RECOMPUTE, ROLE, SUBJECT, Change, carried
 from shardgraph.passes.analysis.names import module_of
+from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
-from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.legal import Value, placed_operands, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import Option, is_operation, operands, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is_cut, local_shape, written
@@ -38,9 +39,7 @@ def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuild
     Raises:
         GraphInvariantError: an operation on local shards does not have the shape or dtype that its option implies.
     """
-    lowering = _Lowering(gm, chosen, write)
-    lowering.run()
-    return lowering.summands
+    return _Lowering(gm, chosen, write).run()
 
 
 class _Lowering:
@@ -51,7 +50,7 @@ class _Lowering:
         self.parameters: dict[Parameter, Placement] = {}
         self.summands: list[str] = []
 
-    def run(self) -> None:
+    def run(self) -> list[str]:
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 placement = self.chosen[node].results[0]
@@ -68,15 +67,13 @@ class _Lowering:
             if node.op == "call_function" and not node.users:
                 self.write.graph.erase_node(node)
         self.gm.graph = self.write.graph
+        return self.summands
 
     def _operation(self, node: fx.Node) -> None:
         option = self.chosen[node]
         labels = carried(Change.DIVIDED, node)
         self.write.labels = labels | {SUBJECT: f"{node.name} of {module_of(node) or 'the model'}"}
-        shards = [
-            self._placed(value_of(operand), placement)
-            for operand, placement in zip(operands(node), option.operands, strict=True)
-        ]
+        shards = [self._placed(value, placement) for value, placement in placed_operands(node, option)]
         self.write.labels = labels
         if option.lowering:
             outs = LOWERINGS[option.lowering](self.write, node, option, shards)
@@ -96,7 +93,7 @@ class _Lowering:
 
     def _on_shards(self, node: fx.Node, option: Option, shards: list[fx.Node]) -> list[Any]:
         """The operation itself, on local shards and with local sizes."""
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node):
             wholes = [operand.meta["val"] for operand in operands(node)]
             shards = [self.write.laid_out(shard, whole) for shard, whole in zip(shards, wholes, strict=True)]
         remaining = iter(shards)

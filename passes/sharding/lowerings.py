@@ -42,9 +42,8 @@ def sized(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.No
 def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Which elements of ``index`` are among this rank's rows, and their local row numbers; 0 for the others."""
     below = write.call(aten.sub.Tensor, index, write.call(ir.first_row, rows, write.axis))
-    inside = write.call(
-        aten.logical_and.default, write.call(aten.ge.Scalar, below, 0), write.call(aten.lt.Scalar, below, rows)
-    )
+    first, last = write.call(aten.ge.Scalar, below, 0), write.call(aten.lt.Scalar, below, rows)
+    inside = write.call(aten.logical_and.default, first, last)
     return inside, write.call(aten.mul.Tensor, below, inside)
 
 
@@ -161,8 +160,7 @@ def dropout(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.
 
     Random numbers are drawn in memory order, so they are drawn for a tensor with the strides of the whole one.
     """
-    (tensor,) = tensors
-    probability, training = node.args[1], node.args[2]
+    (tensor,), (_, probability, training) = tensors, node.args
     assert option.results[0] is not None
     value, whole = tensor.meta["val"], operands(node)[0].meta["val"]
     order = sorted(range(whole.dim()), key=whole.stride, reverse=True)

@@ -64,6 +64,11 @@ def operations(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if is_operation(node)]
 
 
+def moves_data(node: fx.Node) -> bool:
+    """Whether the node is a view or a cast."""
+    return bool(getattr(node.target, "is_view", False)) or node.target is torch.ops.aten._to_copy.default
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensors among a node's arguments, in order, with repeats."""
     return [leaf for leaf in _nodes((node.args, node.kwargs)) if isinstance(leaf.meta.get("val"), torch.Tensor)]

@@ -19,12 +19,10 @@ from shardgraph.passes.sharding.choose import Placements
 from shardgraph.passes.sharding.constraints import Constraints
 from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reached, value_of
-from shardgraph.passes.sharding.options import Option, is_operation, results
+from shardgraph.passes.sharding.options import Option, is_operation, moves_data, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
 from shardgraph.passes.sharding.pricing import PlacementPrices
 from shardgraph.passes.sharding.sequences import connected, input_sequences, stripes
-
-aten = torch.ops.aten
 
 
 class OperatorPlacements(Placements):
@@ -94,12 +92,9 @@ class OperatorPlacements(Placements):
 
 def _stored(node: fx.Node, fixed: Mapping[str, Placement], legal: Legal) -> list[Option]:
     """The options of a placeholder or constant: only parameters are sharded."""
-    role = ROLE.get(node)
     placements: list[Placement] = [REPLICATE]
-    if isinstance(role, Parameter) and role.fqn in fixed:
-        placements = [fixed[role.fqn]]
-    elif isinstance(role, Parameter):
-        placements += sorted(legal.cuts[node, 0], key=cut_of)
+    if isinstance(role := ROLE.get(node), Parameter):
+        placements = [fixed[role.fqn]] if role.fqn in fixed else [REPLICATE, *sorted(legal.cuts[node, 0], key=cut_of)]
     return [Option((), (placement,)) for placement in placements]
 
 
@@ -134,11 +129,7 @@ def _weights(gm: fx.GraphModule) -> set[fx.Node]:
     """Parameters of at least two dimensions, and their views and casts."""
     weights: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        role = ROLE.get(node)
-        if isinstance(role, Parameter) and node.meta["val"].dim() > 1:
+        matrix = isinstance(ROLE.get(node), Parameter) and node.meta["val"].dim() > 1
+        if matrix or (moves_data(node) and weights.issuperset(node.all_input_nodes)):
             weights.add(node)
-        elif node.op == "call_function":
-            moves = node.target is aten._to_copy.default or getattr(node.target, "is_view", False)
-            if moves and all(operand in weights for operand in node.all_input_nodes):
-                weights.add(node)
     return weights

@@ -93,7 +93,6 @@ class _Ring:
         self.pair = [self.call["key"], self.call["value"]]
         self.mask = self.call["attn_mask"]
         self.causal = self.call["is_causal"]
-        self.rows = self.call["query"].meta["val"].shape[_ROWS]
         self._later_by_step: dict[int, fx.Node] = {}
 
     def steps(self) -> Iterator[tuple[int, list[fx.Node]]]:
@@ -127,18 +126,15 @@ class _Ring:
                 call["attn_mask"] = self.write.part(self.mask, blocks(last, keys), step)
             highest = self.write.call(aten.amax.default, call["attn_mask"], [-1])
             hidden = self.write.call(aten.eq.Scalar, highest, -torch.inf)
-        if self.causal and step:
-            call |= self._below_the_diagonal(step, call)
-        return self._kernel(call), hidden
-
-    def _below_the_diagonal(self, step: int, call: dict[str, Any]) -> dict[str, Any]:
-        """All queries but the first and all keys but the last, if the keys are those of a higher rank."""
-        later = self._later(step)
-        fewer = self.write.call(operator.sub, self.rows, later)
-        ends = dict.fromkeys(OF_QUERIES, (later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
-        return {
-            name: self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name]) for name in ends if name in call
-        }
+        if self.causal and step:  # all queries but the first and all keys but the last, if these are of a higher rank
+            later = self._later(step)
+            fewer = self.write.call(operator.sub, self.call["query"].meta["val"].shape[_ROWS], later)
+            ends = dict.fromkeys(OF_QUERIES, (later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
+            for name in (name for name in ends if name in call):
+                call[name] = self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name])
+        args = [call[argument.name] for argument in self.node.target._schema.arguments]
+        outs = self.write.call(self.node.target, *args)
+        return [self.write.call(operator.getitem, outs, index) for index in range(len(outs.meta["val"]))], hidden
 
     def _later(self, step: int) -> fx.Node:
         if step not in self._later_by_step:
@@ -157,11 +153,6 @@ class _Ring:
             self.write.call(aten.constant_pad_nd.default, tensor, [*dims, *pad], value)
             for tensor, dims, value in zip(tensors, inner, fill, strict=False)
         ]
-
-    def _kernel(self, call: dict[str, Any]) -> list[fx.Node]:
-        args = [call[argument.name] for argument in self.node.target._schema.arguments]
-        outs = self.write.call(self.node.target, *args)
-        return [self.write.call(operator.getitem, outs, index) for index in range(len(outs.meta["val"]))]
 
     def accumulated(self, tensor: fx.Node) -> fx.Node:
         """In the precision for accumulation over steps: at least single."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+import networkx as nx
 import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
@@ -20,8 +21,6 @@ from shardgraph.passes.sharding.legal import Legal, Value, placed_values, value_
 from shardgraph.passes.sharding.options import named_arguments, results
 from shardgraph.passes.sharding.placements import blocks, is_cut
 from shardgraph.sizes import divisors
-
-Cuts = Mapping[Value, set[Placement]]
 
 
 def input_sequences(gm: fx.GraphModule) -> dict[Value, int]:
@@ -72,21 +71,20 @@ def _indivisible(node: fx.Node, shape: torch.Size, dim: int, parts: int) -> str:
     )
 
 
-def connected(legal: Legal, starts: Cuts) -> dict[Value, set[Placement]]:
+def connected(legal: Legal, starts: Mapping[Value, set[Placement]]) -> dict[Value, set[Placement]]:
     """Shardings connected to ``starts``: two are connected if a legal option has both. Parameters stay replicated."""
     known = defaultdict(set, {value: set(cuts) for value, cuts in starts.items()})
-    cut_sets = [
-        [(value, placement) for value, placement in placed_values(node, option) if is_cut(placement)]
-        for node in legal.nodes
-        for option in legal.options(node)
-    ]
-    grown = True
-    while grown:
-        grown = False
-        for cuts in (*cut_sets, *reversed(cut_sets)):
-            if any(placement in known[value] for value, placement in cuts):
-                for value, placement in cuts:
-                    if placement not in known[value] and not isinstance(ROLE.get(value[0]), Parameter):
-                        known[value].add(placement)
-                        grown = True
+    links: nx.Graph = nx.Graph()
+    for node in legal.nodes:
+        for option in legal.options(node):
+            cuts = [
+                (value, cut)
+                for value, cut in placed_values(node, option)
+                if is_cut(cut) and (cut in starts.get(value, ()) or not isinstance(ROLE.get(value[0]), Parameter))
+            ]
+            nx.add_path(links, cuts)
+    for component in nx.connected_components(links):
+        if any(cut in starts.get(value, ()) for value, cut in component):
+            for value, cut in component:
+                known[value].add(cut)
     return known
