@@ -38,9 +38,7 @@ class SliceBeforeScores(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for scores in normalizations(gm):
-            forward = _forward(scores)
-            backward = None if forward is None else _backward(gm, forward)
-            if forward is not None and backward is not None:
+            if (forward := _forward(scores)) and (backward := _backward(gm, forward)) is not None:
                 _rewrite(gm, forward, backward, context.values)
                 gm.graph.eliminate_dead_code()
 

@@ -52,6 +52,10 @@ class AxisBuilder(Builder):
         """The shard of a replicated tensor that belongs to this rank, or to the rank ``back`` positions before it."""
         return self.call(ir.local_part, tensor, *cut_of(cut), self.axis, *([back] if back else []))
 
+    def converted(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Cast to ``dtype`` if needed."""
+        return tensor if tensor.meta["val"].dtype == dtype else self.call(aten._to_copy.default, tensor, dtype=dtype)
+
     def place(self, tensor: fx.Node, before: Placement, after: Placement, shape: torch.Size) -> fx.Node:
         """Redistribute a tensor of global ``shape`` from one placement to another."""
         if before == after:

@@ -91,10 +91,7 @@ def log_softmax_backward(write: AxisBuilder, node: fx.Node, option: Option, tens
     gradient, output = tensors
     total = write.reduce(write.call(aten.sum.dim_IntList, gradient, [node.args[2]], True))
     spread = write.call(aten.mul.Tensor, write.call(aten.exp.default, output), total)
-    result = write.call(aten.sub.Tensor, gradient, spread)
-    if node.args[3] != result.meta["val"].dtype:
-        result = write.call(aten._to_copy.default, result, dtype=node.args[3])
-    return [result]
+    return [write.converted(write.call(aten.sub.Tensor, gradient, spread), node.args[3])]
 
 
 @lowering

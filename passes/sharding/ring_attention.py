@@ -40,7 +40,7 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, tensors: l
     total: fx.Node | None = None
     for step, pair in ring.steps():
         kernel_results, hidden = ring.attend(step, pair)
-        out, logarithm = ring.padded(step, kernel_results, first=True, fill=(0.0, -torch.inf))
+        out, logarithm = ring.padded(kernel_results, first=True, fill=(0.0, -torch.inf))
         if hidden is not None:  # queries that see no key of this step: the kernels' values for them are arbitrary
             column = write.call(aten.unsqueeze.default, hidden, -1)
             out = write.call(aten.masked_fill.Scalar, out, column, 0.0)
@@ -59,7 +59,7 @@ def ring_attention(write: AxisBuilder, node: fx.Node, option: Option, tensors: l
     if ring.mask is not None:  # for a query that sees no key the kernel returns 0 too
         unseen = write.call(aten.eq.Scalar, total_logarithm, -torch.inf)
         total_logarithm = write.call(aten.masked_fill.Scalar, total_logarithm, unseen, 0.0)
-    return [ring.cast(total, results(node)[0].dtype), total_logarithm]
+    return [write.converted(total, results(node)[0].dtype), total_logarithm]
 
 
 @lowering
@@ -70,8 +70,8 @@ def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, t
     sent: fx.Node | None = None
     for step, pair in ring.steps():
         (of_queries, *of_pair), _ = ring.attend(step, pair)
-        (of_queries,) = ring.padded(step, [of_queries], first=True)
-        of_pair = ring.padded(step, of_pair, first=False)
+        (of_queries,) = ring.padded([of_queries], first=True)
+        of_pair = ring.padded(of_pair, first=False)
         of_queries = ring.accumulated(of_queries)
         query_gradient = of_queries if step == 0 else write.call(aten.add.Tensor, query_gradient, of_queries)
         summed = ring.packed([ring.accumulated(gradient) for gradient in of_pair])
@@ -80,8 +80,7 @@ def ring_attention_backward(write: AxisBuilder, node: fx.Node, option: Option, t
         sent = write.send(summed)
     assert query_gradient is not None and sent is not None
     gradients = [query_gradient, *ring.unpacked(write.wait(sent))]
-    dtype = results(node)[0].dtype
-    return [ring.cast(gradient, dtype) for gradient in gradients]
+    return [write.converted(gradient, results(node)[0].dtype) for gradient in gradients]
 
 
 class _Ring:
@@ -93,7 +92,9 @@ class _Ring:
         self.pair = [self.call["key"], self.call["value"]]
         self.mask = self.call["attn_mask"]
         self.causal = self.call["is_causal"]
-        self._later_by_step: dict[int, fx.Node] = {}
+        self.later: fx.Node | None = (
+            None  # 1 if the current keys are those of a higher rank, else 0; None if not needed
+        )
 
     def steps(self) -> Iterator[tuple[int, list[fx.Node]]]:
         """The steps with their keys and values, which are sent on while a step computes."""
@@ -127,27 +128,20 @@ class _Ring:
             highest = self.write.call(aten.amax.default, call["attn_mask"], [-1])
             hidden = self.write.call(aten.eq.Scalar, highest, -torch.inf)
         if self.causal and step:  # all queries but the first and all keys but the last, if these are of a higher rank
-            later = self._later(step)
-            fewer = self.write.call(operator.sub, self.call["query"].meta["val"].shape[_ROWS], later)
-            ends = dict.fromkeys(OF_QUERIES, (later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
+            self.later = self.write.call(ir.from_later, step, self.write.axis)
+            fewer = self.write.call(operator.sub, self.call["query"].meta["val"].shape[_ROWS], self.later)
+            ends = dict.fromkeys(OF_QUERIES, (self.later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
             for name in (name for name in ends if name in call):
                 call[name] = self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name])
         args = [call[argument.name] for argument in self.node.target._schema.arguments]
         outs = self.write.call(self.node.target, *args)
         return [self.write.call(operator.getitem, outs, index) for index in range(len(outs.meta["val"]))], hidden
 
-    def _later(self, step: int) -> fx.Node:
-        if step not in self._later_by_step:
-            self._later_by_step[step] = self.write.call(ir.from_later, step, self.write.axis)
-        return self._later_by_step[step]
-
-    def padded(
-        self, step: int, tensors: list[fx.Node], *, first: bool, fill: tuple[float, ...] = (0.0, 0.0)
-    ) -> list[fx.Node]:
+    def padded(self, tensors: list[fx.Node], *, first: bool, fill: tuple[float, ...] = (0.0, 0.0)) -> list[fx.Node]:
         """Results with the row that :meth:`attend` left out, the first or the last, padded with ``fill``."""
-        if not self.causal or not step:
+        if self.later is None:
             return tensors
-        pad = [self._later(step), 0] if first else [0, self._later(step)]
+        pad = [self.later, 0] if first else [0, self.later]
         inner = [[0, 0] * (tensor.meta["val"].dim() - 1 - _ROWS) for tensor in tensors]
         return [
             self.write.call(aten.constant_pad_nd.default, tensor, [*dims, *pad], value)
@@ -157,10 +151,4 @@ class _Ring:
     def accumulated(self, tensor: fx.Node) -> fx.Node:
         """In the precision for accumulation over steps: at least single."""
         dtype = tensor.meta["val"].dtype
-        return self.cast(tensor, torch.promote_types(dtype, torch.float32))
-
-    def cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Cast to ``dtype`` if needed."""
-        if tensor.meta["val"].dtype == dtype:
-            return tensor
-        return self.write.call(aten._to_copy.default, tensor, dtype=dtype)
+        return self.write.converted(tensor, torch.promote_types(dtype, torch.float32))
