@@ -53,8 +53,7 @@ def find_region(gm: fx.GraphModule, scores: fx.Node) -> Region:
         NotByRowsError: all scores have to exist at once.
     """
     product = _product_of(scores)
-    rows, columns = product.meta["val"].shape
-    size = rows * columns
+    rows, size = product.meta["val"].shape[0], product.meta["val"].numel()
     forms: dict[fx.Node, Form] = {}
     layouts: dict[Value, int] = {}
     large: set[fx.Node] = set()
@@ -115,14 +114,13 @@ def pieces(node: fx.Node) -> list[fx.Node]:
 
 def _add_makers(forms: dict[fx.Node, Form], kept: set[fx.Node], large: set[fx.Node], product: fx.Node) -> None:
     """Add constants as large as the scores that are not computed from them but only used by the region."""
-    rows, columns = product.meta["val"].shape
+    rows, size = product.meta["val"].shape[0], product.meta["val"].numel()
     stack = [each for node in kept - {product} for each in _read_by_rows(node, forms[node])]
     while stack:
         node, layout = stack.pop()
         if node in kept or node.op != "call_function" or not kept.issuperset(node.users):
             continue
-        value = node.meta["val"]
-        form = form_of(node, rows, [None] * len(operands(node))) if value.numel() >= rows * columns else None
+        form = form_of(node, rows, [None] * len(operands(node))) if node.meta["val"].numel() >= size else None
         if form is not None and form.results == (layout,) and node.target not in PRODUCTS:
             forms[node] = form
             kept.add(node)

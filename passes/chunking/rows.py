@@ -75,9 +75,8 @@ def form_of(node: fx.Node, rows: int, known: Sequence[int | None]) -> Form | Non
     elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     rule = RULES.get(node.target) or (pointwise if elementwise else None)
     form = None if rule is None else rule(Operation(node, rows, tuple(known)))
-    if form is None or any(layout not in (None, take) for layout, take in zip(known, form.inputs, strict=True)):
-        return None
-    return form
+    fits = form and all(layout in (None, take) for layout, take in zip(known, form.inputs, strict=True))
+    return form if fits else None
 
 
 def leading(shape: Sequence[int], rows: int) -> int | None:

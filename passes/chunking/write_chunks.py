@@ -22,11 +22,13 @@ from shardgraph.passes.sharding.options import operands, results
 
 aten = torch.ops.aten
 
+Bounds = Sequence[tuple[int, int]]
+"""The first row of each chunk, and the one after its last."""
 Loop = tuple[fx.Node, ...]
 """Operations to be run chunk by chunk: all of them for one chunk before the next."""
 
 
-def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int, int]], values: Propagation) -> None:
+def write_chunks(gm: fx.GraphModule, region: Region, bounds: Bounds, values: Propagation) -> None:
     """Rewrite ``gm`` in place: the operations of ``region`` for the rows of each of ``bounds``, one after the other.
 
     Large values are marked ``RECOMPUTE``: backward recomputes them, chunk by chunk.
@@ -38,7 +40,7 @@ def write_chunks(gm: fx.GraphModule, region: Region, bounds: Sequence[tuple[int,
     forward = tuple(node for node in region.forms if node in inside)
     backward = tuple(node for node in region.forms if node not in inside)
     order = _order(gm, [loop for loop in (forward, backward) if loop])
-    _Chunks(gm, region, bounds, frozenset(backward), values).run(order)
+    _Chunks(gm, region, bounds, backward, values).run(order)
 
 
 def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
@@ -62,15 +64,8 @@ def _order(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[fx.Node | Loop]:
 class _Chunks:
     """Writes the graph; ``whole`` has values that exist in full, ``chunks`` the values of each chunk."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        region: Region,
-        bounds: Sequence[tuple[int, int]],
-        backward: frozenset[fx.Node],
-        values: Propagation,
-    ) -> None:
-        self.gm, self.region, self.bounds, self.backward = gm, region, bounds, backward
+    def __init__(self, gm: fx.GraphModule, region: Region, bounds: Bounds, backward: Loop, values: Propagation) -> None:
+        self.gm, self.region, self.bounds, self.backward = gm, region, bounds, set(backward)
         self.write = Builder(fx.Graph(), values, prefix="chunk")
         self.whole: dict[Value, fx.Node] = {}
         self.chunks: list[dict[Value, fx.Node]] = [{} for _ in bounds]

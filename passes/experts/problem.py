@@ -21,8 +21,8 @@ from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.experts.rules import expert_options, same_on_all_ranks
 from shardgraph.passes.sharding.choose import Placements
-from shardgraph.passes.sharding.legal import Value, all_divide, placed_values, value_of
-from shardgraph.passes.sharding.options import Option, is_operation, operands, operations, replicated, results
+from shardgraph.passes.sharding.legal import Value, all_divide, placed_values, spread, value_of
+from shardgraph.passes.sharding.options import Option, is_operation, operations, replicated, results
 from shardgraph.passes.sharding.placements import REPLICATE, Exchanged, Summed
 from shardgraph.passes.sharding.pricing import PlacementPrices
 
@@ -43,20 +43,8 @@ class ExpertOptions:
         self.parts = parts
         self.common = same_on_all_ranks(gm)
         self.known: dict[Value, set[Placement]] = defaultdict(set)
-        users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-        for node in operations(gm):
-            for operand in operands(node):
-                users[value_of(operand)[0]].add(node)
         self.known |= {(node, 0): {Shard(0)} for role, node in placeholders(gm).items() if _is_expert(role, experts)}
-        grown = {user for node, _ in self.known for user in users[node]}
-        while grown:
-            last, grown = grown, set()
-            for node in [node for node in operations(gm) if node in last]:
-                for option in self._linked(node):
-                    for value, placement in placed_values(node, option):
-                        if placement != REPLICATE and placement not in self.known[value]:
-                            self.known[value].add(placement)
-                            grown |= users[value[0]] | {value[0]}
+        spread(operations(gm), self.known, self._linked)
 
     def of(self, node: fx.Node) -> list[Option]:
         """The legal options of a node; the first is to run on the rank's own batch."""

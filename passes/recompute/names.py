@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from torch import fx
 
@@ -77,16 +78,12 @@ def _in_layer(module: str) -> tuple[str, str, str]:
 
 def _ranges(numbers: Collection[str]) -> list[str]:
     """Wildcards for a set of numbers: ``["[0-9]", "1[0-4]"]`` for 0 to 14."""
+    wildcards = [""] if "" in numbers else []
     last: dict[str, list[int]] = defaultdict(list)
-    for number in sorted(numbers, key=lambda text: int(text or 0)):
-        last[number[:-1]].append(int(number[-1])) if number else last[""]
-    wildcards: list[str] = [] if "" not in numbers else [""]
+    for number in sorted(filter(None, numbers), key=int):
+        last[number[:-1]].append(int(number[-1]))
     for tens, digits in last.items():
-        while digits:
-            run = 1
-            while run < len(digits) and digits[run] == digits[0] + run:
-                run += 1
-            first, end = digits[0], digits[run - 1]
-            wildcards.append(f"{tens}{first}" if run == 1 else f"{tens}[{first}-{end}]")
-            digits = digits[run:]
+        for _, pairs in groupby(enumerate(digits), key=lambda pair: pair[1] - pair[0]):  # consecutive digits
+            run = [digit for _, digit in pairs]
+            wildcards.append(f"{tens}{run[0]}" if len(run) == 1 else f"{tens}[{run[0]}-{run[-1]}]")
     return wildcards

@@ -188,11 +188,7 @@ def _following(node: fx.Node, placements: Placements, chosen: Mapping[fx.Node, O
 def _check_moves(
     placements: Placements, chosen: Mapping[fx.Node, Option], names: Mapping[fx.Node, str], axis: str
 ) -> None:
-    uses = [
-        (value, after, repr(name))
-        for node, name in names.items()
-        for value, after in placed_operands(node, chosen[node])
-    ]
+    uses = [(v, after, repr(name)) for node, name in names.items() for v, after in placed_operands(node, chosen[node])]
     for value, end in placements.ends():
         uses.append((value, chosen[end].results[0] if isinstance(end, fx.Node) else end, "the program's result"))
     for (maker, index), after, user in uses:

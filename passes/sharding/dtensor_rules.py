@@ -120,6 +120,4 @@ def _meta(node: fx.Node) -> Any:
     return torch_api.tensor_meta(node.meta["val"]) if isinstance(node.meta.get("val"), torch.Tensor) else node
 
 
-@functools.cache
-def _mesh(parts: int) -> Any:
-    return torch_api.mesh_without_group(parts)
+_mesh = functools.cache(torch_api.mesh_without_group)

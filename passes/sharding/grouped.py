@@ -89,10 +89,8 @@ class _Rows:
         own = self.offs.meta["val"].shape[0]
         end = write.call(aten.slice.Tensor, self.offs, 0, own - 1, own)
         self.own = write.call(aten.unsqueeze.default, write.call(aten.lt.Tensor, numbers, end), 1)
-        self.there, self.here = (
-            write.call(aten.remainder.Scalar, write.call(step, numbers, start), max(count, 1))
-            for step in (aten.add.Tensor, aten.sub.Tensor)
-        )
+        self.there = write.call(aten.remainder.Scalar, write.call(aten.add.Tensor, numbers, start), max(count, 1))
+        self.here = write.call(aten.remainder.Scalar, write.call(aten.sub.Tensor, numbers, start), max(count, 1))
 
     def first(self, rows: fx.Node) -> fx.Node:
         """The rows rotated so that this rank's come first."""

@@ -77,7 +77,5 @@ def planes(operation: Operation) -> Iterator[Option]:
 
 def _by_channel(operation: Operation) -> Option:
     before = (Shard(0) if tensor.dim() == 1 else CHANNELS for tensor in operation.tensors)
-    after = (
-        value if value is None else Shard(0) if value.dim() == 1 else CHANNELS for value in results(operation.node)
-    )
+    after = (v if v is None else Shard(0) if v.dim() == 1 else CHANNELS for v in results(operation.node))
     return Option(tuple(before), tuple(after))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,6 +51,28 @@ def has_rule(node: fx.Node) -> bool:
     return node.target in LAYOUTS or rule_of(node.target) is not None or dtensor_rules.has_strategy(node.target)
 
 
+def spread(
+    nodes: Sequence[fx.Node], known: dict[Value, set[Placement]], options: Callable[[fx.Node], Iterable[Option]]
+) -> None:
+    """Add the shardings in ``options`` of operations to those ``known`` of their values, on which options depend, until
+    there are no more."""
+    sources = {node: [value_of(operand) for operand in operands(node)] for node in nodes}
+    users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    for node in nodes:
+        for source, _ in sources[node]:
+            users[source].add(node)
+    grown = set(nodes)
+    while grown:
+        last, grown = grown, set()
+        for node in [node for node in nodes if node in last]:
+            for option in options(node):
+                values = [*sources[node], *((node, index) for index in range(len(option.results)))]
+                for value, placement in zip(values, option.operands + option.results, strict=True):
+                    if placement not in (None, REPLICATE, PARTIAL) and placement not in known[value]:
+                        known[value].add(placement)
+                        grown |= users[value[0]] | {value[0]}
+
+
 class Legal:
     """Options of the operations of ``gm`` over ``parts`` ranks.
 
@@ -79,35 +101,13 @@ class Legal:
                     self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
         for value, cuts in (starts or {}).items():
             self.cuts[value].update(cuts)
-        self._spread()
+        spread(self.nodes, self.cuts, self._cut_options)
 
     def options(self, node: fx.Node) -> list[Option]:
         """The legal options of a node; the first is fully replicated."""
         if node not in self._options:
             self._options[node] = list(dict.fromkeys([replicated(node), *self._cut_options(node)]))
         return self._options[node]
-
-    def _spread(self) -> None:
-        grown = set(self.nodes)
-        users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-        for node in self.nodes:
-            for source, _ in self._sources[node]:
-                users[source].add(node)
-        while grown:
-            again: set[fx.Node] = set()
-            for node in self.nodes:
-                if node in grown:
-                    for source in self._learn(node):
-                        again |= users[source] | {source}
-            grown = again
-
-    def _learn(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Add the shardings in a node's options to its values; yields the nodes whose values gained any."""
-        for option in self._cut_options(node):
-            for value, placement in self._placed(node, option):
-                if is_cut(placement) and placement not in self.cuts[value]:
-                    self.cuts[value].add(placement)
-                    yield value[0]
 
     def _cut_options(self, node: fx.Node) -> Iterator[Option]:
         """The evenly divided options, which may repeat."""

@@ -115,11 +115,9 @@ def _barred(
 
 def _unsharded_dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:
     """Input shardings that no operation may follow: along the batch, and along the sequence unless ``sequence``."""
-    cuts: dict[Value, list[Placement]] = {}
-    for role, node in placeholders(gm).items():
-        value = node.meta.get("val")
-        if isinstance(role, Input) and isinstance(value, torch.Tensor) and value.dim():
-            cuts[node, 0] = [blocks(0, 1)]
+    inputs = [node for role, node in placeholders(gm).items() if isinstance(role, Input)]
+    tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+    cuts: dict[Value, list[Placement]] = {(node, 0): [blocks(0, 1)] for node in tensors if node.meta["val"].dim()}
     for value, dim in () if sequence else input_sequences(gm).items():
         cuts[value].append(blocks(dim, 1))
     return cuts

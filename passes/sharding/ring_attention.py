@@ -92,9 +92,7 @@ class _Ring:
         self.pair = [self.call["key"], self.call["value"]]
         self.mask = self.call["attn_mask"]
         self.causal = self.call["is_causal"]
-        self.later: fx.Node | None = (
-            None  # 1 if the current keys are those of a higher rank, else 0; None if not needed
-        )
+        self.later: fx.Node | None = None  # 1 if the current keys are those of a higher rank, else 0
 
     def steps(self) -> Iterator[tuple[int, list[fx.Node]]]:
         """The steps with their keys and values, which are sent on while a step computes."""

@@ -147,10 +147,7 @@ def index(operation: Operation) -> Iterator[Option]:
     for dim in range(rank):
         size = operation.result[start + dim]
         own = [dim - rank + tensor.dim() for tensor in indices]
-        cuts = [
-            Shard(d) if d >= 0 and tensor.shape[d] == size else REPLICATE
-            for d, tensor in zip(own, indices, strict=True)
-        ]
+        cuts = [Shard(d) if d >= 0 and t.shape[d] == size else REPLICATE for d, t in zip(own, indices, strict=True)]
         yield Option((REPLICATE, *cuts), (Shard(start + dim),))
 
 
@@ -231,9 +228,8 @@ def index_put(operation: Operation) -> Iterator[Option]:
 def overwritten(operation: Operation) -> Iterator[Option]:
     """One tensor's elements overwrite those of another of its shape."""
     for cut in _cuts(operation):
-        yield Option(
-            tuple(cut if tensor.shape == operation.result else REPLICATE for tensor in operation.tensors), (cut,)
-        )
+        before = tuple(cut if tensor.shape == operation.result else REPLICATE for tensor in operation.tensors)
+        yield Option(before, (cut,))
 
 
 _OF_ROWS = (ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
