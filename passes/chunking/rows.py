@@ -178,20 +178,11 @@ def turn(operation: Operation) -> Form | None:
 
 
 _DIMENSION = {
-    aten._log_softmax.default: 1,
-    aten._softmax.default: 1,
-    aten._log_softmax_backward_data.default: 2,
-    aten._softmax_backward_data.default: 2,
-    aten.gather.default: 1,
-    aten.scatter.src: 1,
-    aten.scatter.value: 1,
-    aten.scatter_add.default: 1,
-    aten.slice.Tensor: 1,
-    aten.amax.default: 1,
-    aten.mean.dim: 1,
-    aten.sum.dim_IntList: 1,
-    aten.logsumexp.default: 1,
-    aten.argmax.default: 1,
+    **dict.fromkeys((aten._log_softmax.default, aten._softmax.default), 1),
+    **dict.fromkeys((aten._log_softmax_backward_data.default, aten._softmax_backward_data.default), 2),
+    **dict.fromkeys((aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default), 1),
+    **dict.fromkeys((aten.amax.default, aten.mean.dim, aten.sum.dim_IntList, aten.logsumexp.default), 1),
+    **dict.fromkeys((aten.slice.Tensor, aten.argmax.default), 1),
 }
 """Operators along one dimension or several, with the position of the argument that names it."""
 

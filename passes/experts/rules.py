@@ -243,11 +243,8 @@ def _expand(node: fx.Node, known: Known) -> Iterator[Option]:
 
 
 _ALONG: dict[Any, int] = {
-    aten.slice.Tensor: 1,
-    aten.slice_backward.default: 2,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.cat.default: 1,
+    **dict.fromkeys((aten.slice.Tensor, aten.cat.default), 1),
+    **dict.fromkeys((aten.slice_backward.default, aten.split.Tensor, aten.split_with_sizes.default), 2),
 }
 """Operations along one dimension, with the position of the argument that names it."""
 

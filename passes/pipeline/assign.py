@@ -89,11 +89,9 @@ def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], an
 def _assign_backward(
     gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node], last: int
 ) -> None:
-    forward: dict[int, int] = {}
-    for node in gm.graph.nodes:
-        if node in inside and node in SEQUENCE:
-            # An operation that needs no gradient has the number of the last one before it that does.
-            forward.setdefault(SEQUENCE.of(node), home[node])
+    numbered = [node for node in gm.graph.nodes if node in inside and node in SEQUENCE]
+    # The first of a number: an operation that needs no gradient has the number of the last one before it that does.
+    forward = {SEQUENCE.of(node): home[node] for node in reversed(numbered)}
     waiting: list[fx.Node] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node not in anywhere and node not in home:
@@ -108,5 +106,4 @@ def _assign_backward(
         else:
             waiting.append(node)
     for node in reversed(waiting):  # computed from forward values alone: in the stage that uses it
-        users = [home[user] for user in node.users if user in home]
-        home[node] = max(users, default=0)
+        home[node] = max((home[user] for user in node.users if user in home), default=0)
