@@ -130,9 +130,8 @@ def _is_end(user: fx.Node, gradient: fx.Node, hidden: fx.Node) -> bool:
         return left is gradient or (_is_turned(left) and left.args[0] is hidden and right is gradient)
     if user.target is aten.sum.dim_IntList:
         return list(user.args[1]) == [0]
-    return _is_turned(user) and all(
-        each.target is aten.mm.default and each.args == (user, hidden) for each in user.users
-    )
+    products = (each.target is aten.mm.default and each.args == (user, hidden) for each in user.users)
+    return _is_turned(user) and all(products)
 
 
 def _is_turned(node: Any) -> bool:

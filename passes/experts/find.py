@@ -45,11 +45,8 @@ def find_experts(gm: fx.GraphModule, axis: str, parts: int) -> set[str]:
                 f"{'give the axis ' + ' or '.join(map(str, works)) + ' ranks' if works else 'no size of it can'}"
             )
     legal = ExpertOptions(gm, parts, matrices)
-    return {
-        role.fqn
-        for role, node in placeholders(gm).items()
-        if isinstance(role, Parameter) and legal.known.get((node, 0))
-    }
+    known = [role for role, node in placeholders(gm).items() if legal.known.get((node, 0))]
+    return {role.fqn for role in known if isinstance(role, Parameter)}
 
 
 def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:

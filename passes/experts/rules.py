@@ -41,11 +41,9 @@ def same_on_all_ranks(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose values depend neither on a rank's batch nor on random numbers."""
     common: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op == "call_function":
-            same = not draws(node) and common.issuperset(node.all_input_nodes)
-        else:
-            same = node.op == "get_attr" or isinstance(ROLE.get(node), (Parameter, Buffer))
-        if same:
+        stored = node.op == "get_attr" or isinstance(ROLE.get(node), (Parameter, Buffer))
+        computed = node.op == "call_function" and not draws(node) and common.issuperset(node.all_input_nodes)
+        if stored or computed:
             common.add(node)
     return common
 
@@ -189,10 +187,8 @@ def _layout(node: fx.Node, known: Known, dims: Dims) -> Iterator[Option]:
 def _view(node: fx.Node) -> Dims:
     """Pairs of dimensions with equally many elements to their left: sharding or concatenating along one is
     equivalent to the other if runs of it are whole; divisibility is checked elsewhere."""
-    before, after = (
-        [value.shape[:dim].numel() for dim in range(value.dim())]
-        for value in (operands(node)[0].meta["val"], results(node)[0])
-    )
+    values = (operands(node)[0].meta["val"], results(node)[0])
+    before, after = ([value.shape[:dim].numel() for dim in range(value.dim())] for value in values)
     return [(i, j) for i, left in enumerate(before) for j, other in enumerate(after) if left == other]
 
 

@@ -68,11 +68,8 @@ class DropUntrained(GraphsPass):
 def _take_gathers(forward: fx.GraphModule) -> fx.GraphModule | None:
     """Move gathers from ``forward``, which then takes ``Gathered`` parameters, to a graph that returns them, if any."""
     named = {node.name: role for role, node in ir.placeholders(forward).items() if isinstance(role, ir.Parameter)}
-    kept = [
-        node
-        for node in forward.graph.nodes
-        if MEMORY_KIND.get(node) == "gathered" and node in EQUALS and not RECOMPUTE.of(node)
-    ]
+    gathered = [node for node in forward.graph.nodes if MEMORY_KIND.get(node) == "gathered"]
+    kept = [node for node in gathered if node in EQUALS and not RECOMPUTE.of(node)]
     if not kept:
         return None
     roles = [ir.Gathered(named[EQUALS.of(node)].fqn) for node in kept]

@@ -12,6 +12,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.passes.sharding import dtensor_rules, grouped, image_rules  # noqa: F401  (two register rules)
+from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
 from shardgraph.passes.sharding.options import Operation, Option, operands, operations, replicated, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, divides, is_cut
@@ -54,8 +55,7 @@ def has_rule(node: fx.Node) -> bool:
 def spread(
     nodes: Sequence[fx.Node], known: dict[Value, set[Placement]], options: Callable[[fx.Node], Iterable[Option]]
 ) -> None:
-    """Add the shardings in ``options`` of operations to those ``known`` of their values, on which options depend, until
-    there are no more."""
+    """Add shardings in ``options`` to those ``known`` of values, on which options depend, until there are no more."""
     sources = {node: [value_of(operand) for operand in operands(node)] for node in nodes}
     users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
     for node in nodes:
@@ -82,13 +82,9 @@ class Legal:
     """
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        parts: int,
-        starts: Mapping[Value, Iterable[Placement]] | None = None,
-        refused: dtensor_rules.Refused | None = None,
+        self, gm: fx.GraphModule, parts: int, starts: Mapping[Value, Iterable[Placement]], refused: Refused
     ) -> None:
-        self.parts, self._refused = parts, dtensor_rules.Refused() if refused is None else refused
+        self.parts, self._refused = parts, refused
         self.nodes = operations(gm)
         self._sources = {node: [value_of(operand) for operand in operands(node)] for node in self.nodes}
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
@@ -99,7 +95,7 @@ class Legal:
                 if isinstance(value, torch.Tensor):
                     plain = (blocks(dim, 1) for dim in range(value.dim()))
                     self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
-        for value, cuts in (starts or {}).items():
+        for value, cuts in starts.items():
             self.cuts[value].update(cuts)
         spread(self.nodes, self.cuts, self._cut_options)
 

@@ -35,8 +35,7 @@ def sized(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.No
     """An operation that creates a tensor of a given size: create only the shard."""
     assert option.results[0] is not None
     shape = list(local_shape(option.results[0], results(node)[0].shape, write.parts))
-    rest = list(node.args[len(tensors) + 1 :])
-    return [write.call(node.target, *tensors, shape, *rest, **node.kwargs)]
+    return [write.call(node.target, *tensors, shape, *node.args[len(tensors) + 1 :], **node.kwargs)]
 
 
 def _mine(write: AxisBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:

@@ -37,9 +37,7 @@ class OperatorPlacements(Placements):
 
     ends_as: ClassVar = {REPLICATE: "result"}
 
-    def __init__(
-        self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused | None = None
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused) -> None:
         self._marks, self._sequence = constraints.marks, style != "whole"
         self._weights = _weights(gm)
         self._marked = {value_of(mark.args[0]) for mark in constraints.marks}

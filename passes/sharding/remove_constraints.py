@@ -29,8 +29,7 @@ class RemoveConstraints(Pass):
         for node in [node for node in gm.graph.nodes if node.target is CONSTRAIN]:
             marked, axis = node.args[0], placement_of(node).mesh_dim
             if context.plan.mesh and axis is not None and axis not in dict(context.plan.operators):
-                plan = context.plan.name
-                note = f"{describe(node)} has no effect: {axis!r} is no axis of operators in plan {plan!r}"
+                note = f"{describe(node)} has no effect: {axis!r} is no axis of operators in plan {context.plan.name!r}"
                 if note not in context.notes:
                     context.notes.append(note)
             if node in results or node.meta["val"].stride() != marked.meta["val"].stride():

@@ -91,7 +91,6 @@ class _Ring:
         self.call: dict[str, Any] = named_arguments(node, tensors)
         self.pair = [self.call["key"], self.call["value"]]
         self.mask = self.call["attn_mask"]
-        self.causal = self.call["is_causal"]
         self.later: fx.Node | None = None  # 1 if the current keys are those of a higher rank, else 0
 
     def steps(self) -> Iterator[tuple[int, list[fx.Node]]]:
@@ -125,12 +124,15 @@ class _Ring:
                 call["attn_mask"] = self.write.part(self.mask, blocks(last, keys), step)
             highest = self.write.call(aten.amax.default, call["attn_mask"], [-1])
             hidden = self.write.call(aten.eq.Scalar, highest, -torch.inf)
-        if self.causal and step:  # all queries but the first and all keys but the last, if these are of a higher rank
+        if (
+            call["is_causal"] and step
+        ):  # all queries but the first and all keys but the last, if these are of a higher rank
             self.later = self.write.call(ir.from_later, step, self.write.axis)
             fewer = self.write.call(operator.sub, self.call["query"].meta["val"].shape[_ROWS], self.later)
             ends = dict.fromkeys(OF_QUERIES, (self.later, 2**63 - 1)) | dict.fromkeys(("key", "value"), (0, fewer))
-            for name in (name for name in ends if name in call):
-                call[name] = self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name])
+            for name in ends:
+                if name in call:
+                    call[name] = self.write.call(aten.slice.Tensor, call[name], _ROWS, *ends[name])
         args = [call[argument.name] for argument in self.node.target._schema.arguments]
         outs = self.write.call(self.node.target, *args)
         return [self.write.call(operator.getitem, outs, index) for index in range(len(outs.meta["val"]))], hidden
@@ -141,10 +143,8 @@ class _Ring:
             return tensors
         pad = [self.later, 0] if first else [0, self.later]
         inner = [[0, 0] * (tensor.meta["val"].dim() - 1 - _ROWS) for tensor in tensors]
-        return [
-            self.write.call(aten.constant_pad_nd.default, tensor, [*dims, *pad], value)
-            for tensor, dims, value in zip(tensors, inner, fill, strict=False)
-        ]
+        pads = zip(tensors, inner, fill, strict=False)
+        return [self.write.call(aten.constant_pad_nd.default, t, [*dims, *pad], value) for t, dims, value in pads]
 
     def accumulated(self, tensor: fx.Node) -> fx.Node:
         """In the precision for accumulation over steps: at least single."""

@@ -90,7 +90,7 @@ class ShardOperators(Pass):
 
         def possible(placements: Mapping[str, Placement]) -> bool:
             try:
-                OperatorPlacements(gm, parts, self.style, Constraints(placements, {})).solve()
+                OperatorPlacements(gm, parts, self.style, Constraints(placements, {}), Refused()).solve()
             except PlanError:
                 return False
             return True
@@ -114,7 +114,7 @@ class ShardOperators(Pass):
 def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:
     """Record in the context a parameter's placement along the axis at ``position``, and its local shape."""
     text = REPLICATE_TEXT
-    if placement is not None and is_cut(placement):
+    if is_cut(placement):
         text = split_text(*cut_of(placement))
         shape, size = context.shapes[fqn], context.plan.mesh[position][1]
         context.shapes[fqn] = torch.Size(local_shape(placement, shape, size))
