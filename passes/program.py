@@ -18,6 +18,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.cost_models.actions import Action, Kind, Order
+from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
@@ -182,16 +183,6 @@ class Program:
         return self.graph("backward" if name == "reduce" else name, absent)
 
     @property
-    def out_spec(self) -> Any:
-        """The pytree of what the model returns."""
-        return self.joint.out_spec
-
-    @property
-    def aliases(self) -> dict[int, ir.OutputAlias]:
-        """Outputs that are views of something else."""
-        return self.joint.aliases
-
-    @property
     def notes(self) -> list[str]:
         """Decisions of the passes that are worth knowing, such as what every rank computes whole."""
         return self.context.notes
@@ -199,9 +190,7 @@ class Program:
     @cached_property
     def random(self) -> bool:
         """Whether forward draws random numbers."""
-        tag = torch.Tag.nondeterministic_seeded
-        forwards = [stage.kept.forward for stage in self.stages]
-        return any(tag in getattr(node.target, "tags", ()) for gm in forwards for node in gm.graph.nodes)
+        return any(draws(node) for stage in self.stages for node in stage.kept.forward.graph.nodes)
 
     @cached_property
     def trained(self) -> frozenset[str]:

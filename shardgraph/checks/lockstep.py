@@ -18,6 +18,8 @@ from shardgraph.errors import CollectiveError, ShardGraphError
 from shardgraph.ir import Role
 from shardgraph.ir.attributes import ROLE, SOURCE
 from shardgraph.mesh import Mesh, coordinates, group_along, position_of
+from shardgraph.passes.analysis.random_state import draws
+from shardgraph.runtime.bind import SYMBOLIC, on_rank
 
 Inputs = Sequence[Mapping[Role, Any]]
 Results = list[tuple[Role | None, Any]]
@@ -95,11 +97,11 @@ class _Lockstep(fx.Interpreter):
         args, kwargs = self._on(rank, (node.args, node.kwargs))
         if node.target is ir.WAIT:
             return args[0]
-        if node.target in _SYMBOLIC:
-            return _symbolic(node.target, args, self.mesh, rank)
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.target in SYMBOLIC:
+            here = on_rank(node.target, args, lambda axis: along(self.mesh, axis, rank))
+            return here if isinstance(here, int) else here[0](*here[1])
         try:
-            if self.rng is None or not random:
+            if self.rng is None or not draws(node):
                 return node.target(*args, **kwargs)
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self.rng[rank])
@@ -109,26 +111,6 @@ class _Lockstep(fx.Interpreter):
         except Exception as error:
             where = f" ({SOURCE.of(node)})" if SOURCE.get(node) else ""
             raise ShardGraphError(f"{node.format_node()}{where} failed on rank {rank}: {error}") from error
-
-
-_SYMBOLIC = (ir.trim_shard, ir.local_chunk, ir.local_part, ir.first_only, ir.first_row, ir.from_later)
-
-
-def _symbolic(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
-    """The value on ``rank`` of an operation that depends on the rank."""
-    operand, *_ = args
-    size, here = along(mesh, next(arg for arg in args if isinstance(arg, str)), rank)
-    if target is ir.local_part:
-        _, dim, blocks, _, *back = args
-        return ir.take_part(operand, dim, blocks, size, (here - sum(back)) % size)
-    if target is ir.first_only:
-        return torch.zeros_like(operand) if here else operand
-    if target is ir.first_row:
-        return operand * here
-    if target is ir.from_later:
-        return int(here < operand)
-    start, stop = ir.chunk_bounds(args[1], size, here)
-    return operand[: stop - start] if target is ir.trim_shard else operand[start:stop]
 
 
 def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:

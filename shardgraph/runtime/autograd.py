@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from shardgraph import ir, torch_api
 from shardgraph.passes.program import Program
 from shardgraph.runtime.executor import Executor, State, mesh_rank
-from shardgraph.runtime.rng import rank_generator
+from shardgraph.runtime.pipeline.messages import in_layout
+from shardgraph.runtime.rng import common_draw, rank_seed, seeded
 
 
 class Differentiable(Executor):
@@ -39,7 +40,7 @@ class Differentiable(Executor):
         inputs = [self.state.value(role, leaves) for role in self.inputs]
         if self.program.backward is None:
             with torch.no_grad():
-                results = self.run_forward([torch_api.local_tensor(value) for value in inputs], leaves)
+                results = self.run_forward(inputs, leaves)
         else:
             box: list[Any] = []
             tensors = _Run.apply(self, leaves, sync, box, *inputs)
@@ -48,14 +49,13 @@ class Differentiable(Executor):
                 results[position] = tensor
         return self.rebuild(dict(zip(self.results, results, strict=True)), leaves)
 
-    def run_forward(self, inputs: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Run the forward graph on local tensors and write its mutations; returns its raw results."""
-        mesh, plan = self.state.mesh, self.program.plan
+    def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
+        mesh, plan, seed = self.state.mesh, self.program.plan, None
         if self.program.random and mesh is not None and plan.data_size > 1:
-            with rank_generator(plan.data_rank(mesh_rank(mesh)), plan.data_size, self.state.device):
-                results = self.forward(inputs)
-        else:
-            results = self.forward(inputs)
+            seed = rank_seed(common_draw(), plan.data_rank(mesh_rank(mesh)))
+        with seeded(seed, self.state.device):
+            results = self.forward([torch_api.local_tensor(value) for value in inputs])
         for i, role in self.mutated:
             torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
         return results
@@ -71,7 +71,7 @@ class Differentiable(Executor):
             if isinstance(role, ir.Saved):
                 inputs.append(saved[role.index])
             elif isinstance(role, ir.Tangent):
-                inputs.append(_in_layout(tangents.pop(role), traced))
+                inputs.append(in_layout(tangents.pop(role), traced))
             elif isinstance(role, ir.Accumulated):
                 earlier = state.unreduced.pop(role.of.fqn, None)
                 inputs.append(torch.zeros_like(traced, device=state.device) if earlier is None else earlier)
@@ -98,15 +98,8 @@ class Differentiable(Executor):
 def _tangent_of(role: ir.Role | None, program: Program) -> ir.Tangent | None:
     """The incoming gradient of a result, if autograd returns that result."""
     if isinstance(role, ir.Output):
-        return None if role.index in program.aliases else ir.Tangent(role.index)
+        return None if role.index in program.joint.aliases else ir.Tangent(role.index)
     return ir.Tangent(-1 - role.index) if isinstance(role, ir.IntermediateBase) else None
-
-
-def _in_layout(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The incoming gradient in the memory layout that the graph was traced with."""
-    if grad.stride() == like.stride():
-        return grad
-    return torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 class _Run(torch.autograd.Function):
@@ -114,7 +107,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, executor: Differentiable, leaves: Any, sync: Any, box: list[Any], *inputs: Any) -> Any:
-        results = executor.run_forward([torch_api.local_tensor(value) for value in inputs], leaves)
+        results = executor.run_forward(inputs, leaves)
         saved = [results[i] for i in executor.saved]
         ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
         ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]

@@ -5,6 +5,9 @@ Mesh axes become process group names, symbolic operations of the IR slices, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +17,9 @@ from shardgraph.ir.attributes import AXIS
 from shardgraph.mesh import axes_of
 
 aten = torch.ops.aten
+
+SYMBOLIC = (ir.trim_shard, ir.local_chunk, ir.local_part, ir.first_only, ir.first_row, ir.from_later)
+"""Operations that depend on the rank."""
 
 
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
@@ -30,25 +36,36 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
                 _send(node, mesh)
             elif ir.is_collective(node):
                 node.args = (*node.args[:-1], torch_api.group_along(mesh, axes_of(node.args[-1])).group_name)
-            elif node.target in (ir.trim_shard, ir.local_chunk):
-                tensor, rows, axis = node.args
-                start, stop = ir.chunk_bounds(rows, mesh[axis].size(), mesh.get_local_rank(axis))
-                bounds = (0, stop - start) if node.target is ir.trim_shard else (start, stop)
-                node.target, node.args = aten.slice.Tensor, (tensor, 0, *bounds)
-            elif node.target is ir.local_part:
-                tensor, dim, blocks, axis, *back = node.args
-                node.target = ir.take_part
-                size = mesh[axis].size()
-                node.args = (tensor, dim, blocks, size, (mesh.get_local_rank(axis) - sum(back)) % size)
-            elif node.target is ir.first_only:
-                tensor, axis = node.args
-                node.target = aten.zeros_like.default if mesh.get_local_rank(axis) else aten.clone.default
-                node.args = (tensor,)
-            elif node.target in (ir.first_row, ir.from_later):
-                number, rank = node.args[0], mesh.get_local_rank(node.args[1])
-                node.replace_all_uses_with(number * rank if node.target is ir.first_row else int(rank < number))
-                bound.graph.erase_node(node)
+            elif node.target in SYMBOLIC:
+                here = on_rank(node.target, node.args, lambda axis: (mesh[axis].size(), mesh.get_local_rank(axis)))
+                if isinstance(here, int):
+                    node.replace_all_uses_with(here)
+                    bound.graph.erase_node(node)
+                else:
+                    node.target, node.args = here
     return fx.GraphModule(bound, bound.graph)
+
+
+def on_rank(
+    target: Any, args: tuple[Any, ...], along: Callable[[str], tuple[int, int]]
+) -> int | tuple[Any, tuple[Any, ...]]:
+    """What one of the ``SYMBOLIC`` operations is on a rank: a number, or an operator and its arguments.
+
+    ``along`` returns the size of a mesh axis, and the rank's place on it.
+    """
+    size, here = along(next(arg for arg in args if isinstance(arg, str)))
+    if target is ir.first_row:
+        return int(args[0] * here)
+    if target is ir.from_later:
+        return int(here < args[0])
+    if target is ir.first_only:
+        return aten.zeros_like.default if here else aten.clone.default, args[:1]
+    if target is ir.local_part:
+        tensor, dim, blocks, _, *back = args
+        return ir.take_part, (tensor, dim, blocks, size, (here - sum(back)) % size)
+    tensor, rows, _ = args
+    start, stop = ir.chunk_bounds(rows, size, here)
+    return aten.slice.Tensor, (tensor, 0, *((0, stop - start) if target is ir.trim_shard else (start, stop)))
 
 
 def _send(node: fx.Node, mesh: DeviceMesh) -> None:

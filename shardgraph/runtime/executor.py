@@ -58,20 +58,20 @@ class Executor:
     def rebuild(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
         """The model's output, from the results of its program by role."""
         values = {role.index: value for role, value in by_role.items() if isinstance(role, ir.Output)}
-        for index, alias in self.program.aliases.items():
+        for index, alias in self.program.joint.aliases.items():
             is_input = isinstance(alias.base, (ir.Input, ir.Buffer))
             base = self.state.value(alias.base, leaves) if is_input else by_role.get(alias.base)
             if alias.size is None:
                 values[index] = base
             else:
                 values[index] = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
-        return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.out_spec)
+        return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.joint.out_spec)
 
 
-def mesh_rank(mesh: DeviceMesh) -> int:
-    """This rank's position in the flattened mesh, row by row."""
+def mesh_rank(mesh: DeviceMesh | None) -> int:
+    """This rank's position in the flattened mesh, row by row; 0 without a mesh."""
     rank = 0
-    for axis in range(mesh.ndim):
+    for axis in range(mesh.ndim) if mesh is not None else ():
         rank = rank * mesh.size(axis) + mesh.get_local_rank(axis)
     return rank
 

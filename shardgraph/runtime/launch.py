@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessContext, start_processes
 
+from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError
 
 _NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on a busy machine
@@ -204,8 +205,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a hostname that resolves elsewhere does no harm
         # In a container this process may use fewer cores than the machine has.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // nproc))
+        torch.set_num_threads(max(1, cpu_cores() // nproc))
         _join_group(timeout)
         fn, args = torch.load(folder / "task", map_location="cpu", weights_only=False)
         torch.save(fn(*args), folder / f"{rank}.result")

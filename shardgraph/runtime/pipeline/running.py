@@ -74,7 +74,7 @@ class RunningPipeline:
 
     def _begin(self, work: Sequence[Work], train: bool, scale: float = 1.0) -> None:
         count, data_size = self.pipeline.count, self.plan.data_size
-        data_rank = self.plan.data_rank(0 if self.state.mesh is None else mesh_rank(self.state.mesh))
+        data_rank = self.plan.data_rank(mesh_rank(self.state.mesh))
         alone = count == 1 and data_size == 1
         common = common_draw() if work[0].executor.program.random and not alone else None
         for stage in self.stages:
@@ -210,7 +210,7 @@ class RunningPipeline:
 
         It is empty on other ranks. All ranks must call it.
         """
-        first_column = self.state.mesh is None or mesh_rank(self.state.mesh) == 0
+        first_column = mesh_rank(self.state.mesh) == 0
         whole = gathered(tensor, first_column) if self.rank == place else tensor.new_empty(0, device="cpu")
         if place == 0 or self.group is None or not first_column:
             return whole
