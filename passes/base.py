@@ -150,12 +150,7 @@ def sibling(name: str, kind: str) -> str:
 
 
 def run_passes(gm: fx.GraphModule, passes: Sequence[Pass], context: Context) -> None:
-    """Run ``passes`` in order on one graph, checking the contract before and after each.
-
-    Raises:
-        PassOrderError: a pass requires what no earlier pass provided, or excludes what one did.
-        GraphInvariantError: a pass left the graph invalid.
-    """
+    """Run ``passes`` in order on one graph, with the checks and errors of :func:`run_on_graphs`."""
     run_on_graphs({"": gm}, passes, context)
 
 

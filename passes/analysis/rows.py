@@ -101,11 +101,9 @@ class Prices:
 
 
 def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices: Prices, fused: bool) -> Iterator[Row]:
-    """The rows of graphs that run one after the other; ``memory`` is the profile of the same graphs.
+    """The rows of graphs that run one after the other, with the errors of :class:`Prices`.
 
-    Raises:
-        ClusterError: the device has no rate for an operation's kind of work in its dtype.
-        ShardGraphError: a collective has no formula.
+    ``memory`` is the profile of the same graphs.
     """
     at = {point: i for i, point in enumerate(memory.nodes)}
     for half, gm in halves.items():

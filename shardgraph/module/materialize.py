@@ -152,15 +152,14 @@ class _Memory:
             del self.live[slot]
         for slot in slots:
             if slot.memory is None:
-                slot.memory = self._empty(slot)
+                size = (slot.storage.nbytes(),)
+                if self.on_host and not slot.buffers:
+                    slot.memory = empty_on_host(size, torch.uint8, self.device)
+                else:
+                    slot.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if slot.stored:
                     for fqn, tensor in slot.parameters.items():
                         self.view(tensor).copy_(self.fetch(fqn))
-
-    def _empty(self, slot: _Slot) -> Tensor:
-        if self.on_host and not slot.buffers:
-            return empty_on_host((slot.storage.nbytes(),), torch.uint8, self.device)
-        return torch.empty(slot.storage.nbytes(), dtype=torch.uint8, device=self.device)
 
     def view(self, tensor: Tensor) -> Tensor:
         """The real tensor of a meta tensor, whose slot has memory."""

@@ -118,12 +118,10 @@ class Bound:
             file = frame.f_code.co_filename
             if "eval_with_key" in file and (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
                 name = line.group(1)
-        for node in self.module.graph.nodes:
-            if node.name == name:
-                if node.target is ir.WAIT:
-                    node = node.args[0]
-                return node if ir.is_collective(node) else None
-        return None
+        node = next((node for node in self.module.graph.nodes if node.name == name), None)
+        if node is not None and node.target is ir.WAIT:
+            node = node.args[0]
+        return node if node is not None and ir.is_collective(node) else None
 
 
 # Errors of gloo and NCCL for a missing or an unexpected message.
