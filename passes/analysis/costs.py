@@ -149,7 +149,12 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    return node.target is operator.getitem or ir.is_wait(node) or _is_view(node) or not _tensors(node.meta.get("val"))
+    return (
+        node.target is operator.getitem
+        or ir.is_wait(node)
+        or _is_view(node)
+        or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
+    )
 
 
 def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
@@ -161,16 +166,12 @@ def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
     return "reduction" if torch.Tag.reduction in tags else "pointwise" if torch.Tag.pointwise in tags else None
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _bytes(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(value))
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _dtype(value: Any) -> str:
-    tensors = _tensors(value)
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     floating = [t for t in tensors if t.is_floating_point()] or tensors
     return str(floating[0].dtype).removeprefix("torch.") if floating else ""
 

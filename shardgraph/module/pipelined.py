@@ -102,9 +102,11 @@ class PipelinedModule(ShardedModule):
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
-        trains = self.training and torch.is_grad_enabled()
-        with torch.set_grad_enabled(trains):
-            self._work(args, kwargs, self._loss_of(kwargs) if trains else None)
+        if self.training and torch.is_grad_enabled():
+            self._work(args, kwargs, self._loss_of(kwargs))
+        else:
+            with torch.no_grad():
+                self._work(args, kwargs, None)
 
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         program = super()._program(call, show)
