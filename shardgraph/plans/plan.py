@@ -230,11 +230,10 @@ class Plan:
         ]
         for candidate in self.considered:
             mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
-            chosen = "  <- chosen" if (candidate.name, candidate.mesh) == (self.name, self.mesh) else ""
+            chosen = (candidate.name, candidate.mesh) == (self.name, self.mesh)
+            remark = "  <- chosen" if chosen else "" if candidate.fits else "  too large"
             cells = f"{format_bytes(candidate.memory):>18}{format_seconds(candidate.seconds):>12}{candidate.batches:>9}"
-            lines.append(
-                f"  {candidate.name:<12}{mesh:<34}{cells}{chosen or ('' if candidate.fits else '  too large')}"
-            )
+            lines.append(f"  {candidate.name:<12}{mesh:<34}{cells}{remark}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -255,16 +254,14 @@ class Plan:
         if dtypes := str(self.precision):
             lines.append(f"  precision: {dtypes}")
         if self.recompute != "none":
-            rules = [self.recompute] if isinstance(self.recompute, str) else map(_rule_text, self.recompute)
-            lines.append(f"  computed again in backward: {'; '.join(rules)}")
+            rules = self.recompute
+            if not isinstance(rules, str):
+                rules = "; ".join(f"{', '.join(names)} of {pattern or 'the model'}" for pattern, names in rules)
+            lines.append(f"  computed again in backward: {rules}")
         if self.loss_chunk is not None:
             lines.append(f"  scores of a loss in chunks of {format_bytes(self.loss_chunk)}")
         lines += [f"  annotated {written(each)}" for each in self.annotations]
         return "\n".join(lines)
-
-
-def _rule_text(rule: tuple[str, tuple[str, ...]]) -> str:
-    return f"{', '.join(rule[1])} of {rule[0] or 'the model'}"
 
 
 def _some(names: Iterable[str], limit: int = 4) -> str:
@@ -328,10 +325,6 @@ def _are_rules(value: object) -> bool:
     )
 
 
-def _is_annotated(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], kinds.Annotation)
-
-
 def _check_plan(plan: Plan) -> None:
     def check(allowed: bool, field: str, value: object, expected: str) -> None:
         expect(allowed, f"plan {plan.name!r}: {field}", value, expected)
@@ -362,7 +355,8 @@ def _check_plan(plan: Plan) -> None:
     expected = "a Precision, such as Precision('bfloat16', reduce='float32')"
     check(isinstance(plan.precision, Precision), "precision", plan.precision, expected)
     for annotated in plan.annotations:
-        check(_is_annotated(annotated), "annotations", annotated, "pairs of a pattern and an annotation")
+        pair = isinstance(annotated, tuple) and len(annotated) == 2 and isinstance(annotated[1], kinds.Annotation)
+        check(pair, "annotations", annotated, "pairs of a pattern and an annotation")
     rules = plan.recompute in RECOMPUTE or _are_rules(plan.recompute)
     check(rules, "recompute", plan.recompute, f"{', '.join(map(repr, RECOMPUTE))} or operations by module")
     expected = "a whole number of bytes from 1, or None for all logits at once"
