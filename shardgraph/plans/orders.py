@@ -37,7 +37,6 @@ class Schedule:
     prefetch: bool
 
     def allows(self, microbatches: int, ranks: int, stages: int) -> bool:
-        """Whether ``rule`` holds."""
         return {
             _ANY: True,
             _STAGES: microbatches >= stages,

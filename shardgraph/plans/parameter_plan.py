@@ -123,11 +123,9 @@ def in_patterns(entries: Mapping[str, ParameterPlan]) -> tuple[tuple[str, Parame
     together = defaultdict(set)
     for fqn, entry in entries.items():
         together[of_layers[fqn]].add(entry)
-    exceptions = [
-        (of_layers[fqn] if len(together[of_layers[fqn]]) == 1 else fqn, entry)
-        for fqn, entry in entries.items()
-        if entry != common
-    ]
-    patterns = {"*": common, **dict(exceptions)}
+    patterns = {"*": common}
+    for fqn, entry in entries.items():
+        if entry != common:
+            patterns[of_layers[fqn] if len(together[of_layers[fqn]]) == 1 else fqn] = entry
     plan_of = {fqn: entry for pattern, entry in patterns.items() for fqn in fnmatch.filter(entries, pattern)}
     return (*patterns.items(), *(item for item in entries.items() if plan_of[item[0]] != item[1]))

@@ -219,11 +219,9 @@ class _OfValue(ModuleAnnotation):
 
     def __post_init__(self) -> None:
         self._expect(isinstance(self.placement, Placement), "placement", "shard(...) or replicate(...)")
-        if isinstance(self, input):
-            allowed = isinstance(self.at, str) or is_whole(self.at, 0)
-            self._expect(allowed, "at", "a number from 0, or the name of an argument")
-        else:
-            self._expect(is_whole(self.at, 0), "at", "a number from 0")
+        by_name = isinstance(self, input)
+        expected = "a number from 0" + (", or the name of an argument" if by_name else "")
+        self._expect(is_whole(self.at, 0) or (by_name and isinstance(self.at, str)), "at", expected)
 
     def contradicts(self, other: Annotation) -> bool:
         return type(self) is type(other) and self.at == other.at and self.placement.contradicts(other.placement)
