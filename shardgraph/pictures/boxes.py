@@ -16,8 +16,7 @@ def draw_boxes(tree: Tree) -> Drawing:
     body = [text(0, 20, tree.title, "title"), text(0, 44, tree.summary)]
     y = 60
     for colour, line in tree.legend:
-        body.append(rect(0, y, 16, 14, colour))
-        body.append(text(24, y + 12, line))
+        body += [rect(0, y, 16, 14, colour), text(24, y + 12, line)]
         y += LINE
     height, boxes = _box([tree.root], 0, y + PAD, WIDTH, tree.colours)
     return Drawing(WIDTH, y + PAD + height, "\n".join([*body, *boxes]))

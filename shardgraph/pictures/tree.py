@@ -150,7 +150,6 @@ class Tree:
 
     @property
     def title(self) -> str:
-        """The heading of the picture."""
         return "Partition plan on " + (" x ".join(f"{axis}={size}" for axis, size in self.mesh) or "one process")
 
     @property

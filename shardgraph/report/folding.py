@@ -88,18 +88,15 @@ def extend(shallow: Sequence[Sequence[Row]], layers: int) -> list[Row]:
 
 def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
     first, second, third = programs
-    marks = [[_mark(row) for row in program] for program in programs]
+    few, some, many = ([_mark(row) for row in program] for program in programs)
     length = len(second) - len(first)
-    differ = next((i for i, (a, b) in enumerate(zip(marks[0], marks[1], strict=False)) if a != b), len(first))
+    differ = next((i for i, (a, b) in enumerate(zip(few, some, strict=False)) if a != b), len(first))
     # One segment earlier: tensors that all layers share die in the last layer that runs, which looks the same.
     start, end = differ - length, differ
     if length <= 0 or start < 0:
         raise NotPeriodicError("one more layer does not insert operations")
-    segment = marks[1][start:end]
-    if (
-        marks[0][:start] + segment + marks[0][start:] != marks[1]
-        or marks[1][:end] + segment + marks[1][end:] != marks[2]
-    ):
+    segment = some[start:end]
+    if few[:start] + segment + few[start:] != some or some[:end] + segment + some[end:] != many:
         raise NotPeriodicError("one more layer does not insert the same operations each time")
     rows = [_shifted(a, b, c, more) for a, b, c in zip(first[:start], second[:start], third[:start], strict=True)]
     for repeat in range(more):

@@ -179,7 +179,7 @@ class _Stages:
     def analysis(self, stage: StageProgram) -> StageAnalysis:
         plan, context, device = self.program.plan, self.program.context, self.cluster.device
         assert plan.pipeline is not None
-        halves = stage.again if plan.pipeline.checkpoint != "never" else stage.kept
+        halves = stage.again
         forward, backward = on_rank(halves.forward, halves.backward, context, 0)
         memory = profile_step(forward, backward, device.allocation)
         rows = self._rows({"forward": forward} | ({} if backward is None else {"backward": backward}), memory)
