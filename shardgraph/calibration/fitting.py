@@ -164,9 +164,8 @@ def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     kinds: dict[str, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.work):
         kinds.setdefault(sample.kind, []).append(sample)
-    flop_kinds, byte_kinds = [kind for kind in kinds if "/" in kind], [kind for kind in kinds if "/" not in kind]
-    order = sorted(flop_kinds, key=lambda kind: FLOP_KINDS.index(kind.split("/")[0]))
-    return {kind: kinds[kind] for kind in order + sorted(byte_kinds, key=(*BYTE_KINDS, VIEW, "copy").index)}
+    order = (*FLOP_KINDS, *BYTE_KINDS, VIEW, "copy")
+    return dict(sorted(kinds.items(), key=lambda item: order.index(item[0].split("/")[0])))
 
 
 def _by_operation(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:

@@ -27,7 +27,7 @@ def analyze_source(source: Source) -> Analysis:
 
 def _whole(source: Source) -> Analysis:
     program, question = source.program(), source.question
-    sizes = SizesOf(source.settled(program.plan))
+    sizes = SizesOf(replace(source, question=question.settled(program.plan)))
     return analyze_program(
         program, question.machine, optimizer=question.optimizer, fused=source.fused, other_sizes=sizes
     )
@@ -41,11 +41,9 @@ class SizesOf:
 
     @cached_property
     def symbolic(self) -> Symbolic:
-        """The costs as sympy expressions; raises as :func:`shardgraph.search.symbolic.symbolic`."""
         return symbolic(self.source)
 
     def largest(self, size: str, budget: int) -> int:
-        """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget``, by :meth:`Symbolic.largest`."""
         estimate = self.symbolic.largest(size, budget)
         present = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 

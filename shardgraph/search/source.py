@@ -28,13 +28,11 @@ class Source:
 
     @property
     def call(self) -> Call:
-        """One rank's call."""
         assert self.question.call is not None
         return self.question.call
 
     @property
     def plan(self) -> Plan:
-        """The requested plan."""
         return self.question.plan
 
     @property
@@ -58,10 +56,6 @@ class Source:
         for layers in SHALLOW:
             model = shortened(self.question.model, stack, layers)
             yield replace(self, question=replace(self.question, model=model, call=replace(self.call, model=model)))
-
-    def settled(self, plan: Plan) -> Source:
-        """The same analysis for a decided plan."""
-        return replace(self, question=self.question.settled(plan))
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
         """The same analysis for a call of other sizes; see :meth:`Call.resized`."""

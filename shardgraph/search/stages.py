@@ -157,9 +157,8 @@ def _fixed(gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mappi
     fixed = [0] * assignment.count
     for role, node in placeholders(gm).items():
         if isinstance(role, Parameter):
-            entry, whole = entries[role.fqn], node.meta["val"].nbytes
-            for position in entry.splits:
-                whole //= plan.mesh[position][1]
+            entry, value = entries[role.fqn], node.meta["val"]
+            whole = math.prod(entry.local_shape(value.shape, plan.mesh)) * value.itemsize
             part = whole if entry.shard_axis is None else -(-whole // plan.mesh[entry.shard_axis][1])
             homes = [assignment.home[user] for user in node.users if user in assignment.home]
             fixed[min(homes, default=0)] += part * (1 + states) + whole
