@@ -198,6 +198,31 @@ class Program:
         return frozenset().union(*(stage.trained for stage in self.stages))
 
     @cached_property
+    def needed(self) -> list[str]:
+        """The parameters that backward needs the value of: forward saves it, or what follows from it alone."""
+        of: dict[fx.Node, Any] = {node: {role} for role, node in ir.placeholders(self.forward).items()}
+        for node in self.forward.graph.nodes:
+            of.setdefault(node, set().union(*(of[each] for each in node.all_input_nodes)))
+        saved = [of[value] for role, value in ir.outputs(self.forward) if isinstance(role, ir.Saved) and value in of]
+        return sorted(
+            {role.fqn for roles in saved if len(roles) == 1 for role in roles if isinstance(role, ir.Parameter)}
+        )
+
+    @cached_property
+    def reached(self) -> dict[ir.Tangent, frozenset[str]]:
+        """The parameters whose gradients depend on each incoming gradient of a program without a pipeline."""
+        assert self.backward is not None
+        inputs = ir.placeholders(self.backward)
+        depends: dict[fx.Node, frozenset[ir.Role]] = {
+            node: frozenset({role}) for role, node in inputs.items() if isinstance(role, ir.Tangent)
+        }
+        for node in self.backward.graph.nodes:
+            depends.setdefault(node, frozenset().union(*(depends[each] for each in node.all_input_nodes)))
+        gradients = gradients_of(ir.outputs(self.backward))
+        tangents = [role for role in inputs if isinstance(role, ir.Tangent)]
+        return {role: frozenset(f for f, value in gradients.items() if role in depends[value]) for role in tangents}
+
+    @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each parameter or compute a partial gradient of it; unused ones belong to the first."""
         used = [{*stage.parameters, *stage.trained} for stage in self.stages]

@@ -17,6 +17,7 @@ from shardgraph.calibration import calibrate
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Device, Link, Rate
 from shardgraph.errors import (
+    BackwardError,
     CaptureError,
     CheckpointError,
     ClusterError,
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Analysis",
+    "BackwardError",
     "CaptureError",
     "CheckpointError",
     "Cluster",

@@ -61,6 +61,10 @@ class OffloadError(ShardGraphError):
     """There is not enough space for offloaded parameters; nothing has been written."""
 
 
+class BackwardError(ShardGraphError, RuntimeError):
+    """A backward that PyTorch would refuse too: its parameters have changed, or it was to be differentiated again."""
+
+
 class LaunchError(ShardGraphError):
     """A launched rank failed; the message has its traceback."""
 

@@ -26,6 +26,7 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
+from tests.two_heads import TwoHeads
 from tests.zoo import Deep, make, scalar, shorter
 
 
@@ -307,6 +308,31 @@ def load(folder: str, plan: str, mesh: dict[str, int] | None = None) -> dict[str
     state = {"model": sharded.state_dict()}
     dcp.load(state, checkpoint_id=f"{folder}/dcp")
     return sharded.full_state_dict()
+
+
+def ranks_use_other_heads(plan: str) -> dict[str, Any]:
+    """Which layers have gradients if no rank's loss uses the heads, and if each rank's uses another."""
+    torch.manual_seed(0)
+    original = TwoHeads()
+    sharded = shardgraph.compile(copy.deepcopy(original), plan=plan, progress=False)
+    inputs = [torch.randn(2, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    layers: dict[str, Any] = {}
+
+    def with_gradient() -> set[str]:
+        return {name.partition(".")[0] for name, p in sharded.named_parameters() if p.grad is not None}
+
+    hidden = sharded(inputs[dist.get_rank()])["hidden"]
+    hidden.sum().backward()
+    layers["neither"] = with_gradient()
+    sharded.zero_grad()
+    heads = ["first", "second"]
+    sharded(inputs[dist.get_rank()])[heads[dist.get_rank()]].square().sum().backward()
+    layers["each its own"] = with_gradient()
+    for rank, head in enumerate(heads):
+        (original(inputs[rank])[head].square().sum() / 2).backward()
+    pairs = zip(sharded.parameters(), original.parameters(), strict=True)
+    layers["worst"] = max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+    return layers
 
 
 def dropout_per_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -138,8 +138,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     """A fake GPU: values of its kernels have shapes, strides and dtypes, and no elements."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     has_flash.cache_clear()
-    with WithoutGuards():
-        yield FakeTensorMode()
+    yield FakeTensorMode()
     has_flash.cache_clear()
 
 
@@ -178,9 +177,23 @@ def test_kernels_of_a_gpu_return_what_those_of_a_cpu_do(gpu, dtype, shape, mask,
     out = there[3]
     rest = (moved(gpu, rest[0]), *rest[1:])
     kernels = torch_api.attention_on("cuda")
-    with gpu:
+    with WithoutGuards(), gpu:
         assert without_device(kernels.forward(*there[:3], *rest)) == without_device(results)
         assert without_device(kernels.backward(out, *there, *rest)) == without_device(gradients)
+
+
+def values_on(gpu: FakeTensorMode, half: fx.GraphModule, values: Propagation) -> Iterator[tuple[fx.Node, Any]]:
+    """The operations of a graph with their values if all its tensors are on the fake GPU."""
+    known: dict[fx.Node, Any] = {}
+    move = functools.partial(moved, gpu)
+    for node in half.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            known[node] = pytree.tree_map(move, VALUE.get(node))
+        elif node.op == "call_function":
+            kernel = kernel_on(node.target, "cuda") if node.target in OPERATORS else node.target
+            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = values.value(kernel, *pytree.tree_map(move, (args, kwargs)))
+            yield node, known[node]
 
 
 @pytest.mark.parametrize(("model", "plan"), [("llama", "fsdp+tp"), ("llama", "cp"), ("gpt2", "tp+sp"), ("bert", "cp")])
@@ -189,17 +202,10 @@ def test_a_program_made_on_a_cpu_is_valid_on_a_gpu(gpu, model, plan):
     module, call = make(model, 4)
     program = build_program(module, shardgraph.preset(plan, mesh), *shorter(call, 8))
     on_gpu = Propagation(gpu, tuple(mesh.items()))
-    for half in (program.forward, program.backward):
-        values: dict[fx.Node, Any] = {}
-        for node in half.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                values[node] = pytree.tree_map(functools.partial(moved, gpu), VALUE.get(node))
-            elif node.op == "call_function":
-                kernel = kernel_on(node.target, "cuda") if node.target in OPERATORS else node.target
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                args, kwargs = pytree.tree_map(functools.partial(moved, gpu), (args, kwargs))
-                values[node] = on_gpu.value(kernel, args, kwargs)
-                assert without_device(values[node]) == without_device(VALUE.get(node)), node.format_node()
+    with WithoutGuards():
+        for half in (program.forward, program.backward):
+            for node, value in values_on(gpu, half, on_gpu):
+                assert without_device(value) == without_device(VALUE.get(node)), node.format_node()
 
 
 def test_binding_leaves_the_kernels_of_the_device():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -78,7 +79,8 @@ def _plain(entry: Any) -> Any:
 
 
 def _raised(error: Exception) -> str:
-    return f"DTensor's strategy raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    first_line = re.sub(r" at 0x[0-9a-f]+", "", str(error).partition("\n")[0])  # the same on every rank
+    return f"DTensor's strategy raised {type(error).__name__}: {first_line}"
 
 
 def _from_function(operation: Operation, refused: Refused) -> Iterator[Option]:

@@ -334,7 +334,7 @@ def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], ir.Role | Non
     bases = {r.index: v for r, v in ir.outputs(gm) if isinstance(r, ir.IntermediateBase)}
     aliases: dict[int, ir.OutputAlias] = {}
     for index, info in enumerate(state.fw_metadata.output_info):
-        value, kind = values.get(index), info.output_type
+        value, kind, detached = values.get(index), info.output_type, not info.requires_grad
         if not isinstance(value, fx.Node) or info.base_idx is None:
             continue
         if kind in (OutputType.alias_of_input, OutputType.is_input):
@@ -352,9 +352,9 @@ def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], ir.Role | Non
         else:
             continue
         if kind == OutputType.is_input:
-            aliases[index] = ir.OutputAlias(base)
+            aliases[index] = ir.OutputAlias(base, detached=detached)
         else:
             view = value.meta["val"]
             offset = view.storage_offset() - base_value.storage_offset()
-            aliases[index] = ir.OutputAlias(base, tuple(view.shape), tuple(view.stride()), offset)
+            aliases[index] = ir.OutputAlias(base, tuple(view.shape), tuple(view.stride()), offset, detached)
     return aliases

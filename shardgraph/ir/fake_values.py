@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from shardgraph import torch_api
 from shardgraph.mesh import Mesh, size_along
 
 Rule = Callable[..., Any]
@@ -44,7 +45,7 @@ class Propagation:
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` for arguments in which nodes stand for their values."""
         operands, named = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
-        with self.fake_mode:
+        with self.fake_mode, torch_api.no_autocast():
             rule = _RULES.get(target)
             return target(*operands, **named) if rule is None else rule(self.ranks, *operands, **named)
 

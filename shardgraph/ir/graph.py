@@ -71,13 +71,15 @@ class OutputAlias:
     """How an output aliases another tensor, so that the view can be recreated outside autograd.
 
     ``base`` is ``Input(i)``, ``Output(i)`` or ``IntermediateBase(i)``; the output is
-    ``base.as_strided(size, stride, offset)``, or the base itself when ``size`` is None.
+    ``base.as_strided(size, stride, offset)``, or the base itself when ``size`` is None. If ``detached``, it requires no
+    gradient even if the base does.
     """
 
     base: Role
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
     offset: int = 0
+    detached: bool = False
 
 
 @dataclass(eq=False)

@@ -35,10 +35,15 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
 
 @torch.no_grad()
 def as_parameter(local: torch.Tensor, old: nn.Parameter, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
-    """The parameter whose shard on this rank is ``local``, with the attributes of ``old``, which it replaces."""
+    """The parameter whose shard on this rank is ``local``, with the attributes and hooks of ``old``, which it replaces.
+    Hooks are in the same dictionaries, so that their handles remove them.
+    """
     placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
     new = nn.Parameter(placed, requires_grad=old.requires_grad)
     vars(new).update(vars(old))  # attributes that libraries attach to parameters
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks, None) is not None:
+            setattr(new, hooks, getattr(old, hooks))
     return new
 
 

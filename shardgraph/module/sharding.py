@@ -18,6 +18,7 @@ from shardgraph.errors import OffloadError
 from shardgraph.module.materialize import is_meta, materialize
 from shardgraph.module.parameter_memory import ParameterMemory
 from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
+from shardgraph.module.replaced import remember
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
@@ -70,18 +71,20 @@ def shard_model(
     with unchanged_on_failure(model), agreement.on_all_ranks("the sharded parameters"):
         shards = _shards(model, entries, stages, memory, device, initialize)
         cast_buffers(model, plan.precision, plan.annotations)
-        parameters = dict(model.named_parameters())
+        parameters, replaced = dict(model.named_parameters()), {}
         for names in tied_names(model):
             first, mesh = names[0], stages.mesh if stages.has(names[0]) else None
             parameter = as_parameter(shards.pop(first), parameters[first], entries[first], mesh)
             for name in names:
                 owner, _, key = name.rpartition(".")
                 model.get_submodule(owner)._parameters[key] = parameter
+            replaced[parameters[first]] = parameter
         buffers = {id(b): torch.empty_like(b, device=device) if b.is_meta else b.to(device) for b in model.buffers()}
         for module in model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:  # shared ones stay shared
                     module._buffers[key] = buffers[id(buffer)]
+    remember(replaced)
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
+from shardgraph.errors import BackwardError
 from shardgraph.passes.program import Program
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.pipeline.messages import in_layout
@@ -27,13 +29,19 @@ class Differentiable(Executor):
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
         inputs = () if program.backward is None else ir.placeholders(program.backward)
-        # Position and tangent of each result that autograd returns, because the user sees it or a view of it; the
-        # tangent is None if backward does not take it.
-        self.returned = [
-            (i, tangent if tangent in inputs else None)
+        # The results that the user sees, or a view of them, by position: with their tangents those that autograd
+        # returns, and those that require no gradient.
+        seen = {
+            i: tangent
             for i, (role, value) in enumerate(ir.outputs(self.forward.module))
             if isinstance(value, fx.Node) and (tangent := _tangent_of(role, program)) is not None
-        ]
+        }
+        self.returned = [(i, tangent) for i, tangent in seen.items() if tangent in inputs]
+        self.detached = [i for i, tangent in seen.items() if tangent not in inputs]
+        reached = {} if program.backward is None else program.reached
+        always = frozenset.intersection(*reached.values()) if reached else frozenset()
+        # Parameters that a loss may leave out, since not every output depends on them.
+        self.optional = sorted(frozenset().union(*reached.values()) - always)
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
         """Run on the flattened inputs of a call; returns the model's output. ``sync()`` is called in backward."""
@@ -45,6 +53,8 @@ class Differentiable(Executor):
             box: list[Any] = []
             tensors = _Run.apply(self, leaves, sync, box, *inputs)
             results = box[0]
+            for position in self.detached:  # may be one tensor with a result that autograd returns
+                results[position] = results[position].detach()
             for (position, _), tensor in zip(self.returned, tensors, strict=True):
                 results[position] = tensor
         return self.rebuild(dict(zip(self.results, results, strict=True)), leaves)
@@ -65,6 +75,7 @@ class Differentiable(Executor):
         state = self.state
         local = not sync and state.mesh is not None and self.program.plan.data_size > 1
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
+        left_out = self._left_out(tangents, reduces=not local)
         bound = self.graph("local" if local else "accumulate" if state.unreduced else "backward", absent)
         inputs = []
         for role, traced in bound.inputs:
@@ -79,7 +90,39 @@ class Differentiable(Executor):
         tangents.clear()
         results = zip(bound.results, bound(inputs), strict=True)
         values: dict[ir.Role, Any] = {role.of: value for (role, _), value in results if isinstance(role, ir.Gradient)}
+        for fqn in left_out:
+            values.pop(ir.Parameter(fqn), None)
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
+
+    def versions(self) -> list[int]:
+        """How often each parameter whose value backward needs has been changed in place."""
+        return [torch_api.local_tensor(self.state.layout.parameter(fqn))._version for fqn in self.program.needed]
+
+    def check_versions(self, before: list[int]) -> None:
+        """Raise BackwardError if a parameter whose value backward needs was changed since :meth:`versions`."""
+        for fqn, now, then in zip(self.program.needed, self.versions(), before, strict=True):
+            if now != then:
+                raise BackwardError(
+                    f"the parameter {fqn!r} was changed in place between forward and backward, and backward needs the "
+                    "value that forward used: step the optimizer after backward, or call the module again before it"
+                )
+
+    def _left_out(self, tangents: Mapping[ir.Tangent, Any], reduces: bool) -> list[str]:
+        """The parameters without a gradient, as in PyTorch: those that no loss depends on, of this rank or, if
+        gradients are reduced, of any data rank, since they were last."""
+        if not self.optional:
+            return []
+        state, reached = self.state, self.program.reached
+        used = frozenset().union(
+            state.unreduced, *(reached[role] for role, grad in tangents.items() if grad is not None)
+        )
+        flags = [fqn in used for fqn in self.optional]
+        if reduces and state.mesh is not None:
+            on_device = torch.tensor(flags, dtype=torch.int32, device=state.device)
+            for axis, _ in self.program.plan.data_mesh:
+                dist.all_reduce(on_device, dist.ReduceOp.MAX, state.mesh.get_group(axis))
+            flags = on_device.tolist()
+        return [fqn for fqn, flag in zip(self.optional, flags, strict=True) if not flag]
 
     def _gradient(self, role: ir.Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
         """The gradient of an input for autograd: a DTensor for a DTensor; None while a gradient is kept local."""
@@ -111,22 +154,39 @@ class _Run(torch.autograd.Function):
         saved = [results[i] for i in executor.saved]
         ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
         ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]
-        ctx.executor, ctx.sync = executor, sync
+        ctx.executor, ctx.sync, ctx.versions = executor, sync, executor.versions()
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[results[i] for i, tangent in executor.returned if tangent is None])
         box.append(results)
         return tuple(results[i] for i, _ in executor.returned)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executor: Differentiable = ctx.executor
+        executor.check_versions(ctx.versions)
         tensors = list(ctx.saved_tensors)
         if not torch_api.keep_graph():
             ctx.maybe_clear_saved_tensors()
         restored = iter(tensors)
         saved = [next(restored) if value is None else value for value in ctx.constants]
         pairs = zip(executor.returned, grads, strict=True)
-        tangents = {tangent: grad for (_, tangent), grad in pairs if tangent is not None}
+        tangents = {tangent: grad for (_, tangent), grad in pairs}
         del tensors, restored, grads, pairs
-        return (None, None, None, None, *executor.run_backward(saved, tangents, ctx.sync()))
+        gradients = executor.run_backward(saved, tangents, ctx.sync())
+        if torch.is_grad_enabled():  # with create_graph=True
+            gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
+        return (None, None, None, None, *gradients)
+
+
+class _Once(torch.autograd.Function):
+    """The identity of gradients, which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *gradients: Any) -> Any:
+        return tuple(None if each is None else each.view_as(each) for each in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise BackwardError(
+            "a module that shardgraph compiled can be differentiated once: its backward has no backward of its own. "
+            "Compute what needs second derivatives, such as a gradient penalty, with the original model"
+        )

@@ -61,10 +61,10 @@ class Executor:
         for index, alias in self.program.joint.aliases.items():
             is_input = isinstance(alias.base, (ir.Input, ir.Buffer))
             base = self.state.value(alias.base, leaves) if is_input else by_role.get(alias.base)
-            if alias.size is None:
-                values[index] = base
-            else:
-                values[index] = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+            view = base
+            if alias.size is not None:
+                view = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+            values[index] = view.detach() if alias.detached else view
         return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.joint.out_spec)
 
 

@@ -16,7 +16,7 @@ from torch.fx.graph import CodeGen
 
 from shardgraph.torch_api import releases
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
-from shardgraph.torch_api.execution import autocast_state, below_autograd, boxed, keep_graph
+from shardgraph.torch_api.execution import autocast_state, below_autograd, boxed, keep_graph, no_autocast
 from shardgraph.torch_api.groups import group_along, has_backend, ordered_gloo
 from shardgraph.torch_api.rms_norm import rms_norm_on
 from shardgraph.torch_api.schedules import PipelineAction, pipeline_actions

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +11,20 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 
-def below_autograd() -> AbstractContextManager[None]:
+@contextmanager
+def below_autograd() -> Iterator[None]:
     """Operations in the body go straight to their kernels.
 
     The graphs have their own backward, so what autograd would do for each operation is wasted; for a collective that is
-    a call of Python, longer than starting it.
+    a call of Python, longer than starting it. They have their casts too, and the caller's autocast adds none.
     """
-    return torch._C._AutoDispatchBelowAutograd()
+    with torch._C._AutoDispatchBelowAutograd(), no_autocast():
+        yield
+
+
+def no_autocast() -> AbstractContextManager[None]:
+    """Operations in the body have the precision of their operands, whatever the caller's autocast."""
+    return torch._C._DisableAutocast()
 
 
 def keep_graph() -> bool:

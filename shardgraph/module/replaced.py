@@ -1,0 +1,50 @@
+"""Parameters that compilation replaced, for optimizers that were made before it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardgraph.errors import ShardGraphError
+
+_NEW: Any = WeakIdKeyDictionary()
+"""By each replaced parameter, while anyone holds it, the parameter that replaces it."""
+
+
+def remember(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Have optimizers train the new parameters of ``replaced`` in place of the old ones, from their next step on."""
+    _watch_optimizers()
+    _NEW.update(replaced)
+
+
+def _adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step, put the new parameters in the place of replaced ones.
+
+    Raises:
+        ShardGraphError: the optimizer has stepped before, and its state is of whole parameters.
+    """
+    for group in optimizer.param_groups:
+        parameters = group["params"]  # changed in place, since some optimizers keep the list
+        for i, parameter in enumerate(parameters):
+            if parameter not in _NEW:
+                continue
+            if optimizer.state.get(parameter):
+                raise ShardGraphError(
+                    f"this {type(optimizer).__name__} has stepped before shardgraph.compile replaced its parameters by "
+                    "shards, and its state is that of whole parameters: make a new optimizer of sharded.parameters(), "
+                    "and load the state with torch.distributed.checkpoint"
+                )
+            while parameter in _NEW:  # compiled more than once
+                parameter = _NEW[parameter]
+            parameters[i] = parameter
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_adopt)

@@ -1,0 +1,190 @@
+"""What users of PyTorch rely on: the compiled module does what the original does, or raises, at every call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from tests import ranks
+from tests.standing import on_ranks
+from tests.two_heads import TwoHeads
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return shardgraph.compile(model, plan="single", progress=False)
+
+
+class Returns(nn.Module):
+    """A linear layer, and what ``outputs`` makes of its result and its input."""
+
+    def __init__(self, outputs: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.outputs = nn.Linear(4, 4), outputs
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outputs(self.linear(x), x)
+
+
+# -- outputs and gradients ---------------------------------------------------------------------------------
+
+OUTPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "detached": lambda y, x: (y, y.detach()),
+    "only detached": lambda y, x: (y.detach(), y * 2),
+    "views of both": lambda y, x: (y, y[0], y.detach()[0], y.view(-1).detach()),
+    "computed without gradients": lambda y, x: (y, y.detach().relu()),
+    "an input": lambda y, x: (y, x, x.detach(), x[0], x.detach()[0]),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS)
+def test_an_output_requires_a_gradient_where_the_originals_does(outputs, requires_grad):
+    model, x = Returns(outputs), X.clone().requires_grad_(requires_grad)
+    expected, made = model(x), compiled(copy.deepcopy(model))(x)
+    assert [each.requires_grad for each in made] == [each.requires_grad for each in expected]
+    torch.testing.assert_close(made, expected)
+
+
+def test_a_detached_output_passes_no_gradient_on():
+    model = Returns(lambda y, x: (y, y.detach()))
+    y, detached = compiled(model)(X)
+    (y.sum() + (detached * 100).sum()).backward()
+    torch.testing.assert_close(model.linear.bias.grad, torch.full((4,), 2.0))
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient():
+    model = compiled(TwoHeads())
+    model(X)["first"].sum().backward()
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {f"{layer}.{kind}" for layer in ("shared", "first") for kind in ("weight", "bias")}
+
+
+def test_no_optimizer_moves_a_parameter_that_the_loss_does_not_reach():
+    model = compiled(TwoHeads())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = model.second.weight.detach().clone()
+    model(X)["first"].sum().backward()
+    optimizer.step()
+    assert torch.equal(model.second.weight, before)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero1"])
+def test_a_gradient_is_the_mean_over_ranks_of_what_their_losses_reach(plan):
+    for own, gradients in enumerate(on_ranks(ranks.ranks_use_other_heads, args=(plan,))):
+        assert gradients["neither"] == {"shared"}, own
+        assert gradients["each its own"] == {"shared", "first", "second"}
+        assert gradients["worst"] < 1e-6
+
+
+# -- autocast ----------------------------------------------------------------------------------------------
+
+
+def test_a_region_without_autocast_stays_without_under_the_callers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inside(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.outside(y.float())
+
+    model = Model()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(X)
+        expected.sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        made = compiled(model)(X)
+        made.sum().backward()
+    assert made.dtype == expected.dtype == torch.float32
+    assert torch.equal(made, expected)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+# -- parameters --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_from_before_are_kept_and_can_be_removed(register):
+    model, seen = nn.Linear(4, 4), []
+    handle = getattr(model.weight, register)(lambda *_: seen.append("weight"))
+    sharded = compiled(model)
+    sharded(X).sum().backward()
+    handle.remove()
+    sharded(X).sum().backward()
+    assert seen == ["weight"]
+
+
+def test_a_hook_changes_the_gradient_as_it_does_in_the_original():
+    model = nn.Linear(4, 4)
+    model.bias.register_hook(lambda gradient: gradient * 10)
+    compiled(model)(X).sum().backward()
+    torch.testing.assert_close(model.bias.grad, torch.full((4,), 20.0))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_from_before_trains_the_new_parameters(kind):
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    sharded = compiled(model)
+    before = sharded.weight.detach().clone()
+    sharded(X).sum().backward()
+    optimizer.step()
+    assert not torch.equal(sharded.weight, before)
+    optimizer.zero_grad()
+    assert sharded.weight.grad is None
+
+
+def test_an_optimizer_that_has_stepped_before_is_refused_at_its_next_step():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    compiled(model)(X).sum().backward()
+    with pytest.raises(shardgraph.ShardGraphError, match="make a new optimizer"):
+        optimizer.step()
+
+
+def test_an_optimizer_of_another_model_is_left_alone():
+    other = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(other.parameters())
+    compiled(nn.Linear(4, 4))
+    before = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    other(X).sum().backward()
+    optimizer.step()
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == before
+
+
+def test_a_parameter_changed_before_the_backward_that_needs_it_is_an_error():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    loss = compiled(model)(X).square().sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"2\.weight.*between forward and backward"):
+        loss.backward()
+
+
+def test_a_parameter_that_backward_does_not_need_may_change_before_it():
+    model = nn.Linear(4, 4)
+    loss = compiled(model)(X).square().sum()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    loss.backward()
+    assert model.weight.grad is not None
+
+
+def test_double_backward_is_refused_in_our_words():
+    model = compiled(nn.Linear(4, 4))
+    (gradient,) = torch.autograd.grad(model(X).square().sum(), [model.bias], create_graph=True)
+    with pytest.raises(shardgraph.BackwardError, match="can be differentiated once"):
+        gradient.sum().backward()
