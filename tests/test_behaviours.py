@@ -188,3 +188,91 @@ def test_double_backward_is_refused_in_our_words():
     (gradient,) = torch.autograd.grad(model(X).square().sum(), [model.bias], create_graph=True)
     with pytest.raises(shardgraph.BackwardError, match="can be differentiated once"):
         gradient.sum().backward()
+
+
+# -- what forward leaves behind ----------------------------------------------------------------------------
+
+
+class Leaves(nn.Module):
+    """A forward that leaves something behind, by ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+        self.aux, self.count, self.seen, self.flag = None, 0, [], False
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.kind == "a tensor":
+            self.aux = y.sum()
+        if self.kind == "a count":
+            self.count += 1
+        if self.kind == "an element of a list":
+            self.seen.append(y)
+        if self.kind == "a buffer replaced":
+            self.steps = self.steps + 1
+        if self.kind == "a buffer in place":
+            self.steps += 1
+        if self.kind == "a constant":
+            self.flag, self.rows = True, len(x)
+        if self.kind == "a constant that decides":
+            y, self.flag = y if self.flag else y * 2, True
+        if self.kind == "a flag, restored":
+            self.flag = True
+            y = y * 2 if self.flag else y
+            self.flag = False
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"),
+    [("a tensor", "aux"), ("a count", "count"), ("an element of a list", "seen"), ("a buffer replaced", "steps")],
+)
+def test_what_forward_writes_beside_its_outputs_is_refused_by_its_line(kind, attribute):
+    with pytest.raises(
+        shardgraph.CaptureError, match=rf"writes to the attribute '0\.{attribute}' .*test_behaviours\.py:\d+"
+    ):
+        compiled(nn.Sequential(Leaves(kind)))(X)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "a buffer in place", "a flag, restored"])
+def test_a_forward_that_leaves_nothing_else_behind_is_compiled(kind):
+    model = Leaves(kind)
+    expected = copy.deepcopy(model)
+    torch.testing.assert_close(compiled(model)(X), expected(X))
+    assert torch.equal(model.steps, expected.steps)
+
+
+def test_a_constant_that_forward_sets_is_set_at_every_call():
+    model = Leaves("a constant")
+    sharded = compiled(model)
+    sharded(X)
+    assert (model.flag, model.rows) == (True, 2)
+    model.flag = False
+    sharded(X)
+    assert model.flag is True
+
+
+def test_a_constant_that_sends_the_next_call_another_way_is_refused():
+    with pytest.raises(shardgraph.CaptureError, match="takes another way in the next"):
+        compiled(Leaves("a constant that decides"))(X)
+
+
+def test_a_hook_that_collects_activations_is_refused():
+    model, seen = nn.Linear(4, 4), []
+    model.register_forward_hook(lambda module, args, output: seen.append(output))
+    with pytest.raises(shardgraph.CaptureError, match="a variable of the function around a hook"):
+        compiled(model)(X)
+    assert seen == []
+
+
+def test_a_forward_that_changes_a_container_it_is_given_is_refused():
+    class Caches(nn.Linear):
+        def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+            y = super().forward(x)
+            cache.append(y)
+            return y
+
+    with pytest.raises(shardgraph.CaptureError, match="its argument 'cache'"):
+        compiled(Caches(4, 4))(X, [X])

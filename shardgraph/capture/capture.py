@@ -7,6 +7,7 @@ for parameters and buffers. The model itself is only read, and may run in other 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.pytrees import register_types
+from shardgraph.capture.side_effects import constants_set
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
@@ -108,10 +110,11 @@ def capture(
     ):
         traced = private if loss_fn is None else WithLoss(private, loss_fn)
         traced.training = model.training
-        exported = _export(traced, fake_args, fake_kwargs, private)
+        exported, attributes = _export(traced, fake_args, fake_kwargs, private)
     constraints.check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module, prefix)
     joint = _joint_graph(exported, fake_mode, canonical, pytree.tree_leaves((args, kwargs)))
+    joint.attributes = attributes
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs)
@@ -173,18 +176,27 @@ def _stand_in(
     return private
 
 
-def _export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
+def _export(
+    traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
+) -> tuple[Any, tuple[ir.AttributeSet, ...]]:
     name = type(model).__name__
     try:
-        captured = _trace(traced, args, kwargs, model)
+        captured, written = _trace(traced, args, kwargs, model)
+        with torch.no_grad():
+            constants = constants_set(written, model, traced, lambda: traced(*args, **kwargs))
+        if constants and str(_trace(traced, args, kwargs, model)[0].graph) != str(captured.graph):
+            raise CaptureError(
+                f"forward of {name} sets {'.'.join(constants[0].keys)!r} in its first call and takes another way in "
+                "the next: a compiled module does the same in each. Call the model once before shardgraph.compile"
+            )
         try:
-            return _lower(captured, args, kwargs)
+            return _lower(captured, args, kwargs), constants
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(traced(*args, **kwargs))
-            return _lower(captured, args, kwargs)
+            return _lower(captured, args, kwargs), constants
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -209,7 +221,8 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
 
 
 def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with FusedOperators():
+    with FusedOperators(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To copy construct from a tensor")  # the tracer's own calls
         return torch_api.export_joint(captured, args, kwargs)
 
 

@@ -82,6 +82,22 @@ class OutputAlias:
     detached: bool = False
 
 
+@dataclass(frozen=True)
+class AttributeSet:
+    """A constant that forward sets: on the module ``path``, the attribute ``keys[0]``, or ``keys[1]`` of that."""
+
+    path: str
+    keys: tuple[str, ...]
+    value: Any
+
+    def repeat(self, model: torch.nn.Module) -> None:
+        """Set it on ``model``."""
+        owner: Any = model.get_submodule(self.path)
+        for key in self.keys[:-1]:
+            owner = getattr(owner, key)
+        setattr(owner, self.keys[-1], self.value)
+
+
 @dataclass(eq=False)
 class JointGraph:
     """A captured program.
@@ -90,7 +106,8 @@ class JointGraph:
     requires a gradient. ``out_spec`` is the pytree spec of the model's output, and ``aliases`` are the outputs that are
     views of something else, by output index. ``fake_mode`` is the mode of the graph's ``meta["val"]`` tensors.
     ``stored`` is the dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of
-    the computation. ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph.
+    the computation. ``attributes`` are those that forward sets to constants. ``placed`` has results of
+    :mod:`shardgraph.passes.placing` for this graph.
     """
 
     module: fx.GraphModule
@@ -98,6 +115,7 @@ class JointGraph:
     fake_mode: Any
     aliases: dict[int, OutputAlias] = field(default_factory=dict)
     stored: dict[str, torch.dtype] = field(default_factory=dict)
+    attributes: tuple[AttributeSet, ...] = ()
     placed: dict[Any, Any] = field(default_factory=dict)
 
     @property

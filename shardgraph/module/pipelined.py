@@ -97,6 +97,7 @@ class PipelinedModule(ShardedModule):
             raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
         calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)
         executors = self._executables(calls, spec, loss_fn)
+        self._set_attributes(executors)
         inputs = [self._numbers.lift(leaves, spec) for leaves in calls]
         return list(map(Work, executors, inputs, shares(parts)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +138,14 @@ class ShardedModule(nn.Module):
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executable,) = self._executables([leaves], spec, loss_fn)
         sync = self._sync
-        return executable(self._numbers.lift(leaves, spec), lambda: sync)
+        output = executable(self._numbers.lift(leaves, spec), lambda: sync)
+        self._set_attributes([executable])
+        return output
+
+    def _set_attributes(self, executables: Iterable[Executor]) -> None:
+        """Set the attributes that forward sets to constants, as the original would have by now."""
+        for attribute in (each for executable in executables for each in executable.program.joint.attributes):
+            attribute.repeat(self.__dict__["original"])
 
     def let_go(self) -> None:
         """Release references to parameters that the model no longer has."""

@@ -64,7 +64,7 @@ class Executor:
             view = base
             if alias.size is not None:
                 view = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
-            values[index] = view.detach() if alias.detached else view
+            values[index] = view.detach() if alias.detached and view.requires_grad else view
         return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.joint.out_spec)
 
 

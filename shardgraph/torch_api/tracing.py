@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,8 +37,9 @@ def _quiet_metrics() -> Iterator[None]:
         logger.disabled = before
 
 
-def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    """Trace ``model`` through Python into one FX graph of torch calls.
+def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str]]:
+    """Trace ``model`` through Python into one FX graph of torch calls; and what its forward writes to, by the tracer's
+    names, such as ``L['self'].cache``, which the graph does not.
 
     Raises:
         DynamoError: the model's Python cannot be traced in one piece.
@@ -49,15 +52,16 @@ def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         specialize_float=True,
         ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
     )
-    with _quiet_metrics(), static, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet_metrics(), static, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         captured = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     # Bytecode packs the inputs and outputs, and may call any builtin. torch 2.11 runs it with the globals of the
     # model's forward alone, and refuses a name that is not among them.
     bytecodes: Any = (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten)
     for bytecode in bytecodes:
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
-    return captured
+    found = (re.search(r"certain side effects happened.*: (\[.*\])", str(each.message), re.DOTALL) for each in caught)
+    return captured, [name for each in found if each for name in ast.literal_eval(each[1])]
 
 
 def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
