@@ -68,6 +68,7 @@ def constants_set(
 
 def _constants(path: str, key: str, earlier: Any, value: Any) -> list[AttributeSet] | None:
     """The constants that were set on a module, or on an object that it has; None if anything else was."""
+    items: dict[tuple[str, ...], Any]
     if isinstance(value, _Fields) and isinstance(earlier, _Fields) and earlier.keys() <= value.keys():
         items = {(key, name): each for name, each in value.items() if not _same(earlier.get(name, _ABSENT), each)}
     else:
