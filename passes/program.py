@@ -198,15 +198,17 @@ class Program:
         return frozenset().union(*(stage.trained for stage in self.stages))
 
     @cached_property
-    def needed(self) -> list[str]:
+    def needed(self) -> frozenset[str]:
         """The parameters that backward needs the value of: forward saves it, or what follows from it alone."""
-        of: dict[fx.Node, Any] = {node: {role} for role, node in ir.placeholders(self.forward).items()}
+        alone: dict[Any, str] = {
+            node: role.fqn for role, node in ir.placeholders(self.forward).items() if isinstance(role, ir.Parameter)
+        }
         for node in self.forward.graph.nodes:
-            of.setdefault(node, set().union(*(of[each] for each in node.all_input_nodes)))
-        saved = [of[value] for role, value in ir.outputs(self.forward) if isinstance(role, ir.Saved) and value in of]
-        return sorted(
-            {role.fqn for roles in saved if len(roles) == 1 for role in roles if isinstance(role, ir.Parameter)}
-        )
+            sources = {alone.get(each) for each in node.all_input_nodes}
+            if len(sources) == 1 and (fqn := sources.pop()) is not None:
+                alone[node] = fqn
+        saved = (value for role, value in ir.outputs(self.forward) if isinstance(role, ir.Saved))
+        return frozenset(alone[value] for value in saved if value in alone)
 
     @cached_property
     def reached(self) -> dict[ir.Tangent, frozenset[str]]:

@@ -15,15 +15,8 @@ from torch import Tensor
 
 from shardgraph import torch_api
 
-_NAMES = ("attention", "attention_backward", "rms_norm", "rms_norm_backward")
-_ATTENTION = "Tensor query, Tensor key, Tensor value"
-_OPTIONS = "Tensor? attn_mask, bool is_causal, float scale"
-_SCHEMAS = (
-    f"({_ATTENTION}, {_OPTIONS}) -> (Tensor out, Tensor logsumexp)",
-    f"(Tensor grad_out, {_ATTENTION}, Tensor out, Tensor logsumexp, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    "(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor out, Tensor rstd)",
-    "(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight) -> (Tensor, Tensor?)",
-)
+_Kernels = tuple[Callable[..., Any], Callable[..., Any]]
+_KERNELS: dict[Any, tuple[Callable[[str], _Kernels], int]] = {}
 
 
 def kernel_on(target: Any, device_type: str) -> Callable[..., Any]:
@@ -32,29 +25,42 @@ def kernel_on(target: Any, device_type: str) -> Callable[..., Any]:
     return kernels(device_type)[direction]
 
 
-def _by_device(name: str) -> Callable[..., Any]:
+def _operator(name: str, schema: str, kernels: Callable[[str], _Kernels], direction: int) -> Any:
+    """A new operator, computed by the forward (0) or backward (1) of its device's kernels."""
+
     def call(first: Tensor, *rest: Any) -> Any:
-        return kernel_on(getattr(torch.ops.shardgraph, name).default, first.device.type)(first, *rest)
+        return kernels(first.device.type)[direction](first, *rest)
 
-    return call
+    torch.library.define(f"shardgraph::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"shardgraph::{name}", "default")(call)
+    operator = getattr(torch.ops.shardgraph, name).default
+    _KERNELS[operator] = kernels, direction
+    return operator
 
 
-for _name, _schema in zip(_NAMES, _SCHEMAS, strict=True):
-    torch.library.define(f"shardgraph::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"shardgraph::{_name}", "default")(_by_device(_name))
-
-ATTENTION = torch.ops.shardgraph.attention.default
-ATTENTION_BACKWARD = torch.ops.shardgraph.attention_backward.default
-RMS_NORM = torch.ops.shardgraph.rms_norm.default
-RMS_NORM_BACKWARD = torch.ops.shardgraph.rms_norm_backward.default
-
-_Kernels = tuple[Callable[..., Any], Callable[..., Any]]
-_KERNELS: dict[Any, tuple[Callable[[str], _Kernels], int]] = {
-    ATTENTION: (torch_api.attention_on, 0),
-    ATTENTION_BACKWARD: (torch_api.attention_on, 1),
-    RMS_NORM: (torch_api.rms_norm_on, 0),
-    RMS_NORM_BACKWARD: (torch_api.rms_norm_on, 1),
-}
+_OPERANDS = "Tensor query, Tensor key, Tensor value"
+_OPTIONS = "Tensor? attn_mask, bool is_causal, float scale"
+ATTENTION = _operator(
+    "attention", f"({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor logsumexp)", torch_api.attention_on, 0
+)
+ATTENTION_BACKWARD = _operator(
+    "attention_backward",
+    f"(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor logsumexp, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    torch_api.attention_on,
+    1,
+)
+RMS_NORM = _operator(
+    "rms_norm",
+    "(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor out, Tensor rstd)",
+    torch_api.rms_norm_on,
+    0,
+)
+RMS_NORM_BACKWARD = _operator(
+    "rms_norm_backward",
+    "(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight) -> (Tensor, Tensor?)",
+    torch_api.rms_norm_on,
+    1,
+)
 OPERATORS = frozenset(_KERNELS)
 
 

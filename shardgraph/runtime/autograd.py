@@ -26,6 +26,10 @@ class Differentiable(Executor):
         self.forward = self.graph("forward")
         self.inputs = [role for role, _ in self.forward.inputs]
         self.results = [role for role, _ in self.forward.results]
+        needed = [(i, role) for i, role in enumerate(self.inputs) if isinstance(role, ir.Parameter)]
+        self.needed = [
+            (i, role.fqn) for i, role in needed if program.backward is not None and role.fqn in program.needed
+        ]
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
         inputs = () if program.backward is None else ir.placeholders(program.backward)
@@ -94,19 +98,6 @@ class Differentiable(Executor):
             values.pop(ir.Parameter(fqn), None)
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 
-    def versions(self) -> list[int]:
-        """How often each parameter whose value backward needs has been changed in place."""
-        return [torch_api.local_tensor(self.state.layout.parameter(fqn))._version for fqn in self.program.needed]
-
-    def check_versions(self, before: list[int]) -> None:
-        """Raise BackwardError if a parameter whose value backward needs was changed since :meth:`versions`."""
-        for fqn, now, then in zip(self.program.needed, self.versions(), before, strict=True):
-            if now != then:
-                raise BackwardError(
-                    f"the parameter {fqn!r} was changed in place between forward and backward, and backward needs the "
-                    "value that forward used: step the optimizer after backward, or call the module again before it"
-                )
-
     def _left_out(self, tangents: Mapping[ir.Tangent, Any], reduces: bool) -> list[str]:
         """The parameters without a gradient, as in PyTorch: those that no loss depends on, of this rank or, if
         gradients are reduced, of any data rank, since they were last."""
@@ -154,7 +145,9 @@ class _Run(torch.autograd.Function):
         saved = [results[i] for i in executor.saved]
         ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
         ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]
-        ctx.executor, ctx.sync, ctx.versions = executor, sync, executor.versions()
+        ctx.executor, ctx.sync = executor, sync
+        local = ((fqn, torch_api.local_tensor(inputs[i])) for i, fqn in executor.needed)
+        ctx.versions = [(fqn, shard, shard._version) for fqn, shard in local]
         ctx.set_materialize_grads(False)
         box.append(results)
         return tuple(results[i] for i, _ in executor.returned)
@@ -162,7 +155,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executor: Differentiable = ctx.executor
-        executor.check_versions(ctx.versions)
+        _check_unchanged(ctx.versions)
         tensors = list(ctx.saved_tensors)
         if not torch_api.keep_graph():
             ctx.maybe_clear_saved_tensors()
@@ -175,6 +168,16 @@ class _Run(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
         return (None, None, None, None, *gradients)
+
+
+def _check_unchanged(versions: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+    """Raise BackwardError if a parameter whose value backward needs was changed in place after forward."""
+    for fqn, shard, version in versions:
+        if shard._version != version:
+            raise BackwardError(
+                f"the parameter {fqn!r} was changed in place between forward and backward, and backward needs the "
+                "value that forward used: step the optimizer after backward, or call the module again before it"
+            )
 
 
 class _Once(torch.autograd.Function):

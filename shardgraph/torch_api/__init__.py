@@ -30,7 +30,7 @@ from shardgraph.torch_api.strategies import (
     strategy_of,
     tensor_meta,
 )
-from shardgraph.torch_api.tensors import as_placed, local_tensor, placed
+from shardgraph.torch_api.tensors import as_placed, local_tensor, placed, with_strides
 from shardgraph.torch_api.tracing import dynamo_capture, export_joint
 
 DynamoError = dynamo.exc.TorchDynamoException

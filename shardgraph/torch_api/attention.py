@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from shardgraph.torch_api.tensors import with_strides
+
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
@@ -76,7 +78,9 @@ def _cuda(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Ten
             q, k, v, bias, True, 0.0, is_causal, scale=scale
         )
     like = torch.empty_like(unit_stride(query), device="meta")
-    return _laid_out(out.narrow(-1, 0, query.shape[-1]), like), logsumexp.narrow(-1, 0, query.shape[2]).contiguous()
+    return with_strides(out.narrow(-1, 0, query.shape[-1]), like.stride()), logsumexp.narrow(
+        -1, 0, query.shape[2]
+    ).contiguous()
 
 
 def _cuda_backward(grad: Tensor, *call: Any) -> Gradients:
@@ -102,7 +106,7 @@ def _cuda_backward(grad: Tensor, *call: Any) -> Gradients:
         )
     shapes = (query.shape, key.shape, value.shape)
     summed = (_summed(gradient.narrow(-1, 0, s[-1]), s[1]) for gradient, s in zip(gradients, shapes, strict=False))
-    of_query, of_key, of_value = (_laid_out(each, positions_first(each)) for each in summed)
+    of_query, of_key, of_value = (with_strides(each, positions_first(each).stride()) for each in summed)
     return of_query, of_key, of_value
 
 
@@ -147,13 +151,6 @@ def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return padded.narrow(-1, 0, keys).expand(*query.shape[:3], keys)
 
 
-def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor with the strides of ``like``: PyTorch's kernels differ in them."""
-    if tensor.stride() == like.stride():
-        return tensor
-    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 def positions_first(tensor: Tensor) -> Tensor:
     """An empty tensor of this shape, on no device, in which positions lie before heads."""
     batch, heads, rows, width = tensor.shape
@@ -184,7 +181,9 @@ def _formula_backward(grad: Tensor, *call: Any) -> Gradients:
     of_key = _summed(of_scores.transpose(-1, -2) @ query_wide, key.shape[1])
     of_value = _summed(weights.transpose(-1, -2) @ grad_wide, value.shape[1])
     gradients = (of_scores @ key_wide, of_key, of_value)
-    of_query, of_key, of_value = (_laid_out(each.to(query.dtype), positions_first(each)) for each in gradients)
+    of_query, of_key, of_value = (
+        with_strides(each.to(query.dtype), positions_first(each).stride()) for each in gradients
+    )
     return of_query, of_key, of_value
 
 

@@ -31,3 +31,10 @@ def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
+
+
+def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides: itself, if it has them, else a copy."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardgraph.torch_api import with_strides
+
 
 def empty_like_traced(traced: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a value that was traced as ``traced``, in its layout; contiguous where elements share memory."""
@@ -12,10 +14,7 @@ def empty_like_traced(traced: torch.Tensor, device: torch.device) -> torch.Tenso
 
 def in_layout(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
     """``value`` in the layout of ``traced``, as :func:`empty_like_traced` makes memory for it."""
-    strides = _strides(traced)
-    if value.stride() == strides:
-        return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    return with_strides(value, _strides(traced))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
