@@ -200,6 +200,7 @@ class Leaves(nn.Module):
         super().__init__()
         self.kind, self.linear = kind, nn.Linear(4, 4)
         self.aux, self.count, self.seen, self.flag = None, 0, [], False
+        self.kept: dict[str, list[torch.Tensor]] = {"seen": []}
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,6 +211,8 @@ class Leaves(nn.Module):
             self.count += 1
         if self.kind == "an element of a list":
             self.seen.append(y)
+        if self.kind == "an element of a list in a dictionary":
+            self.kept["seen"].append(y)
         if self.kind == "a buffer replaced":
             self.steps = self.steps + 1
         if self.kind == "a buffer in place":
@@ -227,7 +230,13 @@ class Leaves(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "attribute"),
-    [("a tensor", "aux"), ("a count", "count"), ("an element of a list", "seen"), ("a buffer replaced", "steps")],
+    [
+        ("a tensor", "aux"),
+        ("a count", "count"),
+        ("an element of a list", "seen"),
+        ("an element of a list in a dictionary", "kept"),
+        ("a buffer replaced", "steps"),
+    ],
 )
 def test_what_forward_writes_beside_its_outputs_is_refused_by_its_line(kind, attribute):
     with pytest.raises(

@@ -100,14 +100,19 @@ def _state(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
                 yield (path, key), _contents(value)
 
 
-def _contents(value: Any) -> Any:
+def _contents(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """What containers and plain objects hold, however deep; one that holds itself is itself there."""
+    known = {} if known is None else known
+    if isinstance(value, (nn.Module, torch.Tensor, type)) or id(value) in known:
+        return known.get(id(value), value)
+    known[id(value)] = value
     if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, (list, tuple, set)):
-        return list(value)
-    if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
-        return value
-    return _Fields(vars(value))
+        known[id(value)] = {key: _contents(each, known) for key, each in value.items()}
+    elif isinstance(value, (list, tuple, set)):
+        known[id(value)] = [_contents(each, known) for each in value]
+    elif not callable(value) and hasattr(value, "__dict__"):
+        known[id(value)] = _Fields({key: _contents(each, known) for key, each in vars(value).items()})
+    return known[id(value)]
 
 
 class _Fields(dict[str, Any]):
