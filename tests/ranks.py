@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -385,6 +386,56 @@ def different_batches(first_alike: bool) -> None:
         if dist.get_rank() == 0:
             sharded(torch.ones(2, 4))
     sharded(torch.ones(2 + dist.get_rank(), 4))
+
+
+def one_rank_changes_an_attribute() -> None:
+    """The last call is of a model that only rank 0 has changed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
+    sharded = shardgraph.compile(model, "fsdp", timeout=5)
+    sharded(torch.ones(2, 4))
+    if dist.get_rank() == 0:
+        model[1].beta = 2.0
+    sharded(torch.ones(2, 4))
+
+
+def ranks_change_an_attribute_together(plan: str) -> list[float]:
+    """The largest difference to the original after each change of an attribute, back and forth."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4))
+    original = copy.deepcopy(model)
+    sharded, x = shardgraph.compile(model, plan), torch.ones(2, 4)
+    differences = []
+    for beta in (1.0, 2.0, 1.0, 2.0, 3.0):
+        model[1].beta = original[1].beta = beta
+        for each in (sharded, original):
+            each.zero_grad()
+            each(x).sum().backward()
+        differences.append(difference(sharded, original, gradients=True))
+    assert [len(variants) for variants in sharded._programs.values()] == [3]
+    return differences
+
+
+def calls_after_replacing(change: str) -> list[str]:
+    """The errors of two calls after a parameter was replaced."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    sharded = shardgraph.compile(model, "fsdp")
+    sharded(torch.ones(2, 4))
+    if change == "a parameter":
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
+    if change == "a module":
+        model[0] = nn.Linear(4, 4)
+    if change == "a module added":
+        model.append(nn.Linear(4, 4))
+    if change == "its data":
+        model[0].weight.data = torch.ones(4, 4)
+    if change == "the dtype":
+        model.double()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(shardgraph.ShardGraphError) as raised:
+            sharded(torch.ones(2, 4))
+        errors.append(str(raised.value))
+    return errors
 
 
 def one_rank_cannot_compile() -> None:

@@ -129,7 +129,7 @@ def compile(
     stages = Stages(chosen, whole_mesh, sharded.mesh, owners)
     tied = tied_names(model)
     shard_model(model, chosen, stages, device, agreement, initialize)
-    sharded.let_go()
+    sharded.settle()
     if inputs is not None and tied_names(model) != tied:  # its initialisation has tied parameters
         sharded.forget()
         sharded.compile_for(*inputs[0], **inputs[1])

@@ -10,12 +10,15 @@ same choice everywhere:
 * Attention that no plan can shard as one kernel, or that not every device has one for, is written out on all: with
   dropout, since each kernel draws for the operands that it has; with a mask that is trained, heads of keys and values
   of unequal widths, or broadcast operands; or where the user asks for PyTorch's ``SDPBackend.MATH`` alone.
+* Gradients of sparse embeddings are dense, which the user is told.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +48,7 @@ def same_kernels() -> Iterator[None]:
 
 
 class FusedOperators(TorchFunctionMode):
-    """While the traced module is lowered, PyTorch's functions whose operations depend on the device are replaced.
+    """While the traced module is lowered, PyTorch's functions that have no one graph for every plan are replaced.
 
     A mode, since they are not only in the traced graph but also in regions inside it and in functions left whole.
     """
@@ -131,6 +134,21 @@ def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
     return copied
 
 
+def _dense(function: Any) -> Callable[..., Tensor]:
+    """An embedding whose gradient is dense."""
+    signature = inspect.signature(function)
+
+    def embed(*args: Any, **kwargs: Any) -> Tensor:
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("sparse"):
+            warnings.warn("shardgraph makes the gradients of sparse embeddings dense", stacklevel=2)
+            call.arguments["sparse"] = False
+        embedded: Tensor = function(*call.args, **call.kwargs)
+        return embedded
+
+    return embed
+
+
 _MIXED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 """Precisions of a mask and of queries that differ and that PyTorch accepts."""
 
@@ -141,4 +159,6 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
     ),
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
+    F.embedding: _dense(F.embedding),
+    F.embedding_bag: _dense(F.embedding_bag),
 }

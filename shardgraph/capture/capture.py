@@ -29,23 +29,27 @@ from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.torch_api import FakeTensorMode, OutputType, pytree
 
-_LOSS_PREFIX = "model."
+_PREFIX = "model."
 _Result = tuple[ir.Role | None, Any]
 _OURS = (constrain.__file__, constraints.__file__)
 
 
-class WithLoss(nn.Module):
-    """``loss_fn(model(*args, **kwargs), target)`` as one module, so that the loss is part of the graph.
+class _Traced(nn.Module):
+    """``model(*args, **kwargs)``, or ``loss_fn(model(*args, **kwargs), target)``, as the module that is traced.
 
-    Without a ``target`` among the inputs, ``loss_fn`` is called with the output alone.
+    So the loss is part of the graph, and hooks of the model are as those of its submodules. Without a ``target`` among
+    the inputs, ``loss_fn`` is called with the output alone.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.training = model.training
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            return self.model(*args, **kwargs)
         if "target" not in kwargs:
             return self.loss_fn(self.model(*args, **kwargs))
         target = kwargs.pop("target")
@@ -89,8 +93,10 @@ def capture(
 
     Raises:
         PlanError: an annotation constrains nothing, or a tied parameter would have two dtypes.
-        CaptureError: the model's Python cannot be traced into one graph; the message has the user's line.
+        CaptureError: the model's Python cannot be traced into one graph; the message has the user's line. Or a module
+            has a backward hook.
     """
+    _check_hooks(model)
     fake_mode = FakeTensorMode()
     cpu = torch.device("cpu")
     fake_args, fake_kwargs = pytree.tree_map_only(
@@ -98,23 +104,21 @@ def capture(
     )
     dtypes = computed_dtypes(model, precision, annotations)
     private = _stand_in(model, fake_mode, device, dtypes)
-    prefix = "" if loss_fn is None else _LOSS_PREFIX
     named = [*private.named_parameters(remove_duplicate=False), *private.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    canonical = {prefix + name: first.setdefault(id(tensor), name) for name, tensor in named}
+    canonical = {_PREFIX + name: first.setdefault(id(tensor), name) for name, tensor in named}
     with (
         casting(private, precision, annotations, stored=model),
         constraints.constrained(private, annotations),
         same_kernels(),
         fake_mode,
     ):
-        traced = private if loss_fn is None else WithLoss(private, loss_fn)
-        traced.training = model.training
-        exported, attributes = _export(traced, fake_args, fake_kwargs, private)
+        exported, attributes, guards = _export(_Traced(private, loss_fn), fake_args, fake_kwargs, private)
     constraints.check_met(exported.graph_module, annotations)
-    _name_modules(exported.graph_module, prefix)
+    _name_modules(exported.graph_module)
     joint = _joint_graph(exported, fake_mode, canonical, pytree.tree_leaves((args, kwargs)))
     joint.attributes = attributes
+    joint.guards = lambda model: guards(_Traced(model, loss_fn))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs)
@@ -123,17 +127,27 @@ def capture(
     return joint
 
 
-def _name_modules(gm: fx.GraphModule, prefix: str) -> None:
+def _check_hooks(model: nn.Module) -> None:
+    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            where = f"the module {path!r}" if path else "the model"
+            raise CaptureError(
+                f"{where} has a backward hook (register_full_backward_hook or the like), and a compiled backward does "
+                "not stop at modules: remove it, register it on the compiled module, or register hooks on parameters, "
+                "which work"
+            )
+
+
+def _name_modules(gm: fx.GraphModule) -> None:
     """Record in every node the modules of the user's model that it is from, by their names in the model.
 
-    The tracer writes ``L['self'].layers.0``, with the name of ``self`` in forward.
+    The tracer writes ``L['self'].model.layers.0``.
     """
     for node in gm.graph.nodes:
         for attribute in (MODULES, FORWARD_MODULES):
             if stack := attribute.get(node):
-                names = {call: re.sub(r"^L\['\w+'\]\.?", "", path) for call, (path, _) in stack.items()}
-                # With a dot at its end, the name of the model itself has the prefix too.
-                inside = {call: f"{name}.".removeprefix(prefix).removesuffix(".") for call, name in names.items()}
+                inside = {call: re.sub(r"^L\['self'\](\.model)?\.?", "", path) for call, (path, _) in stack.items()}
                 attribute.set(node, {call: (inside[call], kind) for call, (_, kind) in stack.items()})
 
 
@@ -178,25 +192,25 @@ def _stand_in(
 
 def _export(
     traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
-) -> tuple[Any, tuple[ir.AttributeSet, ...]]:
+) -> tuple[Any, tuple[ir.AttributeSet, ...], Callable[[nn.Module], Any]]:
     name = type(model).__name__
     try:
-        captured, written = _trace(traced, args, kwargs, model)
+        trace = _trace(traced, args, kwargs, model)
         with torch.no_grad():
-            constants = constants_set(written, model, traced, lambda: traced(*args, **kwargs))
-        if constants and str(_trace(traced, args, kwargs, model)[0].graph) != str(captured.graph):
+            constants = constants_set(trace.written, model, lambda: traced(*args, **kwargs))
+        if constants and str(_trace(traced, args, kwargs, model).graph.graph) != str(trace.graph.graph):
             raise CaptureError(
                 f"forward of {name} sets {'.'.join(constants[0].keys)!r} in its first call and takes another way in "
                 "the next: a compiled module does the same in each. Call the model once before shardgraph.compile"
             )
         try:
-            return _lower(captured, args, kwargs), constants
+            return _lower(trace.graph, args, kwargs), constants, trace.guards
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(traced(*args, **kwargs))
-            return _lower(captured, args, kwargs), constants
+            return _lower(trace.graph, args, kwargs), constants, trace.guards
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -205,9 +219,9 @@ def _export(
         ) from error
 
 
-def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
+def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> torch_api.Trace:
     try:
-        return torch_api.dynamo_capture(traced, args, kwargs)
+        return torch_api.trace(traced, args, kwargs)
     except torch_api.DynamoError as error:
         if "maybe_install_capturing_hooks" not in str(error):
             raise
@@ -217,7 +231,7 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
     for module in model.modules():
         if hasattr(module, "_can_record_outputs"):
             maybe_install_capturing_hooks(module)
-    return torch_api.dynamo_capture(traced, args, kwargs)
+    return torch_api.trace(traced, args, kwargs)
 
 
 def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

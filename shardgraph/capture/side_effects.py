@@ -20,28 +20,24 @@ from shardgraph.ir import AttributeSet
 
 _HARMLESS = ("transformers_dot_utils_dot_output_capturing",)
 """Parts of names of globals that libraries set and restore around a call."""
+_MADE_BY_THE_CALL = "L['kwargs']"
 
 
-def constants_set(
-    written: Sequence[str], model: nn.Module, traced: nn.Module, call: Callable[[], Any]
-) -> tuple[AttributeSet, ...]:
+def constants_set(written: Sequence[str], model: nn.Module, call: Callable[[], Any]) -> tuple[AttributeSet, ...]:
     """The attributes that a forward sets to constants, beside its outputs and buffers that it writes in place.
 
-    ``written`` are the tracer's names of what forward of ``traced`` writes to; ``call`` calls it. ``model`` is the
-    user's in it, a private copy.
+    ``written`` are the tracer's names of what a call writes to, which ``call`` repeats. ``model`` is the private copy
+    that is called.
 
     Raises:
         CaptureError: it leaves anything else behind; the message names the attribute and its line.
     """
-    first, *others = inspect.signature(type(traced).forward).parameters.values()
-    own = f"L['{first.name}']"
-    made_by_the_call = {f"L['{each.name}']" for each in others if each.kind is each.VAR_KEYWORD}
-    written = [name for name in written if name not in made_by_the_call and not any(h in name for h in _HARMLESS)]
+    written = [name for name in written if name != _MADE_BY_THE_CALL and not any(h in name for h in _HARMLESS)]
     for name in written:
-        if not name.startswith(own) or "__closure__" in name:
+        if not name.startswith("L['self']") or "__closure__" in name:
             raise CaptureError(
-                f"forward writes to {_readable(name)}, which is not the model's: a compiled module returns its outputs "
-                "and writes buffers in place, and this would be lost. Return the value as an output instead"
+                f"forward writes to {_readable(name, model)}, which is not the model's: a compiled module returns its "
+                "outputs and writes buffers in place, and this would be lost. Return the value as an output instead"
             )
     if not written:
         return ()
@@ -81,12 +77,14 @@ def _constants(path: str, key: str, earlier: Any, value: Any) -> list[AttributeS
 _ABSENT = object()
 
 
-def _readable(name: str) -> str:
+def _readable(name: str, model: nn.Module) -> str:
     """The tracer's name of an object outside the model, as a user would say it."""
     if "__closure__" in name:
         return "a variable of the function around a hook or method"
-    if argument := re.match(r"L\['(\w+)'\]", name):
+    if argument := re.match(r"L\['kwargs'\]\['(\w+)'\]", name):
         return f"its argument {argument[1]!r}"
+    if position := re.match(r"L\['args'\]\[(\d+)\]", name):
+        return f"its argument {list(inspect.signature(model.forward).parameters)[int(position[1])]!r}"
     return "the global " + re.sub(r"G\['(?:__import_)?(\w+)'\]", lambda found: found[1].replace("_dot_", "."), name)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +106,9 @@ class JointGraph:
     requires a gradient. ``out_spec`` is the pytree spec of the model's output, and ``aliases`` are the outputs that are
     views of something else, by output index. ``fake_mode`` is the mode of the graph's ``meta["val"]`` tensors.
     ``stored`` is the dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of
-    the computation. ``attributes`` are those that forward sets to constants. ``placed`` has results of
-    :mod:`shardgraph.passes.placing` for this graph.
+    the computation. ``attributes`` are those that forward sets to constants. ``guards(model)`` makes the conditions
+    under which ``model``, as it is now, is captured as this graph; see :class:`shardgraph.torch_api.Guards`. ``placed``
+    has results of :mod:`shardgraph.passes.placing` for this graph.
     """
 
     module: fx.GraphModule
@@ -116,9 +117,16 @@ class JointGraph:
     aliases: dict[int, OutputAlias] = field(default_factory=dict)
     stored: dict[str, torch.dtype] = field(default_factory=dict)
     attributes: tuple[AttributeSet, ...] = ()
+    guards: Callable[[torch.nn.Module], Any] | None = None
     placed: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:
         """Whether the graph has a backward half."""
         return any(isinstance(role, Tangent) for role in placeholders(self.module))
+
+    def take_guards(self, model: torch.nn.Module) -> Any:
+        """The guards, once: what they are made of is released."""
+        assert self.guards is not None
+        guards, self.guards = self.guards(model), None
+        return guards

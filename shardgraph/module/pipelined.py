@@ -15,6 +15,7 @@ from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
 from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.passes.program import Program
+from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.failure import report_failure
@@ -30,13 +31,16 @@ class PipelinedModule(ShardedModule):
     ``parameters()`` or ``state_dict()``. All ranks of the pipeline are called with the same batch.
     """
 
+    pipeline: Pipeline
+    owners: Mapping[str, tuple[int, ...]]  # stages that use each parameter, from the first program
+    _running: RunningPipeline
+    _written: dict[str, int]  # the stage that writes each buffer
+
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__(model, plan, mesh[plan.axes] if mesh is not None and plan.axes else None, setup)
         assert plan.pipeline is not None
-        self.pipeline = plan.pipeline
-        self.owners: Mapping[str, tuple[int, ...]] = {}  # stages that use each parameter, from the first program
-        self._running = RunningPipeline(plan, self._state, mesh)
-        self._written: dict[str, int] = {}  # the stage that writes each buffer
+        running = RunningPipeline(plan, self._state, mesh)
+        self._own(pipeline=plan.pipeline, owners={}, _running=running, _written={})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, without gradients; every rank of the pipeline returns its output.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -32,7 +33,15 @@ from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.torch_api import pytree
 
-_MAX_PROGRAMS = 64  # programs in the cache, which evicts the least recently used
+_MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
+_MAX_VARIANTS = 8  # programs of one key, for different attributes of the model
+
+
+class _Compiled(NamedTuple):
+    """A program that can run, and the conditions on the model under which it is the model's."""
+
+    executor: Executor
+    guards: Any
 
 
 @dataclass(frozen=True)
@@ -51,23 +60,34 @@ class ShardedModule(nn.Module):
 
     It shares the original's submodules, so names, ``train()``/``eval()`` and ``requires_grad_`` are the original's; its
     parameters are DTensors (plain tensors without a process group). The first call with new shapes, dtypes, mode or
-    numbers compiles a program, under the same plan and for the same parameters; programs are cached.
+    numbers, or after a change of the model that its forward reads, compiles a program, under the same plan and for the
+    same parameters; programs are cached.
     """
+
+    original: nn.Module
+    plan: Plan
+    mesh: DeviceMesh | None
+    loss_fn: Callable[..., torch.Tensor] | None
+    _setup: Setup
+    _state: State
+    _numbers: Numbers
+    _sync: bool
+    _programs: OrderedDict[Any, list[_Compiled]]
+    _latest: tuple[list[Any], list[_Compiled]] | None
+    _agreed: list[str] | None  # communication of the programs that ranks last agreed on
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
         # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
-        self.__dict__["original"] = model
-        self.training, self.plan, self.mesh = model.training, plan, mesh
-        self.loss_fn, self._setup = setup.loss_fn, setup
-        self._state = State(model, mesh, setup.device)
-        self._programs: OrderedDict[Any, Executor] = OrderedDict()
-        self._latest: tuple[list[Any], list[Executor]] | None = None
-        self._agreed: list[str] | None = None  # communication of the programs that ranks last agreed on
-        self._numbers = Numbers()
-        self._sync = True
+        self._own(original=model, training=model.training, plan=plan, mesh=mesh, loss_fn=setup.loss_fn)
+        self._own(_setup=setup, _state=State(model, mesh, setup.device), _numbers=Numbers(), _sync=True)
+        self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
+
+    def _own(self, **attributes: Any) -> None:
+        """Set attributes of this module, where assignment may set the model's."""
+        self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -75,9 +95,21 @@ class ShardedModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["original"], name)  # config, and other attributes of the model
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or hasattr(type(self), name):
+            self.__dict__[name] = value
+        if name not in self.__dict__ or name == "training":
+            setattr(self.__dict__["original"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.__dict__["original"], name)
+
     def train(self, mode: bool = True) -> ShardedModule:
         """Set training mode, as ``nn.Module.train``."""
-        self.__dict__["original"].train(mode)
+        self.original.train(mode)
         self.training = mode
         return self
 
@@ -145,11 +177,16 @@ class ShardedModule(nn.Module):
     def _set_attributes(self, executables: Iterable[Executor]) -> None:
         """Set the attributes that forward sets to constants, as the original would have by now."""
         for attribute in (each for executable in executables for each in executable.program.joint.attributes):
-            attribute.repeat(self.__dict__["original"])
+            attribute.repeat(self.original)
 
-    def let_go(self) -> None:
-        """Release references to parameters that the model no longer has."""
-        self._state.layout.refresh()
+    def settle(self) -> None:
+        """Record that the model's tensors are sharded now; programs from before are for these."""
+        self._state.layout.settle()
+        buffers = self._state.layout.buffers
+        self._programs = OrderedDict(((buffers, *key[1:]), made) for key, made in self._programs.items())
+        if self._latest is not None:
+            keys, made = self._latest
+            self._latest = [(buffers, *key[1:]) for key in keys], made
 
     def forget(self) -> None:
         """Drop all programs."""
@@ -166,39 +203,61 @@ class ShardedModule(nn.Module):
         for leaves in calls:
             self._numbers.see(leaves, spec)
         keys = self._keys(calls, spec, loss_fn)
-        if self._latest is not None and self._latest[0] == keys:
-            return self._latest[1]
-        compiled = all(key in self._programs for key in keys)
-        if not compiled or self._communication(keys) not in ([], self._agreed):
+        latest, compiled = self._latest or (None, [])
+        if latest == keys and all(each.guards.hold for each in {*compiled}):
+            return [each.executor for each in compiled]
+        made = {key: valid for key in keys if (valid := self._valid(key)) is not None}
+        if len(made) < len({*keys}) or self._communication(made[key] for key in keys) not in ([], self._agreed):
             # Ranks switch programs together or not at all: one that continued alone would block the others. A rank may
             # switch freely to programs that communicate nothing, or the same as those that ranks last agreed on.
-            text = "\n".join(map(_describe, dict.fromkeys(keys)))
-            self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode)", text)
+            text = "\n".join(_describe(key, self._changed(key)) for key in dict.fromkeys(keys))
+            self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode), and the model's attributes", text)
         for key, leaves in zip(keys, calls, strict=True):
-            if key not in self._programs:
-                program = self._compile(leaves, spec, loss_fn)
+            if key not in made:
+                made[key] = self._compile(leaves, spec, loss_fn)
                 (after,) = self._keys([leaves], spec, loss_fn)
-                self._programs[after] = program
+                self._keep(after, made[key])
                 if after != key:  # its numbers cannot be lifted as before, and all keys have changed
                     return self._executables(calls, spec, loss_fn)
-                if len(self._programs) > _MAX_PROGRAMS:
-                    self._programs.popitem(last=False)
             self._programs.move_to_end(key)
-        self._latest = keys, [self._programs[key] for key in keys]
-        self._agreed = self._communication(keys) or self._agreed
-        return self._latest[1]
+        self._latest = keys, [made[key] for key in keys]
+        self._agreed = self._communication(self._latest[1]) or self._agreed
+        return [each.executor for each in self._latest[1]]
 
-    def _communication(self, keys: Sequence[Any]) -> list[str]:
+    def _valid(self, key: Any) -> _Compiled | None:
+        """The program of this key for the model as it is now, if it has been compiled."""
+        return next((each for each in self._programs.get(key, ()) if each.guards.hold), None)
+
+    def _changed(self, key: Any) -> str:
+        """What has changed on the model since the latest program of this key was compiled."""
+        return self._programs[key][-1].guards.failing if key in self._programs else ""
+
+    def _keep(self, key: Any, compiled: _Compiled) -> None:
+        """Add a program to the cache."""
+        variants = self._programs.setdefault(key, [])
+        if len(variants) == _MAX_VARIANTS:
+            warnings.warn(
+                f"{_MAX_VARIANTS} programs have been compiled for the same inputs, since the model changes between "
+                f"calls (lately {variants.pop(0).guards.failing}). Give what changes to forward as an input",
+                stacklevel=2,
+            )
+        variants.append(compiled)
+        if len(self._programs) > _MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+
+    def _communication(self, compiled: Iterable[_Compiled]) -> list[str]:
         """The communication of calls of these programs, in order."""
-        return [text for key in keys if (text := self._programs[key].program.communication)]
+        return [text for each in compiled if (text := each.executor.program.communication)]
 
-    def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Any:
+    def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
+        self._state.layout.look_up()
         with self._setup.agreement.on_all_ranks("the compiled program") as lines:
             with Progress(self.plan.name, STAGES, self._setup.progress) as show:
                 program = self._build(leaves, spec, loss_fn, show)
             digest = hashlib.sha256(program.text.encode()).hexdigest()
             lines.append(f"{len(program.text.splitlines())} nodes, digest {digest}")
-        return self._bound(program)
+            guards = program.joint.take_guards(self.original)
+        return _Compiled(self._bound(program), guards)
 
     def _bound(self, program: Program) -> Executor:
         return Differentiable(program, self._state)
@@ -207,7 +266,7 @@ class ShardedModule(nn.Module):
         """The program of a call, in which as many numbers are inputs as can be."""
         while True:
             args, kwargs = pytree.tree_unflatten(self._numbers.lift(leaves, spec), spec)
-            call = Call(self.__dict__["original"], args, kwargs, loss_fn, torch.is_grad_enabled())
+            call = Call(self.original, args, kwargs, loss_fn, torch.is_grad_enabled())
             try:
                 return self._program(call, show)
             except CaptureError:
@@ -223,8 +282,10 @@ class ShardedModule(nn.Module):
         """For each call, all that its program depends on."""
         layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         layout.refresh()
-        state = layout.modes, layout.trained, torch.is_grad_enabled(), autocast, loss_fn is not None
-        return [(spec, tuple(map(input_key, self._numbers.lift(leaves, spec))), *state) for leaves in calls]
+        ambient = torch.is_grad_enabled(), autocast, torch.get_default_dtype(), torch_api.global_hooks()
+        state = layout.modes, layout.trained, *ambient, loss_fn is not None
+        inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
+        return [(layout.buffers, spec, each, *state) for each in inputs]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -250,7 +311,7 @@ class ShardedModule(nn.Module):
             raise ShardGraphError(
                 "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"
             )
-        return self._latest[1][0]
+        return self._latest[1][0].executor
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``.
@@ -284,9 +345,9 @@ class ShardedModule(nn.Module):
         checkpoint.save_safetensors(self, path, self._whole)
 
 
-def _describe(key: tuple[Any, ...]) -> str:
-    """A program's key as readable text: what must be equal between ranks."""
-    spec, kinds, modes, trained, grad, autocast, with_loss = key
+def _describe(key: tuple[Any, ...], changed: str) -> str:
+    """A program's key as readable text, and what ``changed`` on the model: what must be equal between ranks."""
+    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
         is_tensor = len(kind) == 5
@@ -294,4 +355,8 @@ def _describe(key: tuple[Any, ...]) -> str:
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
     lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
     lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
+    shapes = ", ".join(f"{list(kind[0])} {kind[1]}" for kind in dict.fromkeys(buffers) if kind)
+    lines.append(f"default dtype {dtype}, {len(hooks)} hooks of all modules")
+    lines.append(f"{len(buffers)} buffers, of shapes {shapes or 'none'}")
+    lines.append(f"no longer {changed}" if changed else "the model's attributes as they were")
     return "\n".join(lines)

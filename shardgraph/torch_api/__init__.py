@@ -7,6 +7,7 @@ All other packages import from here, so that a new torch release is a change to 
 
 import torch._dynamo as dynamo
 import torch.utils._pytree as pytree
+from torch._C import _storage_address as storage_address  # type: ignore[attr-defined]  # the stubs lack it
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -16,8 +17,16 @@ from torch.fx.graph import CodeGen
 
 from shardgraph.torch_api import releases
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
-from shardgraph.torch_api.execution import autocast_state, below_autograd, boxed, keep_graph, no_autocast
+from shardgraph.torch_api.execution import (
+    autocast_state,
+    below_autograd,
+    boxed,
+    global_hooks,
+    keep_graph,
+    no_autocast,
+)
 from shardgraph.torch_api.groups import group_along, has_backend, ordered_gloo
+from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.rms_norm import rms_norm_on
 from shardgraph.torch_api.schedules import PipelineAction, pipeline_actions
 from shardgraph.torch_api.strategies import (
@@ -31,6 +40,6 @@ from shardgraph.torch_api.strategies import (
     tensor_meta,
 )
 from shardgraph.torch_api.tensors import as_placed, local_tensor, placed, with_strides
-from shardgraph.torch_api.tracing import dynamo_capture, export_joint
+from shardgraph.torch_api.tracing import Trace, export_joint, trace
 
 DynamoError = dynamo.exc.TorchDynamoException

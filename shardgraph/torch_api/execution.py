@@ -37,6 +37,12 @@ def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
+def global_hooks() -> tuple[int, ...]:
+    """The numbers of the hooks of all modules."""
+    hooks = torch.nn.modules.module
+    return (*hooks._global_forward_pre_hooks, *hooks._global_forward_hooks)
+
+
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
     """``gm`` as a function of one list, which it empties: inputs are freed at their last use."""
     copy = fx.GraphModule(gm, gm.graph)

@@ -8,15 +8,21 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo as dynamo
 from torch import fx, nn
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+from torch._dynamo.utils import get_metrics_context
+from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
+
+from shardgraph.torch_api.guards import GUARD_HOOKS, Guards
 
 
 def _ignorable_calls() -> set[Callable[..., Any]]:
@@ -37,9 +43,20 @@ def _quiet_metrics() -> Iterator[None]:
         logger.disabled = before
 
 
-def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str]]:
-    """Trace ``model`` through Python into one FX graph of torch calls; and what its forward writes to, by the tracer's
-    names, such as ``L['self'].cache``, which the graph does not.
+class Trace(NamedTuple):
+    """A traced module as one FX graph of torch calls, in which numbers and shapes are constants.
+
+    ``written`` is what its forward writes to and the graph does not, by the tracer's names, such as
+    ``L['self'].cache``. ``guards(model)`` are the guards for a model of which the traced one is a copy.
+    """
+
+    graph: fx.GraphModule
+    written: list[str]
+    guards: Callable[[nn.Module], Guards]
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Trace ``model`` through Python.
 
     Raises:
         DynamoError: the model's Python cannot be traced in one piece.
@@ -50,18 +67,25 @@ def dynamo_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         assume_static_by_default=True,
         specialize_int=True,
         specialize_float=True,
+        # Writes are not repeated by the graph's caller, who is told of them.
+        replay_side_effects=False,
+        side_effect_replay_policy="warn",
         ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
+        **GUARD_HOOKS,
     )
     with _quiet_metrics(), static, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        captured = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        with get_metrics_context(), _compiling_state_context() if torch.__version__ >= "2.12" else nullcontext():
+            captured = fullgraph_capture(model, args, kwargs)
+        graph = create_fx_graph_from_captured_output(captured, model, args, kwargs)
     # Bytecode packs the inputs and outputs, and may call any builtin. torch 2.11 runs it with the globals of the
     # model's forward alone, and refuses a name that is not among them.
-    bytecodes: Any = (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten)
+    bytecodes: Any = (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten)
     for bytecode in bytecodes:
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
     found = (re.search(r"certain side effects happened.*: (\[.*\])", str(each.message), re.DOTALL) for each in caught)
-    return captured, [name for each in found if each for name in ast.literal_eval(each[1])]
+    written = [name for each in found if each for name in ast.literal_eval(each[1])]
+    return Trace(graph, written, partial(Guards, captured.graph_capture_output, graph))
 
 
 def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,85 @@
+"""What tracing read of a model beside its inputs and tensors, checked before the trace is used again."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import fx, nn
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder
+from torch._guards import Guard, GuardsSet, tracing
+from torch.utils._ordered_set import OrderedSet
+
+# Conditions on inputs and modes, which have a key of their own.
+_OTHER = {
+    "AUTOGRAD_SAVED_TENSORS_HOOKS",
+    "DETERMINISTIC_ALGORITHMS",
+    "DUPLICATE_INPUT",
+    "GLOBAL_STATE",
+    "GRAD_MODE",
+    "SHAPE_ENV",
+    "TORCH_FUNCTION_STATE",
+}
+GUARD_HOOKS: dict[str, Any] = {"skip_nnmodule_hook_guards": False}
+"""The tracer's option with which hooks of modules are among its guards."""
+
+
+class Guards:
+    """Conditions under which a model would be traced as its private copy was: on attributes, hooks and globals.
+
+    They are the tracer's own guards, for the values that ``model`` has now in place of its copy's. ``captured`` is the
+    tracer's result, and ``graph`` the graph made of it.
+    """
+
+    def __init__(self, captured: Any, graph: fx.GraphModule, model: nn.Module) -> None:
+        output = copy.copy(captured.output_graph)
+        first, *_ = output.local_scope
+        self._scope = {**output.local_scope, first: model}
+        names = {"L": self._scope, "G": output.global_scope}
+        output.local_scope, output.skip_guards_check = self._scope, True
+        output._guards = GuardsSet(OrderedSet(_conditions(output.guards, f"L['{first}']", names)))
+        with dynamo.config.patch(GUARD_HOOKS), tracing(graph.meta["tracing_context"]):
+            self._manager: Any = CheckFunctionManager(captured.bytecode, output).guard_manager
+
+    @property
+    def hold(self) -> bool:
+        """Whether all values are as they were."""
+        return bool(self._manager.check(self._scope))
+
+    @property
+    def failing(self) -> str:
+        """The first condition that does not hold, such as ``model.dropout.p == 0.1``; empty if all do."""
+        if self.hold:
+            return ""
+        parts = self._manager.check_verbose(self._scope).verbose_code_parts
+        condition = parts[0].partition("  #")[0].strip() if parts else "an object that forward used is gone"
+        # Addresses mean nothing to a reader, and differ between ranks.
+        condition = re.sub(r"___check_obj_id\((.*), \d+\)(, type=.*)?", r"\1 is the same object", condition)
+        condition = re.sub(r"___check_type_id\((.*), \d+\), type=<class '(.*)'>", r"type(\1) is \2", condition)
+        return re.sub(r"\._modules\['(\w+)'\]", r".\1", condition).replace("L['self'].model", "model")
+
+
+def _conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Iterator[Guard]:
+    """The guards that are about the model, called ``own``, or a global, and about what the model itself has.
+
+    Some are only about its copy, such as hooks that cast or constrain.
+    """
+    for guard in guards:
+        name, kind = guard.name, guard.create_fn_name()
+        if kind in _OTHER or (name and own not in name and "G[" not in name):
+            continue
+        try:
+            value = eval(name or "None", {}, names)
+        except (AttributeError, KeyError, IndexError):
+            continue
+        except NameError:  # in the tracer's own notation
+            value = None
+        if kind != "TENSOR_MATCH":
+            yield guard
+        # A parameter or buffer is an input of the graph, and any other tensor a constant in it.
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and "._buffers[" not in name:
+            yield guard.originating_source.make_guard(GuardBuilder.ID_MATCH)
