@@ -75,7 +75,9 @@ def _conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Ite
         try:
             value = eval(name or "None", {}, names)
         except (AttributeError, KeyError, IndexError):
-            continue
+            if kind != "HASATTR":  # in torch 2.11 of what is not there, by its name
+                continue
+            value = None
         except NameError:  # in the tracer's own notation
             value = None
         if kind != "TENSOR_MATCH":
