@@ -18,6 +18,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.cost_models.actions import Action, Kind, Order
+from shardgraph.passes.analysis.loss_reduction import LossReduction, loss_reduction
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal
@@ -196,6 +197,20 @@ class Program:
     def trained(self) -> frozenset[str]:
         """The parameters that get a gradient."""
         return frozenset().union(*(stage.trained for stage in self.stages))
+
+    @cached_property
+    def losses(self) -> dict[int, LossReduction]:
+        """How each 0-dimensional output is reduced over the rows of the batch, by its index.
+
+        Raises:
+            ShardGraphError: one is not a weighted sum of sums and means over rows; the message has the line.
+        """
+        gm, rows = self.joint.module, self.joint.rows
+        return {
+            role.index: loss_reduction(gm, value, rows)
+            for role, value in ir.outputs(gm)
+            if isinstance(role, ir.Output) and isinstance(value, fx.Node) and not value.meta["val"].dim()
+        }
 
     @cached_property
     def needed(self) -> frozenset[str]:

@@ -29,13 +29,13 @@ def traced(monkeypatch) -> list[Any]:
 
 def count_traces(set_attribute=setattr) -> list[Any]:
     calls: list[Any] = []
-    trace = torch_api.dynamo_capture
+    trace = torch_api.trace
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return trace(*args)
 
-    set_attribute(torch_api, "dynamo_capture", counted)
+    set_attribute(torch_api, "trace", counted)
     return calls
 
 

@@ -185,7 +185,7 @@ def test_the_first_half_of_backward_leaves_the_products_of_weight_gradients_to_t
 # -- microbatches ----------------------------------------------------------------------------------------------
 
 
-def test_microbatches_are_of_a_size_but_for_the_last():
+def test_the_rows_of_microbatches_differ_by_at_most_one():
     call = ((torch.arange(7),), {"mask": torch.ones(3, 3), "scale": 2})
     cut_up = microbatches(call, 4)
     assert [args[0].tolist() for args, _ in cut_up] == [[0, 1], [2, 3], [4, 5], [6]]
@@ -195,9 +195,13 @@ def test_microbatches_are_of_a_size_but_for_the_last():
 # -- what cannot be --------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_cannot_be_cut_names_the_numbers_that_work():
-    with pytest.raises(PlanError, match=r"a batch of 5 rows cannot be cut into 4 microbatches.*2, 3, 5 microbatches"):
-        microbatches(((torch.zeros(5),), {}), 4)
+def test_a_batch_of_fewer_rows_than_microbatches_is_refused():
+    with pytest.raises(PlanError, match=r"a batch of 3 rows cannot be cut into 4 microbatches: give it 4 rows or more"):
+        microbatches(((torch.zeros(3),), {}), 4)
+
+
+def test_a_batch_that_does_not_divide_is_cut_into_as_many():
+    assert [len(args[0]) for args, _ in microbatches(((torch.zeros(6),), {}), 4)] == [2, 2, 1, 1]
 
 
 def test_more_stages_than_places_to_cut_are_refused():
@@ -254,7 +258,7 @@ def test_a_balance_that_does_not_add_up_is_refused():
     ("wrong", "message"),
     [
         ({"schedule": "zvb"}, r"no pipeline schedule 'zvb'.*did you mean 'zbv'"),
-        ({"microbatches": -1}, r"microbatches is -1; it may be a whole number from 0"),
+        ({"microbatches": -1}, r"microbatches is -1; it may be a whole number from 1"),
         ({"checkpoint": "sometimes"}, r"checkpoint is 'sometimes'"),
         ({"stages": ["a"], "balance": [1, 2]}, "instead of stages"),
         (

@@ -16,7 +16,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers
 from shardgraph.checks.bisect import Divergence
-from shardgraph.checks.comparison import Comparison
+from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.mesh import Mesh
@@ -123,8 +123,9 @@ def verify(
         precision: as for ``shardgraph.compile``; the original is computed in it too.
         cluster: the hardware for which plans and stages are priced, as for ``shardgraph.analyze``; None: this machine.
         example_kwargs: keyword inputs, likewise.
-        loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, else the mean
-            square of the floating tensors in the output.
+        loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, the output if it is one
+            number, else the mean square of the floating tensors in it. With a pipeline it is part of the program, as for
+            ``train_step``, and the batch that each data-parallel rank has is not divided in the original.
         optimizer: ``optimizer(parameters)`` returns the optimizer; default AdamW with a learning rate of 1e-3.
         steps: number of training steps to compare.
         fp64: compute in double precision, to tell a bug from rounding.
@@ -138,6 +139,7 @@ def verify(
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
+        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches.
     """
     original = copy.deepcopy(model)
     call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
@@ -151,11 +153,17 @@ def verify(
     cast_buffers(original, question.plan.precision, question.plan.annotations)
     captures = Captures()
     parts, _ = _cut_batch(call, question.plan.data_size)
-    chosen = decide(question.about(*parts[0]), captures)
+    loss = loss_fn or default_loss
+    chosen = decide(question.about(*parts[0], loss if question.plan.pipeline else None), captures)
     parts, batch = _cut_batch(call, chosen.data_size)
-    cut = [[part] if chosen.pipeline is None else microbatches(part, chosen.pipeline.parts) for part in parts]
-    programs = _programs(original, chosen, cut[0], captures)
-    comparison = Comparison(original, chosen, programs, cut, loss_fn or default_loss, seed, exact=fp64)
+    if chosen.pipeline is None:
+        programs = _programs(original, chosen, parts[:1], captures, None)
+        comparison = Comparison(original, chosen, programs, [[part] for part in parts], loss, seed, exact=fp64)
+    else:
+        cut = [microbatches(part, chosen.pipeline.parts) for part in parts]
+        programs = _programs(original, chosen, cut[0], captures, loss)
+        comparison = PipelineComparison(original, chosen, programs, cut, loss, seed, exact=fp64, batches=parts)
+        batch += comparison.reference
     if tolerance is None:
         tolerance = max((_TOLERANCES.get(dtype, 1e-4) for dtype in comparison.dtypes.values()), default=1e-4)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -165,9 +173,9 @@ def verify(
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """``output.loss``, or the mean square of every floating tensor in the output, summed."""
+    """``output.loss``, an output that is one number, or else the mean square of every floating tensor in it, summed."""
     loss = own_loss(output)
-    if loss is not output:
+    if isinstance(loss, torch.Tensor) and not loss.dim():
         return loss
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return torch.stack([t.square().mean() for t in tensors if t.is_floating_point() and t.numel()]).sum()
@@ -181,9 +189,9 @@ def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> 
     return default_mesh(plan, world_size, max(world_size // 2, 1))
 
 
-def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures) -> list[Program]:
+def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures, loss_fn: Any) -> list[Program]:
     shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
-    built = {n: lower(captures.take(Call(model, *part), plan), plan, shapes) for n, part in of_size.items()}
+    built = {n: lower(captures.take(Call(model, *part, loss_fn), plan), plan, shapes) for n, part in of_size.items()}
     return [built[batch_size(part)] for part in parts]
 
 

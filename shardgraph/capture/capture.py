@@ -31,7 +31,7 @@ from shardgraph.torch_api import FakeTensorMode, OutputType, pytree
 
 _PREFIX = "model."
 _Result = tuple[ir.Role | None, Any]
-_OURS = (constrain.__file__, constraints.__file__)
+_OURS = (__file__, constrain.__file__, constraints.__file__)
 
 
 class _Traced(nn.Module):
@@ -116,10 +116,12 @@ def capture(
         exported, attributes, guards = _export(_Traced(private, loss_fn), fake_args, fake_kwargs, private)
     constraints.check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module)
-    joint = _joint_graph(exported, fake_mode, canonical, pytree.tree_leaves((args, kwargs)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    joint = _joint_graph(exported, fake_mode, canonical, leaves)
     joint.attributes = attributes
     joint.guards = lambda model: guards(_Traced(model, loss_fn))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs)
     if loss_fn is own_loss:

@@ -17,7 +17,7 @@ from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Ta
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State
-from shardgraph.runtime.pipeline.microbatches import shares
+from shardgraph.runtime.pipeline.microbatches import loss_weights, weighted_sum
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import rank_generator
 from shardgraph.torch_api import pytree
@@ -55,7 +55,6 @@ class Comparison:
         computed = computed_dtypes(self.original, self.plan.precision, self.plan.annotations)
         self.rounding = max((torch.finfo(dtype).eps for dtype in computed.values()), default=0.0)
         self.dtypes = {name: computed.get(name, p.dtype) for name, p in self.original.named_parameters()}
-        self.shares = shares(self.parts[0])
         self.shards = self._cut()
         self.buffers = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
 
@@ -100,16 +99,18 @@ class Comparison:
         expected = self._reference(step)
         outputs, gradients, mutated = self._run(step, buffers)
         for rank, results in enumerate(outputs):
-            for number, (mine, theirs) in enumerate(zip(results, expected[self.batch_of[rank]], strict=True)):
-                where = f"rank {rank} at step {step}" + (f", microbatch {number}" if len(results) > 1 else "")
-                leaves = zip(pytree.tree_leaves(mine[0]), pytree.tree_leaves(theirs[0]), strict=True)
-                for i, (a, b) in enumerate(leaves):
-                    if isinstance(b, torch.Tensor):
-                        self.errors[f"output {i} of {where}"] = relative_error(a, b)
-                self.errors[f"loss of {where}"] = relative_error(mine[1], theirs[1])
+            self._compare_outputs(rank, f"rank {rank} at step {step}", results, expected[self.batch_of[rank]])
         for fqn, value in mutated.items():
             self.errors[f"buffer {fqn} after step {step}"] = relative_error(value, self.buffers[fqn])
         self._compare_gradients(step, gradients)
+
+    def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
+        ((output, loss),), ((original, original_loss),) = results, expected
+        leaves = zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True)
+        for i, (mine, theirs) in enumerate(leaves):
+            if isinstance(theirs, torch.Tensor):
+                self.errors[f"output {i} of {where}"] = relative_error(mine, theirs)
+        self.errors[f"loss of {where}"] = relative_error(loss, original_loss)
 
     def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
         largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])
@@ -135,13 +136,13 @@ class Comparison:
             self.errors[f"weight {fqn} after step {step}"] = relative_error(mine, theirs, floor=1e-3 * largest)
 
     def _reference(self, step: int) -> list[list[tuple[Any, torch.Tensor]]]:
-        """``(output, loss)`` of every microbatch of every rank; gradients and buffers of the step are left behind."""
+        """``(output, loss)`` of every part of every rank's batch; gradients and buffers of the step are left behind."""
         results, after = [], []
-        for rank, parts in enumerate(self.parts):
+        for rank, parts in enumerate(self._reference_parts()):
             torch.manual_seed(self.seed + step)
             with rank_generator(rank, self.plan.data_size, _CPU):
-                pairs = zip(parts, self.shares, strict=True)
-                outputs, written = zip(*(self._reference_part(part, share) for part, share in pairs), strict=True)
+                pairs = zip(parts, self._weights(rank, len(parts)), strict=True)
+                outputs, written = zip(*(self._reference_part(part, weight) for part, weight in pairs), strict=True)
             results.append(list(outputs))
             after.append(combined(self.programs, self.buffers, written) if len(written) > 1 else written[0])
         for name in self.buffers:
@@ -149,7 +150,15 @@ class Comparison:
             self.buffers[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
         return results
 
-    def _reference_part(self, part: Any, share: float) -> tuple[tuple[Any, torch.Tensor], Tensors]:
+    def _reference_parts(self) -> list[list[Any]]:
+        """The calls of the original for each data-parallel rank's batch."""
+        return self.parts
+
+    def _weights(self, rank: int, parts: int) -> list[float]:
+        """What the loss of each part of a data-parallel rank's batch counts for in that of the batch."""
+        return [1.0]
+
+    def _reference_part(self, part: Any, weight: float) -> tuple[tuple[Any, torch.Tensor], Tensors]:
         """``(output, loss)`` of the original on a microbatch in the plan's precision, and the buffers after it."""
         _write(_tensors(self.original), self.buffers)
         args, kwargs = part
@@ -157,33 +166,39 @@ class Comparison:
         with casting(self.original, self.plan.precision, self.plan.annotations):
             output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
         loss = self.loss_fn(output)
-        if loss.requires_grad:
-            (loss * (share / self.plan.data_size)).backward()
+        if loss.requires_grad and weight:
+            (loss * (weight / self.plan.data_size)).backward()
         written = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
         return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()), written
 
     def _run(self, step: int, buffers: Tensors) -> tuple[list[list[tuple[Any, torch.Tensor]]], list[Tensors], Tensors]:
         """One step of the program: ``(output, loss)`` of each rank's microbatches, its gradients, and the buffers."""
         outputs: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in range(self.world)]
+        weights = [self._weights(rank, len(parts)) for rank, parts in enumerate(self.parts)]
 
         def tangents(number: int, results: list[Values]) -> list[dict[Tangent, Any]]:
             scaled = []
             for rank, result in enumerate(results):
                 output, loss, gradients = self._evaluate(result, rank, number)
                 outputs[rank].append((output, loss))
-                scaled.append({r: None if g is None else g * self.shares[number] for r, g in gradients.items()})
+                weight = weights[self.batch_of[rank]][number]
+                scaled.append({role: None if g is None else g * weight for role, g in gradients.items()})
             return scaled
 
         inputs = [self._inputs(self.shards, buffers, number) for number in range(len(self.programs))]
-        return (outputs, *LockstepStep(self.programs, inputs, self._generators(step), tangents).run())
+        of_ranks = [weights[batch] for batch in self.batch_of]
+        return (outputs, *LockstepStep(self.programs, inputs, self._generators(step), tangents, of_ranks).run())
 
     def _inputs(self, parameters: list[Tensors], buffers: Tensors, number: int = 0) -> list[Values]:
         return [
             {Parameter(n): p.detach() for n, p in parameters[rank].items()}
-            | {Buffer(n): b for n, b in buffers.items()}
-            | {Input(i): leaf for i, leaf in enumerate(pytree.tree_leaves(self.parts[self.batch_of[rank]][number]))}
+            | self._inputs_alone(self.batch_of[rank], buffers, number)
             for rank in range(self.world)
         ]
+
+    def _inputs_alone(self, batch: int, buffers: Tensors, number: int) -> Values:
+        leaves = pytree.tree_leaves(self.parts[batch][number])
+        return {Buffer(n): b for n, b in buffers.items()} | {Input(i): leaf for i, leaf in enumerate(leaves)}
 
     def _generators(self, step: int) -> list[torch.Tensor]:
         """Each rank's generator state at the start of a step's forward."""
@@ -208,7 +223,7 @@ class Comparison:
                 leaves[role] = value.detach().clone().requires_grad_() if differentiable else value
         program, inputs = self.programs[number], pytree.tree_leaves(self.parts[self.batch_of[rank]][number])
         output = Executor(program, State(self.original, None, _CPU)).rebuild(leaves, inputs)
-        loss = self.loss_fn(output)
+        loss = self._loss(output)
         needed = placeholders(program.joint.module)
         tangents: dict[Tangent, Any] = {}
         for role, leaf in leaves.items():
@@ -217,14 +232,61 @@ class Comparison:
                 (tangents[tangent],) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
 
+    def _loss(self, output: Any) -> torch.Tensor:
+        """The loss of a program's output."""
+        return self.loss_fn(output)
+
     def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
         """Run the captured graph and the emitted ones again from the same state, and compare node by node."""
-        (program, *more) = self.programs
-        if more or self.plan.pipeline is not None:
-            return None
+        (program,) = self.programs
         _write(dict(self.original.named_parameters()), parameters)
         whole, local = self._inputs([parameters] * self.world, buffers), self._inputs(self._cut(), buffers)
         return first_divergence(program, whole, local, self._evaluate, lambda: self._generators(step), limit)
+
+
+@dataclass
+class PipelineComparison(Comparison):
+    """The comparison of a program of stages and microbatches, with the loss in it, with undivided ``batches``.
+
+    Random numbers and the statistics of a batch norm are a microbatch's own. With these, the original runs microbatch
+    by microbatch too.
+    """
+
+    batches: list[Any] = field(default_factory=list)
+
+    @property
+    def divided(self) -> bool:
+        """Whether the original runs microbatch by microbatch."""
+        return any(program.random or any(stage.batch_norms for stage in program.stages) for program in self.programs)
+
+    @property
+    def reference(self) -> str:
+        """Text that says what the program is compared with."""
+        if self.divided:
+            return ", the original on its microbatches since it draws random numbers or normalizes over the batch"
+        return ", the original on undivided batches"
+
+    def _reference_parts(self) -> list[list[Any]]:
+        return self.parts if self.divided else [[batch] for batch in self.batches]
+
+    def _weights(self, rank: int, parts: int) -> list[float]:
+        if parts < len(self.programs):
+            return [1.0]
+        values = [self._inputs_alone(rank, self.buffers, number) for number in range(parts)]
+        return loss_weights(self.programs, [each.__getitem__ for each in values])
+
+    def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
+        mine, theirs = (
+            weighted_sum([loss for _, loss in each], self._weights(self.batch_of[rank], len(each)))
+            for each in (results, expected)
+        )
+        self.errors[f"loss of {where}"] = relative_error(mine, theirs)
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        return output
+
+    def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
+        return None
 
 
 def _tensors(model: nn.Module) -> Tensors:

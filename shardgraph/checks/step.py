@@ -29,13 +29,14 @@ class LockstepStep:
     ``programs`` are those of each microbatch, in order, and ``inputs`` its parameters, buffers and inputs on each rank
     of a stage; ``rng`` is as for :func:`shardgraph.checks.lockstep.run_lockstep`. ``tangents`` is called with the
     number of a microbatch and the results of its last stage on each rank, and returns, per rank, the gradients of the
-    loss of the whole step with respect to them.
+    loss of the whole step with respect to them. ``weights`` are, per rank, what the loss of each microbatch counts for.
     """
 
     programs: Sequence[Program]
     inputs: Sequence[Sequence[Values]]
     rng: list[torch.Tensor]
     tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]]
+    weights: Sequence[Sequence[float]]
 
     def __post_init__(self) -> None:
         self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
@@ -97,7 +98,10 @@ class LockstepStep:
             for rank, result in enumerate(self._run(backward, inputs)):
                 returned[rank] |= _of_kind(Returned, result)
                 saved[rank] |= _of_kind(Saved, result)
-                _add(self.gradients[stage.number][rank], gradients_of(result.items()))
+                gradients = gradients_of(result.items())
+                if not self.weights[rank][number]:  # whose loss may be the mean of nothing
+                    gradients = {fqn: torch.zeros_like(value) for fqn, value in gradients.items()}
+                _add(self.gradients[stage.number][rank], gradients)
         return returned
 
     def _reduced(self) -> list[dict[str, torch.Tensor]]:

@@ -107,8 +107,9 @@ class JointGraph:
     views of something else, by output index. ``fake_mode`` is the mode of the graph's ``meta["val"]`` tensors.
     ``stored`` is the dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of
     the computation. ``attributes`` are those that forward sets to constants. ``guards(model)`` makes the conditions
-    under which ``model``, as it is now, is captured as this graph; see :class:`shardgraph.torch_api.Guards`. ``placed``
-    has results of :mod:`shardgraph.passes.placing` for this graph.
+    under which ``model``, as it is now, is captured as this graph; see :class:`shardgraph.torch_api.Guards`. ``rows``
+    is the length of the batch, dimension 0 of the first input that has one. ``placed`` has results of
+    :mod:`shardgraph.passes.placing` for this graph.
     """
 
     module: fx.GraphModule
@@ -118,6 +119,7 @@ class JointGraph:
     stored: dict[str, torch.dtype] = field(default_factory=dict)
     attributes: tuple[AttributeSet, ...] = ()
     guards: Callable[[torch.nn.Module], Any] | None = None
+    rows: int = 0
     placed: dict[Any, Any] = field(default_factory=dict)
 
     @property

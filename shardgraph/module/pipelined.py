@@ -19,7 +19,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.failure import report_failure
-from shardgraph.runtime.pipeline.microbatches import batch_size, merged, microbatches, shares
+from shardgraph.runtime.pipeline.microbatches import batch_size, can_merge, merged, microbatches
 from shardgraph.runtime.pipeline.running import RunningPipeline, Work
 from shardgraph.torch_api import pytree
 
@@ -59,13 +59,16 @@ class PipelinedModule(ShardedModule):
             with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
                 results = self._running.infer(work)
             outputs = [item.executor.rebuild(result, item.leaves) for item, result in zip(work, results, strict=True)]
-            return merged(outputs, [item.share for item in work], [batch_size(item.leaves) for item in work])
+            return merged(outputs, [item.executor.program for item in work], [item.value for item in work])
 
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward of all microbatches; see :meth:`ShardedModule.train_step`.
 
         Returns:
-            the mean of the microbatches' losses, weighted by their rows, on every rank of the pipeline.
+            the loss of the batch, on every rank of the pipeline.
+
+        Raises:
+            ShardGraphError: also if the loss of a batch does not follow from those of its microbatches.
         """
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
@@ -88,22 +91,22 @@ class PipelinedModule(ShardedModule):
         return norm
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
-        """The microbatches of a call; forward alone may have fewer than the plan sets."""
+        """The microbatches of a call; forward alone has one if it cannot be cut, or its outputs cannot be merged."""
         device = self._state.device
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
-        try:
-            parts = microbatches(call, self.pipeline.parts)
-        except PlanError:
-            if loss_fn is not None:
-                raise
-            parts = [call]
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(call)):
             raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
+        count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
+        work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
+        if loss_fn is None and count > 1 and not all(can_merge(item.executor.program) for item in work):
+            work = self._cut([call], loss_fn)
+        self._set_attributes([item.executor for item in work])
+        return work
+
+    def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)
         executors = self._executables(calls, spec, loss_fn)
-        self._set_attributes(executors)
-        inputs = [self._numbers.lift(leaves, spec) for leaves in calls]
-        return list(map(Work, executors, inputs, shares(parts)))
+        return [Work(e, self._numbers.lift(leaves, spec)) for e, leaves in zip(executors, calls, strict=True)]
 
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
@@ -115,6 +118,8 @@ class PipelinedModule(ShardedModule):
 
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         program = super()._program(call, show)
+        if call.loss_fn is not None and not program.losses:  # which raises if they cannot be added up
+            raise ShardGraphError("train_step needs a loss, which is one number")
         for fqn in self.owners:
             used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self.owners))
             if missing := set(used) - set(had):

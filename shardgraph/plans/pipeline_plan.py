@@ -18,8 +18,8 @@ class Pipeline:
     """The pipeline of a :class:`shardgraph.Plan`, along a mesh axis of its own.
 
     ``microbatches``
-        Number of microbatches into which a rank's batch is cut along dimension 0, of equal size except for the last,
-        which may be smaller. 0: twice the number of stages.
+        Number of microbatches into which a rank's batch is cut along dimension 0; their rows differ by at most one.
+        None: twice the number of stages.
     ``schedule``
         The order in which ranks run forward and backward of microbatches: ``"gpipe"``, ``"1f1b"``,
         ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``, ``"zbv"`` or ``"dualpipev"``.
@@ -38,7 +38,7 @@ class Pipeline:
         PlanError: a field has a value that is not allowed, or the schedule cannot run these numbers.
     """
 
-    microbatches: int = 0
+    microbatches: int | None = None
     schedule: str = "1f1b"
     stages: tuple[str, ...] = ()
     balance: tuple[int, ...] = ()
@@ -53,7 +53,8 @@ class Pipeline:
         expect(
             self.checkpoint in CHECKPOINTS, f"{where} checkpoint", self.checkpoint, " or ".join(map(repr, CHECKPOINTS))
         )
-        expect(is_whole(self.microbatches, 0), f"{where} microbatches", self.microbatches, "a whole number from 0")
+        some = self.microbatches is None or is_whole(self.microbatches, 1)
+        expect(some, f"{where} microbatches", self.microbatches, "a whole number from 1, or None for the default")
         expect(is_whole(self.ranks, 1), f"{where} ranks", self.ranks, "a whole number from 1")
         once = not (self.stages and self.balance)
         expect(once, f"{where} balance", list(self.balance), "given instead of stages, not beside them")

@@ -33,7 +33,7 @@ def written_plan(plan: Mapping[str, Any]) -> str:
         "operators": dict(plan["operators"]),
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan["annotations"]],
         "recompute": recompute if isinstance(recompute, str) else {key: list(names) for key, names in recompute},
-        "pipeline": _written(pipeline, ("microbatches", "schedule", "checkpoint", "ranks")) if pipeline else None,
+        "pipeline": _written(pipeline, ("schedule", "checkpoint", "ranks")) if pipeline else None,
         "precision": _written(plan["precision"]),
         "offload": _written(plan["offload"]),
         "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in plan["considered"]],
@@ -179,7 +179,7 @@ _PARAMETER = {
 _PIPELINE = {
     "ranks": _Field(int, "a whole number from 1"),
     "schedule": _Field(str, " or ".join(map(repr, SCHEDULES))),
-    "microbatches": _COUNT,
+    "microbatches": _Field(int, "a whole number from 1"),
     "stages": _Field(list, "a list of the modules with which stages begin"),
     "balance": _Field(list, "a list of the number of layers of each stage"),
     "checkpoint": _Field(str, " or ".join(map(repr, CHECKPOINTS))),

@@ -80,8 +80,9 @@ def _conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Ite
             value = None
         except NameError:  # in the tracer's own notation
             value = None
+        source = guard.originating_source
         if kind != "TENSOR_MATCH":
-            yield guard
+            yield source.make_guard(guard.create_fn)  # its own remembers what it was made for
         # A parameter or buffer is an input of the graph, and any other tensor a constant in it.
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and "._buffers[" not in name:
-            yield guard.originating_source.make_guard(GuardBuilder.ID_MATCH)
+            yield source.make_guard(GuardBuilder.ID_MATCH)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
-from shardgraph.errors import PlanError
+from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.ir import Output, Role, outputs
+from shardgraph.passes.program import Program
 from shardgraph.torch_api import pytree
 
 
@@ -20,52 +25,72 @@ def batch_size(call: Any) -> int:
 def microbatches(call: Any, count: int) -> list[Any]:
     """``call``, with every tensor whose dimension 0 is the batch's cut into ``count`` parts; all else is in each.
 
-    Parts have equal sizes, except that the last may be smaller.
+    Parts have equal sizes, except that the first may have one row more than the last.
 
     Raises:
-        PlanError: the batch cannot be cut so; the message has the numbers that work.
+        PlanError: the batch has fewer rows than that.
     """
     rows = batch_size(call)
     if not rows:
         raise PlanError(f"{count} microbatches are cut from a batch, and no input of this call is a tensor with rows")
-    size = -(-rows // count)
-    if -(-rows // size) != count:
-        possible = sorted({-(-rows // each) for each in range(1, rows + 1)})
-        near = sorted(possible, key=lambda each: abs(each - count))[:4]
-        raise PlanError(
-            f"a batch of {rows} rows cannot be cut into {count} microbatches of a size, but for a smaller last: "
-            f"{', '.join(map(str, sorted(near)))} microbatches work for it, or batches of a multiple of {count} rows"
-        )
+    if rows < count:
+        raise PlanError(f"a batch of {rows} rows cannot be cut into {count} microbatches: give it {count} rows or more")
+    ends = list(itertools.accumulate(rows // count + (i < rows % count) for i in range(count)))
 
-    def cut(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    def cut(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
         is_batch = tensor.dim() > 0 and tensor.shape[0] == rows
-        return tensor[start : start + size].contiguous() if is_batch else tensor
+        return tensor[start:end].contiguous() if is_batch else tensor
 
-    return [pytree.tree_map_only(torch.Tensor, partial(cut, start=i * size), call) for i in range(count)]
-
-
-def shares(calls: list[Any]) -> list[float]:
-    """The part of the batch's rows that each microbatch has: what its mean loss counts for in that of the batch."""
-    sizes = [batch_size(call) for call in calls]
-    return [size / sum(sizes) for size in sizes] if sum(sizes) else [1.0] * len(sizes)
+    parts = itertools.pairwise([0, *ends])
+    return [pytree.tree_map_only(torch.Tensor, partial(cut, start=start, end=end), call) for start, end in parts]
 
 
-def merged(outputs: list[Any], shares: list[float], rows: list[int]) -> Any:
-    """The model's output for the whole batch, from the outputs for microbatches of so many ``rows``.
+def loss_weights(programs: Sequence[Program], values: Sequence[Callable[[Role], Any]], output: int = 0) -> list[float]:
+    """What each microbatch's value of a 0-dimensional output, such as the loss, counts for in that of the batch.
 
-    Tensors with as many rows as a microbatch, or a multiple of that (tokens in one row), are concatenated; of other
-    floating-point tensors, such as a mean loss, it is the mean weighted by shares; of all else the first.
+    ``values`` are the inputs and buffers of each microbatch by role.
+
+    Raises:
+        ShardGraphError: that of the batch does not follow from those of the microbatches; the message says why.
     """
-    if len(outputs) == 1:
-        return outputs[0]
+    counts = [program.losses[output].counts(value) for program, value in zip(programs, values, strict=True)]
+    return programs[0].losses[output].weights([program.joint.rows for program in programs], counts)
 
-    def merge(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], torch.Tensor):
-            return leaves[0]
-        if all(leaf.dim() and count and leaf.shape[0] % count == 0 for leaf, count in zip(leaves, rows, strict=True)):
-            return torch.cat(leaves)
-        if leaves[0].is_floating_point():
-            return torch.stack([leaf * share for leaf, share in zip(leaves, shares, strict=True)]).sum(0)
-        return leaves[0]
 
-    return pytree.tree_map(merge, *outputs)
+def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The loss of a batch. A microbatch that counts for nothing may have no mean at all, which is left out."""
+    return torch.stack([value * weight for value, weight in zip(values, weights, strict=True) if weight]).sum(0)
+
+
+def can_merge(program: Program) -> bool:
+    """Whether the outputs for the whole batch follow from those for microbatches; see :func:`merged`."""
+    rows = program.joint.rows
+    for role, node in outputs(program.joint.module):
+        if isinstance(role, Output) and isinstance(node, fx.Node):
+            shape = node.meta["val"].shape
+            if shape and (not rows or shape[0] % rows):
+                return False
+    try:
+        return program.losses is not None
+    except ShardGraphError:
+        return False
+
+
+def merged(made: list[Any], programs: Sequence[Program], values: Sequence[Callable[[Role], Any]]) -> Any:
+    """The model's output for the whole batch, from the outputs ``made`` for microbatches.
+
+    Tensors with as many rows as a microbatch, or a multiple of that (tokens in one row), are concatenated; losses are
+    added up as they are reduced. All else is the same for all microbatches.
+    """
+    if len(made) == 1:
+        return made[0]
+    leaves, (spec, *_) = zip(*map(pytree.tree_flatten, made), strict=True)
+
+    def merge(index: int, *parts: Any) -> Any:
+        if not isinstance(parts[0], torch.Tensor):
+            return parts[0]
+        if parts[0].dim():
+            return torch.cat(parts)
+        return weighted_sum(parts, loss_weights(programs, values, index)).to(parts[0].dtype)
+
+    return pytree.tree_unflatten([merge(i, *parts) for i, parts in enumerate(zip(*leaves, strict=True))], spec)

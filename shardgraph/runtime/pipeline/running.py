@@ -18,6 +18,7 @@ from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
+from shardgraph.runtime.pipeline.microbatches import loss_weights, weighted_sum
 from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import common_draw, rank_seed
@@ -25,11 +26,14 @@ from shardgraph.runtime.rng import common_draw, rank_seed
 
 @dataclass(frozen=True)
 class Work:
-    """One microbatch of a call: what runs it, its flattened inputs, and its share of the batch's rows."""
+    """One microbatch of a call: what runs it, and its flattened inputs."""
 
     executor: Executor
     leaves: Sequence[Any]
-    share: float
+
+    def value(self, role: ir.Role) -> Any:
+        """The value of an input or buffer."""
+        return self.executor.state.value(role, self.leaves)
 
 
 class RunningPipeline:
@@ -58,21 +62,24 @@ class RunningPipeline:
         Gradients are those of ``scale`` times the loss. With ``reduce`` they are reduced and become the parameters'
         ``grad``; else they are kept for the next step.
         """
-        self._begin(work, train=True, scale=scale)
+        programs = [item.executor.program for item in work]
+        weights = loss_weights(programs, [item.value for item in work])
+        self._begin(work, [weight * scale for weight in weights])
         losses = self._one_by_one(len(work)) if self.group is None else self._by_schedule(len(work))
         self._write_buffers(work)
-        program = work[0].executor.program
+        program = programs[0]
         (traced,) = [v.meta["val"] for role, v in ir.outputs(program.joint.module) if role == ir.Output(0)]
         loss = torch.zeros((), dtype=traced.dtype, device=self.state.device)
         if losses:
-            loss = torch.stack([each.detach() * item.share for each, item in zip(losses, work, strict=True)]).sum()
+            loss = weighted_sum([each.detach() for each in losses], weights).to(traced.dtype)
         if reduce:
             self._finish_gradients(program)
         for stage in self.stages:
             stage.end()
         return self._from_last_stage(loss)
 
-    def _begin(self, work: Sequence[Work], train: bool, scale: float = 1.0) -> None:
+    def _begin(self, work: Sequence[Work], weights: Sequence[float] | None = None) -> None:
+        """Give each stage its microbatches; ``weights`` are what their losses count for, None without backward."""
         count, data_size = self.pipeline.count, self.plan.data_size
         data_rank = self.plan.data_rank(mesh_rank(self.state.mesh))
         alone = count == 1 and data_size == 1
@@ -80,11 +87,11 @@ class RunningPipeline:
         for stage in self.stages:
             microbatches = []
             for number, item in enumerate(work):
-                recomputes = train and self.pipeline.recomputes(number, len(work))
+                recomputes = weights is not None and self.pipeline.recomputes(number, len(work))
                 place = (number * count + stage.stage_index) * data_size + data_rank
                 seed = None if common is None else rank_seed(common, place)
-                program, share = item.executor.program.stages[stage.stage_index], item.share * scale
-                microbatches.append(Microbatch(item.executor, program, item.leaves, share, recomputes, seed))
+                program, weight = item.executor.program.stages[stage.stage_index], weights[number] if weights else 0.0
+                microbatches.append(Microbatch(item.executor, program, item.leaves, weight, recomputes, seed))
             stage.begin(microbatches)
 
     def _one_by_one(self, count: int) -> list[torch.Tensor]:
@@ -165,7 +172,7 @@ class RunningPipeline:
 
     def infer(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
         """Forward of all microbatches; returns the model's outputs for each, by role, on every rank."""
-        self._begin(work, train=False)
+        self._begin(work)
         local = dict(zip(self.numbers, self.stages, strict=True))
         sends: list[Any] = []
         for stage, number in itertools.product(self.stages, range(len(work))):

@@ -24,14 +24,14 @@ from shardgraph.runtime.rng import seeded
 class Microbatch:
     """One microbatch of a step on one stage, whose graphs ``executor`` has.
 
-    ``share`` is the gradient of the step's (scaled) loss by the microbatch's; with ``recomputes`` backward repeats
+    ``weight`` is the gradient of the step's (scaled) loss by the microbatch's; with ``recomputes`` backward repeats
     forward; ``seed`` is the seed of the stage's random numbers, None to use the default generator as it is.
     """
 
     executor: Executor
     stage: StageProgram
     leaves: Sequence[Any]
-    share: float
+    weight: float
     recomputes: bool
     seed: int | None
 
@@ -128,7 +128,7 @@ class RunningStage(torch_api.PipelineStageBase):
         values |= {ir.Returned(i): value for i, value in enumerate(self.arrived.pop(("backward", number), []))}
         bound = microbatch.graph(kind)
         inputs = [
-            torch.full(traced.shape, microbatch.share, dtype=traced.dtype, device=self.state.device)
+            torch.full(traced.shape, microbatch.weight, dtype=traced.dtype, device=self.state.device)
             if isinstance(role, ir.Tangent)  # of the loss
             else values[role]
             for role, traced in bound.inputs
@@ -143,7 +143,8 @@ class RunningStage(torch_api.PipelineStageBase):
             elif isinstance(role, ir.Saved):
                 self.saved[number][role] = value
             elif isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and value is not None:
-                self._add(role.of.fqn, value)
+                # A microbatch that counts for nothing may have no loss to be differentiated, such as a mean of nothing.
+                self._add(role.of.fqn, value if microbatch.weight else torch.zeros_like(value))
 
     def _add(self, fqn: str, gradient: torch.Tensor) -> None:
         if fqn in self._summed:

@@ -1,0 +1,248 @@
+"""How a loss is reduced over the rows of a batch, read off the captured graph.
+
+A batch that is cut into parts, as a pipeline cuts it into microbatches, has the loss of the whole only if the losses of
+the parts are added up as they are reduced: sums as they are, means by their rows, means over counted elements (such as
+the tokens that are not ignored) by the counts, which depend on the data.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.errors import ShardGraphError
+from shardgraph.ir.attributes import ROLE, SOURCE
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A term of a loss: a ``"sum"`` or ``"mean"`` over rows, or a sum divided by a count (``"counted"``).
+
+    ``count`` computes the count from inputs and buffers, which are its placeholders by role.
+    """
+
+    kind: Literal["sum", "mean", "counted"]
+    count: fx.GraphModule | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossReduction:
+    """The terms of a loss, and its line in the model."""
+
+    terms: tuple[Term, ...]
+    source: str
+
+    def counts(self, value: Callable[[ir.Role], Any]) -> list[float]:
+        """The count of each term, 0 for one without; ``value(role)`` are inputs and buffers."""
+        counts = []
+        for term in self.terms:
+            inputs = () if term.count is None else map(value, ir.placeholders(term.count))
+            counts.append(0.0 if term.count is None else float(term.count(*inputs)))
+        return counts
+
+    def weights(self, rows: Sequence[int], counts: Sequence[Sequence[float]]) -> list[float]:
+        """What the loss of each part counts for in that of the batch, from the :meth:`counts` and ``rows`` of each.
+
+        Raises:
+            ShardGraphError: the terms are reduced differently, and for these data that makes a difference.
+        """
+        of_terms = zip(self.terms, zip(*counts, strict=True), strict=True)
+        first, *others = (_weights(term, rows, values) for term, values in of_terms)
+        for other in others:
+            if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=True)):
+                raise ShardGraphError(
+                    f"the loss at {self.source} adds up {' and '.join(dict.fromkeys(map(_named, self.terms)))}, which "
+                    "weigh the microbatches of this batch differently: reduce all of its terms alike, or train without "
+                    "a pipeline"
+                )
+        return first
+
+
+def _weights(term: Term, rows: Sequence[int], counts: Sequence[float]) -> list[float]:
+    if term.kind == "sum":
+        return [1.0] * len(rows)
+    return _shares(rows) if term.kind == "mean" else _shares(counts)
+
+
+def _shares(counts: Sequence[float]) -> list[float]:
+    total = sum(counts)
+    return [count / total if total else math.nan for count in counts]
+
+
+def _named(term: Term) -> str:
+    return {"sum": "a sum", "mean": "a mean over rows", "counted": "a mean over counted elements"}[term.kind]
+
+
+def loss_reduction(gm: fx.GraphModule, loss: fx.Node, rows: int) -> LossReduction:
+    """How ``loss``, a 0-dimensional value of a captured graph for a batch of ``rows``, is reduced over them.
+
+    Raises:
+        ShardGraphError: it is not a weighted sum of sums and means over rows; the message has the line.
+    """
+    return LossReduction(tuple(dict.fromkeys(_Reader(gm, rows).terms(loss))), SOURCE.get(loss) or "the end of forward")
+
+
+_SAME = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    aten.neg.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.expand.default,
+}
+_SUMMED = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
+_REDUCED = {  # by the position of the argument that is 1 for a mean and 2 for a sum
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
+}
+_NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_MEANS = {aten.mean.default, aten.mean.dim}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_AT_LEAST = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
+
+_CONSTANT = Term("mean")
+"""Of a term that is the same for all parts, in place of its own."""
+
+
+class _Reader:
+    """Reads the reduction of values of one graph, from the value towards the inputs."""
+
+    def __init__(self, gm: fx.GraphModule, rows: int) -> None:
+        self.gm, self.rows = gm, rows
+        self.varying: set[fx.Node] = set()  # values that differ between the parts of a batch
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                value = node.meta.get("val")
+                cut = isinstance(ROLE.of(node), ir.Input) and isinstance(value, torch.Tensor) and value.dim() > 0
+                varies = cut and value.shape[0] == rows
+            else:
+                varies = bool(self.varying & set(node.all_input_nodes))
+            if varies:
+                self.varying.add(node)
+
+    def terms(self, node: Any) -> list[Term]:
+        """The terms of a 0-dimensional value."""
+        if not isinstance(node, fx.Node) or node not in self.varying:
+            return [_CONSTANT]
+        target, args = node.target, node.args
+        if target in _SAME:
+            return self.terms(args[0])
+        if target in _SUMMED:
+            return self._added([self.terms(each) for each in args[:2]], node)
+        if target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+            return self._scaled(node)
+        if target in _SUMS | _MEANS and isinstance(args[0], fx.Node):
+            stacked = args[0].target in (aten.stack.default, aten.cat.default)
+            if stacked and all(each.meta["val"].numel() == 1 for each in args[0].args[0]):
+                return self._added([self.terms(each) for each in args[0].args[0]], node)
+            return [self._by_rows(args[0], "sum" if target in _SUMS else "mean", node)]
+        if target in _REDUCED:
+            position = _REDUCED[target]
+            reduction = args[position] if len(args) > position else 1
+            return [self._by_rows(args[0], "mean" if reduction == 1 else "sum", node)]
+        if target is operator.getitem and args[0].target in _NLL and args[1] == 0:
+            self._by_rows(args[0].args[0], "sum", node)
+            return [Term("sum") if args[0].args[3] == 2 else Term("counted", self._total_weight(args[0]))]
+        return self._refuse(node)
+
+    def _added(self, operands: Sequence[list[Term]], node: fx.Node) -> list[Term]:
+        terms = [term for each in operands for term in each]
+        varying = [term for term in terms if term is not _CONSTANT]
+        if len(varying) < len(terms) and any(term.kind == "sum" for term in varying):
+            return self._refuse(node, "to a sum over rows it adds what is the same for all of them")
+        return varying or terms
+
+    def _scaled(self, node: fx.Node) -> list[Term]:
+        one, other = node.args[:2]
+        divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+        if not divides and other in self.varying:
+            one, other = other, one
+        terms = self.terms(one)
+        if other in self.varying:
+            if not divides or any(term.kind != "sum" for term in terms):
+                return self._refuse(node)
+            return [Term("counted", self._count(other))]
+        # A mean that is spelled out: the number may be that of rows or any other.
+        if divides and isinstance(other, int) and other % self.rows == 0 and any(term.kind == "sum" for term in terms):
+            return self._refuse(node, f"a sum is divided by {other}, which may be a number of rows: use a mean")
+        return terms
+
+    def _by_rows(self, of: fx.Node, kind: Literal["sum", "mean"], node: fx.Node) -> Term:
+        """A reduction of all elements of a value that has rows, and that is computed for each row alone."""
+        if node.meta["val"].numel() != 1 or of.meta["val"].numel() % self.rows:
+            self._refuse(node)
+        seen, pending = {of}, [of]
+        while pending:
+            for each in pending.pop().all_input_nodes:
+                if each in self.varying and each not in seen:
+                    seen.add(each)
+                    pending.append(each)
+                    value = each.meta.get("val")
+                    if isinstance(value, torch.Tensor) and not value.dim():
+                        self._refuse(node, f"what it reduces depends on {each.name}, a value of the whole batch")
+        return Term(kind)
+
+    def _count(self, node: fx.Node) -> fx.GraphModule:
+        """The graph of a count that divides a sum; one that is at least a small number counts as it is."""
+        while isinstance(node, fx.Node) and node.target in _AT_LEAST | _SAME:
+            node = node.args[0]  # type: ignore[assignment]
+        if not isinstance(node, fx.Node) or any(term.kind != "sum" for term in self.terms(node)):
+            self._refuse(node)
+        return self._extracted(node, lambda graph, copy: copy(node))
+
+    def _total_weight(self, loss: fx.Node) -> fx.GraphModule:
+        """The graph of the sum of the weights of the targets that are not ignored."""
+        _, target, weight, _, ignored = loss.args
+
+        def count(graph: fx.Graph, copy: Any) -> fx.Node:
+            call, targets = graph.call_function, copy(target)
+            counted = call(aten.ne.Scalar, (targets, ignored))
+            if weight is not None:
+                place = call(aten.mul.Tensor, (targets, counted))
+                counted = call(aten.mul.Tensor, (call(aten.index.Tensor, (copy(weight), [place])), counted))
+            return call(aten.sum.default, (counted,))
+
+        return self._extracted(loss, count)
+
+    def _extracted(self, of: fx.Node, build: Any) -> fx.GraphModule:
+        """A graph of its own for a count, of inputs and buffers alone."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+
+        def copy(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                if node.op == "placeholder" and not isinstance(ROLE.of(node), (ir.Input, ir.Buffer)):
+                    self._refuse(of, "the count that divides it is computed from parameters")
+                for each in node.all_input_nodes:
+                    copy(each)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            return copies[node]
+
+        graph.output(build(graph, copy))
+        return ir.UnboundGraph(self.gm, graph)
+
+    def _refuse(self, node: Any, why: str = "it is not a weighted sum of sums and means over rows") -> Any:
+        where = SOURCE.get(node) if isinstance(node, fx.Node) else None
+        raise ShardGraphError(
+            f"the loss of a batch does not follow from those of its microbatches: at {where or 'its last operation'} "
+            f"{why}. A pipeline can add up losses that are reduced by sum, mean, or a mean over counted elements "
+            "(cross_entropy with ignore_index)"
+        )
