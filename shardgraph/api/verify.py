@@ -124,8 +124,8 @@ def verify(
         cluster: the hardware for which plans and stages are priced, as for ``shardgraph.analyze``; None: this machine.
         example_kwargs: keyword inputs, likewise.
         loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, the output if it is one
-            number, else the mean square of the floating tensors in it. With a pipeline it is part of the program, as for
-            ``train_step``, and the batch that each data-parallel rank has is not divided in the original.
+            number, else the mean square of the floating tensors in it. With a pipeline it is part of the program, as
+            for ``train_step``, and the batch that each data-parallel rank has is not divided in the original.
         optimizer: ``optimizer(parameters)`` returns the optimizer; default AdamW with a learning rate of 1e-3.
         steps: number of training steps to compare.
         fp64: compute in double precision, to tell a bug from rounding.
@@ -154,7 +154,8 @@ def verify(
     captures = Captures()
     parts, _ = _cut_batch(call, question.plan.data_size)
     loss = loss_fn or default_loss
-    chosen = decide(question.about(*parts[0], loss if question.plan.pipeline else None), captures)
+    args, kwargs = parts[0]
+    chosen = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
     parts, batch = _cut_batch(call, chosen.data_size)
     if chosen.pipeline is None:
         programs = _programs(original, chosen, parts[:1], captures, None)
@@ -191,7 +192,9 @@ def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> 
 
 def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures, loss_fn: Any) -> list[Program]:
     shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
-    built = {n: lower(captures.take(Call(model, *part, loss_fn), plan), plan, shapes) for n, part in of_size.items()}
+    built = {
+        n: lower(captures.take(Call(model, *part, loss_fn=loss_fn), plan), plan, shapes) for n, part in of_size.items()
+    }
     return [built[batch_size(part)] for part in parts]
 
 
