@@ -21,7 +21,7 @@ from shardgraph.cost_models.actions import Action, Kind, Order
 from shardgraph.passes.analysis.loss_reduction import LossReduction, loss_reduction
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
-from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal
+from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal, ReduceAlone
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
 from shardgraph.passes.pipeline.batch_norm import BatchNorm
 from shardgraph.passes.pipeline.weight_gradients import SplitBackward
@@ -32,6 +32,7 @@ from shardgraph.plans.plan import Plan
 _DERIVED: dict[str, tuple[GraphsPass, ...]] = {
     "local": (KeepGradientsLocal(),),  # inside no_sync
     "accumulate": (AddAccumulated(),),  # ends no_sync
+    "reduce": (ReduceAlone(),),  # ends it for parameters that the program which ends it does not have
     "inputs": (SplitBackward(),),  # the half of backward that the previous stage waits for
     "weights": (SplitBackward(),),  # the other half
 }
@@ -164,7 +165,8 @@ class Program:
         return tuple(StageProgram(self, i, prefix, norms.get(i, ())) for i, prefix in enumerate(prefixes))
 
     def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> fx.GraphModule:
-        """A graph by name; ``local``, ``accumulate``, ``inputs`` and ``weights`` are made from backward on first use.
+        """A graph by name; ``local``, ``accumulate``, ``reduce``, ``inputs`` and ``weights`` are made from backward on
+        first use.
 
         ``absent`` are the tangents that are undefined because the loss does not depend on their outputs.
         """
@@ -178,10 +180,6 @@ class Program:
             run_on_graphs(graphs, steps, self.context.of_graph())
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
         return self._made[name, absent]
-
-    def backward_variant(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> fx.GraphModule:
-        """The backward graph ``"reduce"``, ``"local"`` or ``"accumulate"`` of a program without a pipeline."""
-        return self.graph("backward" if name == "reduce" else name, absent)
 
     @property
     def notes(self) -> list[str]:

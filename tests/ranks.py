@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardgraph
-from shardgraph import Plan, preset
+from shardgraph import Pipeline, Plan, preset
 from shardgraph.passes.lowering import build_program
 from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_on_host
@@ -436,6 +436,79 @@ def calls_after_replacing(change: str) -> list[str]:
             sharded(torch.ones(2, 4))
         errors.append(str(raised.value))
     return errors
+
+
+def accumulation(plan: str) -> dict[str, float]:
+    """The largest difference of accumulated gradients to those of the original on the whole batch, by what happens
+    between backward passes under ``no_sync`` and the first one outside."""
+    torch.manual_seed(0)
+    original, batch = TwoHeads(), torch.randn(2, 2 * dist.get_world_size(), 4)
+    model = copy.deepcopy(original)
+    sharded = shardgraph.compile(model, plan)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, original)]
+    mine = batch.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+    def loss(module: nn.Module, x: torch.Tensor, *heads: str) -> torch.Tensor:
+        made = module(x)
+        return torch.stack([made[head].square().mean() for head in heads]).sum()
+
+    def after(between: Any) -> float:
+        for each, x, optimizer in zip((sharded, original), (mine, batch), optimizers, strict=True):
+            optimizer.zero_grad()
+            with sharded.no_sync():
+                loss(each, x[0], "first", "second").backward()
+            between(each, optimizer)
+            loss(each, x[1], "first").backward()
+            each.requires_grad_(True)
+        return difference(sharded, original, gradients=True)
+
+    facts = {
+        "nothing": after(lambda each, _: None),
+        "a head is frozen": after(lambda each, _: each.second.requires_grad_(False)),
+        "the body is frozen": after(lambda each, _: each.shared.requires_grad_(False)),
+        "the module's gradients are cleared": after(lambda each, _: each.zero_grad()),
+        "the optimizer's gradients are cleared": after(lambda _, optimizer: optimizer.zero_grad()),
+    }
+    with sharded.no_sync():
+        value = loss(sharded, mine[0], "first")
+    sharded.zero_grad()
+    original.zero_grad()
+    value.backward()
+    loss(original, batch[0], "first").backward()
+    facts["forward was inside and backward is not"] = difference(sharded, original, gradients=True)
+    return facts
+
+
+def mean_over_all_tokens(plan: str, mesh: dict[str, int], pipeline: Pipeline | None = None) -> float:
+    """The largest difference of gradients to those of the mean over the tokens of all ranks, which have unequally many.
+
+    Rank 0 has a row without a token to predict.
+    """
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7))
+    tokens, labels = torch.randint(0, 7, (4 * mesh["dp"], 5)), torch.randint(0, 7, (4 * mesh["dp"], 5))
+    labels[0] = labels[-1, :2] = -100
+    model, loss_fn = copy.deepcopy(original), _token_loss
+    rank = dist.get_rank() % mesh["dp"]
+    mine, target = tokens.chunk(mesh["dp"])[rank], labels.chunk(mesh["dp"])[rank]
+    sharded = shardgraph.compile(
+        model,
+        plan,
+        mesh=mesh,
+        pipeline=pipeline,
+        loss_fn=loss_fn,
+        loss_weight="tokens",
+        example_inputs=(mine,),
+        example_kwargs={"target": target},
+    )
+    sharded.train_step(mine, target=target)
+    loss_fn(original(tokens), labels).backward()
+    theirs = dict(original.named_parameters())
+    return max((whole(p.grad) - theirs[name].grad).abs().max().item() for name, p in sharded.named_parameters())
+
+
+def _token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def one_rank_cannot_compile() -> None:

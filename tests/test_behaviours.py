@@ -84,6 +84,12 @@ def test_a_gradient_is_the_mean_over_ranks_of_what_their_losses_reach(plan):
         assert gradients["worst"] < 1e-6
 
 
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero1"])
+def test_the_first_backward_outside_no_sync_reduces_all_since_whatever_its_program(plan):
+    for differences in on_ranks(ranks.accumulation, args=(plan,)):
+        assert max(differences.values()) < 1e-6, differences
+
+
 # -- autocast ----------------------------------------------------------------------------------------------
 
 

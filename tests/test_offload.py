@@ -190,7 +190,7 @@ def test_stored_parameters_are_copied_and_then_cast():
 
 
 def test_no_sync_leaves_gradients_on_the_device():
-    local = built("fsdp").backward_variant("local")
+    local = built("fsdp").graph("local")
     assert copies(local, TO_HOST) == [] and not on_host(local) & {n for _, n in outputs(local) if n is not None}
 
 

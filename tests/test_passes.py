@@ -110,7 +110,7 @@ def test_reductions_are_awaited_behind_later_ones():
 
 
 def test_no_sync_has_no_reductions_and_returns_whole_gradients():
-    local = build(preset("zero2", {"dp": 2})).backward_variant("local")
+    local = build(preset("zero2", {"dp": 2})).graph("local")
     assert operations(local) == []
     assert dict(ir.outputs(local))[ir.Gradient(ir.Parameter("0.weight"))].meta["val"].shape == (7, 5)
 
@@ -163,7 +163,7 @@ def test_outputs_that_the_loss_ignores_cost_backward_no_zeros():
     taken = ir.placeholders(program.backward)
     absent = {role: taken[role] for role in taken if isinstance(role, ir.Tangent) and role != ir.Tangent(0)}
     assert ir.Tangent(1) in absent  # the logits
-    lean = program.backward_variant("reduce", frozenset(absent))
+    lean = program.graph("backward", frozenset(absent))
     assert not absent.keys() & ir.placeholders(lean).keys()
     assert not any(node.target is torch.ops.aten.full.default for node in lean.graph.nodes)
     assert operations(lean) == operations(program.backward)
@@ -192,7 +192,7 @@ class TwoHeads(nn.Module):
 
 def test_a_head_that_the_loss_ignores_gets_zero_gradients_and_its_collectives_stay():
     program = build(preset("fsdp", {"dp": 2}), TwoHeads())
-    lean = program.backward_variant("reduce", frozenset({ir.Tangent(1)}))
+    lean = program.graph("backward", frozenset({ir.Tangent(1)}))
     assert operations(lean) == operations(program.backward)
     values = [{role: _random(node) for role, node in ir.placeholders(lean).items()} for _ in range(2)]
     for result in run_lockstep(lean, program.plan.mesh, values):
@@ -212,7 +212,7 @@ def test_graphs_are_data_until_they_are_bound(monkeypatch):
     program, written = build(preset("fsdp", {"dp": 2})), []
     write = fx.Graph.python_code
     monkeypatch.setattr(fx.Graph, "python_code", lambda *args, **kwargs: written.append(args) or write(*args, **kwargs))
-    for gm in (ir.copy_graph(program.joint.module), program.forward, program.backward_variant("local", frozenset())):
+    for gm in (ir.copy_graph(program.joint.module), program.forward, program.graph("local", frozenset())):
         gm.recompile()
     assert not written
     readable = program.forward.print_readable(print_output=False)

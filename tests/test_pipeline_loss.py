@@ -13,6 +13,8 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Pipeline
+from tests import ranks
+from tests.standing import on_ranks
 
 TOKENS = torch.randint(0, 7, (6, 5), generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 7, (6, 5), generator=torch.Generator().manual_seed(2))
@@ -153,6 +155,68 @@ def test_outputs_in_eval_mode_are_those_of_the_undivided_batch(outputs):
     )
     with torch.no_grad():
         torch.testing.assert_close(sharded(TOKENS, LABELS), original(TOKENS, LABELS))
+
+
+# -- data-parallel ranks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "pipeline"),
+    [
+        ("fsdp", {"dp": 2}, None),
+        ("ddp", {"dp": 2}, None),
+        ("pp+fsdp", {"pp": 1, "dp": 2}, Pipeline(schedule="looped-bfs", stages=("1",), microbatches=4)),
+    ],
+    ids=["fsdp", "ddp", "pipeline"],
+)
+def test_losses_weighed_by_tokens_give_the_mean_over_the_tokens_of_all_ranks(plan, mesh, pipeline):
+    assert max(on_ranks(ranks.mean_over_all_tokens, args=(plan, mesh, pipeline))) < 1e-6
+
+
+def test_a_sum_cannot_be_weighed_by_tokens():
+    options = {"loss_fn": cross_entropy(reduction="sum"), "loss_weight": "tokens", "progress": False}
+    sharded = shardgraph.compile(model(), "single", **options)
+    with pytest.raises(shardgraph.ShardGraphError, match="for a loss that is one mean"):
+        sharded.train_step(TOKENS, target=LABELS)
+
+
+def test_a_loss_weight_that_does_not_exist_is_refused():
+    with pytest.raises(shardgraph.ShardGraphError, match="'rows'; it may be 'ranks' or 'tokens'"):
+        shardgraph.compile(model(), "single", loss_weight="rows", progress=False)
+
+
+# -- inputs ------------------------------------------------------------------------------------------------
+
+
+class Mixes(nn.Module):
+    """Uses rows in its first layer and again in its last, and one vector for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(rows).tanh() * rows + shift)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_inputs_get_the_gradients_of_the_undivided_batch(microbatches):
+    torch.manual_seed(0)
+    original, target = Mixes(), torch.randn(6, 8)
+    inputs = [torch.randn(6, 8, requires_grad=True), torch.randn(1, 8, requires_grad=True)]
+    expected = torch.autograd.grad(F.mse_loss(original(inputs[0] * 2, inputs[1]), target), inputs)
+    pipeline = Pipeline(schedule="looped-bfs", stages=("last",), microbatches=microbatches)
+    sharded = shardgraph.compile(
+        original,
+        "pp",
+        pipeline=pipeline,
+        loss_fn=F.mse_loss,
+        example_inputs=tuple(inputs),
+        example_kwargs={"target": target},
+        progress=False,
+    )
+    sharded.train_step(inputs[0] * 2, inputs[1], target=target)
+    torch.testing.assert_close([each.grad for each in inputs], list(expected))
 
 
 # -- verify ------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_what_is_gathered_again_in_backward_is_cast_again_from_the_stored_shard(
 
 
 def test_no_sync_adds_gradients_up_in_the_precision_of_the_reduction():
-    local = built(Net()).backward_variant("local")
+    local = built(Net()).graph("local")
     assert {n.meta["val"].dtype for r, n in outputs(local) if isinstance(r, Gradient) and n} == {FP32}
 
 

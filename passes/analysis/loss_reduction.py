@@ -49,6 +49,21 @@ class LossReduction:
             counts.append(0.0 if term.count is None else float(term.count(*inputs)))
         return counts
 
+    def elements(self, rows: Sequence[int], counts: Sequence[Sequence[float]]) -> float:
+        """How many elements the loss is a mean of; see :meth:`weights`.
+
+        Raises:
+            ShardGraphError: it is a sum, or a sum of means over unequally many elements.
+        """
+        of_terms = zip(self.terms, zip(*counts, strict=True), strict=True)
+        totals = {sum(rows) if term.kind == "mean" else sum(values) for term, values in of_terms}
+        if len(totals) > 1 or any(term.kind == "sum" for term in self.terms):
+            raise ShardGraphError(
+                f"loss_weight='tokens' is for a loss that is one mean, and that at {self.source} adds up "
+                f"{self._reduced}: reduce it by one mean, or leave loss_weight out"
+            )
+        return float(totals.pop())
+
     def weights(self, rows: Sequence[int], counts: Sequence[Sequence[float]]) -> list[float]:
         """What the loss of each part counts for in that of the batch, from the :meth:`counts` and ``rows`` of each.
 
@@ -60,11 +75,14 @@ class LossReduction:
         for other in others:
             if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=True)):
                 raise ShardGraphError(
-                    f"the loss at {self.source} adds up {' and '.join(dict.fromkeys(map(_named, self.terms)))}, which "
-                    "weigh the microbatches of this batch differently: reduce all of its terms alike, or train without "
-                    "a pipeline"
+                    f"the loss at {self.source} adds up {self._reduced}, which weigh the microbatches of this batch "
+                    "differently: reduce all of its terms alike, or train without a pipeline"
                 )
         return first
+
+    @property
+    def _reduced(self) -> str:
+        return " and ".join(dict.fromkeys(map(_named, self.terms)))
 
 
 def _weights(term: Term, rows: Sequence[int], counts: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Gradient accumulation without a reduction per microbatch: two variants of the backward graph."""
+"""Gradient accumulation without a reduction per microbatch: variants of the backward graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gradient, Parameter, outputs
+from shardgraph.ir import Accumulated, Gradient, Parameter, Role, outputs
 from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
+from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.parameters.rewrite import replace_results
@@ -61,6 +62,38 @@ class AddAccumulated(Pass):
             total = build.call(torch.ops.aten.add.Tensor, local, earlier)
             for user in reductions:
                 user.replace_input_with(local, total)
+
+
+@dataclass(frozen=True)
+class ReduceAlone(Pass):
+    """Takes a backward graph; leaves only the reductions, of local gradients that it takes (role ``Accumulated``).
+
+    Must not change: how they are reduced.
+    """
+
+    name = "reduce-alone"
+    requires = frozenset({"split", "reduced-gradients"})
+    provides = frozenset({"accumulated-gradients"})
+    excludes = frozenset({"local-gradients", "accumulated-gradients"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        reduce = reductions_of(gm)
+        gm.graph = subgraph(gm, [], (), []).graph if reduce is None else reduce.graph
+
+
+def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph from ``Accumulated`` to each ``Gradient`` that ``backward`` reduces; None if it reduces none."""
+    inputs: list[tuple[str, Role, fx.Node]] = []
+    results: list[tuple[Role, fx.Node]] = []
+    for role, value in outputs(backward):
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(value, fx.Node):
+            local = local_gradient(value)
+            if local is not value:
+                inputs.append((f"accumulated_{local.name}", Accumulated(role.of), local))
+                results.append((role, value))
+    if not results:
+        return None
+    return subgraph(backward, [node for node in backward.graph.nodes if node in REDUCES], inputs, results)
 
 
 def local_gradient(reduced: fx.Node) -> fx.Node:

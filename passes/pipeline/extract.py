@@ -13,11 +13,11 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.errors import PlanError
 from shardgraph.ir.attributes import VALUE, Change, carried, write
+from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass
 from shardgraph.passes.pipeline.assign import Assignment, assign_stages
 from shardgraph.passes.pipeline.batch_norm import batch_norms
 from shardgraph.passes.pipeline.cuts import beginnings_of
-from shardgraph.passes.pipeline.subgraph import subgraph
 
 aten = torch.ops.aten
 

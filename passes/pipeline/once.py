@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, REDUCES, new_placeholder
+from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, new_placeholder
+from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
-from shardgraph.passes.parameters.accumulate_gradients import local_gradient
-from shardgraph.passes.pipeline.subgraph import subgraph
+from shardgraph.passes.parameters.accumulate_gradients import reductions_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReduceOnce(GraphsPass):
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):
-            if "/recompute/" not in name and (reduce := _reductions_of(graphs[name])):
+            if "/recompute/" not in name and (reduce := reductions_of(graphs[name])):
                 graphs[sibling(name, "reduce")] = reduce
 
 
@@ -93,18 +93,3 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     while chain[-1].op != "placeholder":
         chain.append(chain[-1].all_input_nodes[0])
     return chain[::-1]
-
-
-def _reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph from ``Accumulated`` to each ``Gradient`` that ``backward`` reduces; None if it reduces none."""
-    inputs: list[tuple[str, ir.Role, fx.Node]] = []
-    results: list[tuple[ir.Role, fx.Node]] = []
-    for role, value in ir.outputs(backward):
-        if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and isinstance(value, fx.Node):
-            local = local_gradient(value)
-            if local is not value:
-                inputs.append((f"accumulated_{local.name}", ir.Accumulated(role.of), local))
-                results.append((role, value))
-    if not results:
-        return None
-    return subgraph(backward, [node for node in backward.graph.nodes if node in REDUCES], inputs, results)

@@ -9,8 +9,8 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir.attributes import CHUNK
+from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
-from shardgraph.passes.pipeline.subgraph import subgraph
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.device import accelerator
+from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
 from shardgraph.search.decide import decide
 from shardgraph.search.question import Question
@@ -43,6 +44,7 @@ def compile(
     pipeline: Pipeline | None = None,
     precision: str | Precision | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    loss_weight: str = "ranks",
     backend: str = "eager",
     cluster: Cluster | str | Path | None = None,
     recompute: str | None = None,
@@ -75,6 +77,9 @@ def compile(
         precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`: the dtypes of computation and reduction; parameters
             are stored in their own dtype. Default: the plan's.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
+        loss_weight: how ``train_step`` averages the losses of data-parallel ranks: ``"ranks"``, all alike, as DDP and
+            FSDP do, or ``"tokens"``, by the elements that each is a mean of, which is the mean over all elements of all
+            ranks, as of one batch. How a loss is reduced is read off the graph.
         backend: what runs the graphs: ``"eager"``, the generated Python of the graph module.
         cluster: the hardware for which ``plan="auto"``, ``memory`` and the choice of pipeline stages predict costs, as
             for :func:`shardgraph.analyze`; None: this machine. Without example inputs no cost can be predicted, and
@@ -100,10 +105,11 @@ def compile(
         InitializationError: a tensor on ``meta`` has no initialisation.
         OffloadError: there is no room for what is offloaded.
         ClusterError: the cluster is unknown or malformed.
-        ShardGraphError: there is no such backend.
+        ShardGraphError: there is no such backend or loss weight.
     """
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
+    check_loss_weight(loss_weight)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
     agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, timeout)
 
@@ -116,8 +122,8 @@ def compile(
         check_present(question.plan, device)
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn)
-        lines += [question.text, fingerprint(model)]
-    setup = Setup(device, loss_fn, agreement, progress, Captures(device))
+        lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model)]
+    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight)
     chosen = _decided(agreement, question, setup.captures)
 
     whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None

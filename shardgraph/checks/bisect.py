@@ -79,7 +79,7 @@ def first_divergence(
     try:
         forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
         if program.backward is not None:
-            backward = program.backward_variant("reduce", absent_of(tangents))
+            backward = program.graph("backward", absent_of(tangents))
             saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
             inputs = [values | with_zeros(t, backward) for values, t in zip(saved, tangents, strict=True)]
             run_lockstep(backward, mesh, inputs, on_value=compare)

@@ -74,7 +74,7 @@ class PipelinedModule(ShardedModule):
             work = self._work(args, kwargs, self._loss_of(kwargs))
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
         with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
-            return self._running.train(work, reduce=self._sync, scale=scale)
+            return self._running.train(work, self._sync, scale, by_tokens=self._setup.loss_weight == "tokens")
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -94,8 +94,6 @@ class PipelinedModule(ShardedModule):
         """The microbatches of a call; forward alone has one if it cannot be cut, or its outputs cannot be merged."""
         device = self._state.device
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(call)):
-            raise ShardGraphError("a pipeline gives no gradients of its inputs: detach() them")
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
         if loss_fn is None and count > 1 and not all(can_merge(item.executor.program) for item in work):

@@ -21,6 +21,7 @@ from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.module import checkpoint
+from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, shown
 from shardgraph.passes.lowering import STAGES, lower
@@ -31,6 +32,7 @@ from shardgraph.progress import Progress
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import Executor, State
+from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
@@ -53,6 +55,7 @@ class Setup:
     agreement: Agreement
     progress: bool | None
     captures: Captures
+    loss_weight: str = "ranks"
 
 
 class ShardedModule(nn.Module):
@@ -82,7 +85,9 @@ class ShardedModule(nn.Module):
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
         self._own(original=model, training=model.training, plan=plan, mesh=mesh, loss_fn=setup.loss_fn)
-        self._own(_setup=setup, _state=State(model, mesh, setup.device), _numbers=Numbers(), _sync=True)
+        state = State(model, mesh, setup.device)
+        clear_with_optimizers(state)
+        self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
 
     def _own(self, **attributes: Any) -> None:
@@ -115,7 +120,7 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on this rank's part of the batch; returns its output."""
-        return self._run(args, kwargs, None)
+        return self._run(args, kwargs, None)[-1]
 
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
@@ -128,9 +133,19 @@ class ShardedModule(nn.Module):
         Raises:
             ShardGraphError: there is neither loss, or a ``target`` without a ``loss_fn``.
         """
-        loss = self._run(args, kwargs, self._loss_of(kwargs))
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        executor, leaves, loss = self._run(args, kwargs, self._loss_of(kwargs))
+        weighted = loss * self._weight(executor, leaves)
+        (weighted if scaler is None else scaler.scale(weighted)).backward()
         return loss.detach()
+
+    def _weight(self, executor: Executor, leaves: list[Any]) -> float:
+        """What this rank's loss counts for in the mean of all data ranks' losses."""
+        if self._setup.loss_weight == "ranks":
+            return 1.0
+        program = executor.program
+        counts = program.losses[0].counts(lambda role: self._state.value(role, leaves))
+        elements = program.losses[0].elements([program.joint.rows], [counts])
+        return weight_by_elements(elements, self.plan, self._state)
 
     def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
         """The loss function of a training step with these keyword arguments."""
@@ -157,7 +172,8 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally in backward passes inside, without communication.
 
-        The first backward outside reduces the sum and sets ``parameter.grad``.
+        The first backward outside, of whatever program, reduces the sum and sets ``parameter.grad``. ``zero_grad()`` of
+        this module, or of an optimizer, clears it.
         """
         before, self._sync = self._sync, False
         try:
@@ -165,14 +181,21 @@ class ShardedModule(nn.Module):
         finally:
             self._sync = before
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> Any:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
+        super().zero_grad(set_to_none)
+        for gradients in self._state.accumulated:
+            gradients.clear()
+
+    def _run(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Executor, list[Any], Any]:
+        """What ran the call, its flattened inputs, and the output."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        (executable,) = self._executables([leaves], spec, loss_fn)
-        sync = self._sync
-        output = executable(self._numbers.lift(leaves, spec), lambda: sync)
-        self._set_attributes([executable])
-        return output
+        (executor,) = self._executables([leaves], spec, loss_fn)
+        inputs = self._numbers.lift(leaves, spec)
+        output = executor(inputs, lambda: self._sync)
+        self._set_attributes([executor])
+        return executor, inputs, output
 
     def _set_attributes(self, executables: Iterable[Executor]) -> None:
         """Set the attributes that forward sets to constants, as the original would have by now."""

@@ -94,7 +94,7 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
     scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
     tangents = [role for role in placeholders(program.backward) if isinstance(role, Tangent)]
     absent = frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))
-    return {"forward": program.forward, "backward": program.backward_variant("reduce", absent)}
+    return {"forward": program.forward, "backward": program.graph("backward", absent)}
 
 
 def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:

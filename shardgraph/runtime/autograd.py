@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
 from shardgraph.errors import BackwardError
-from shardgraph.passes.program import Program
+from shardgraph.passes.program import Program, gradients_of
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
@@ -79,7 +79,9 @@ class Differentiable(Executor):
         state = self.state
         local = not sync and state.mesh is not None and self.program.plan.data_size > 1
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
-        left_out = self._left_out(tangents, reduces=not local)
+        reached = (self.program.reached[role] for role, grad in tangents.items() if grad is not None)
+        used = frozenset().union(state.unreduced, *reached) if self.optional else frozenset()
+        left_out = self._left_out(used, reduces=not local)
         bound = self.graph("local" if local else "accumulate" if state.unreduced else "backward", absent)
         inputs = []
         for role, traced in bound.inputs:
@@ -88,25 +90,48 @@ class Differentiable(Executor):
             elif isinstance(role, ir.Tangent):
                 inputs.append(in_layout(tangents.pop(role), traced))
             elif isinstance(role, ir.Accumulated):
-                earlier = state.unreduced.pop(role.of.fqn, None)
-                inputs.append(torch.zeros_like(traced, device=state.device) if earlier is None else earlier)
+                inputs.append(self._accumulated(role.of.fqn, traced))
         saved.clear()
         tangents.clear()
         results = zip(bound.results, bound(inputs), strict=True)
         values: dict[ir.Role, Any] = {role.of: value for (role, _), value in results if isinstance(role, ir.Gradient)}
         for fqn in left_out:
             values.pop(ir.Parameter(fqn), None)
+        if local:
+            state.unsynced[self] = None
+        else:
+            self._reduce_rest()
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 
-    def _left_out(self, tangents: Mapping[ir.Tangent, Any], reduces: bool) -> list[str]:
+    def _accumulated(self, fqn: str, traced: torch.Tensor) -> torch.Tensor:
+        """The gradient of earlier backward passes that is not reduced yet, which is now."""
+        earlier = self.state.unreduced.pop(fqn, None)
+        return torch.zeros_like(traced, device=self.state.device) if earlier is None else earlier
+
+    def _reduce_rest(self) -> None:
+        """Reduce what other programs have accumulated of parameters that this one has no gradient of."""
+        state, done = self.state, self.program.trained
+        for executor in state.unsynced:
+            assert isinstance(executor, Differentiable)
+            names, done = executor.program.trained - done, done | executor.program.trained
+            if not names:
+                continue
+            names -= {*executor._left_out(frozenset(state.unreduced), reduces=True)}
+            bound = executor.graph("reduce")
+            inputs = [(role.of.fqn, traced) for role, traced in bound.inputs if isinstance(role, ir.Accumulated)]
+            results = bound([self._accumulated(fqn, traced) for fqn, traced in inputs])
+            reduced = gradients_of(zip([role for role, _ in bound.results], results, strict=True))
+            state.add_gradients({fqn: value for fqn, value in reduced.items() if fqn in names})
+        state.add_gradients(state.unreduced)  # of parameters whose gradients need no reduction
+        state.unreduced.clear()
+        state.unsynced.clear()
+
+    def _left_out(self, used: Set[str], reduces: bool) -> list[str]:
         """The parameters without a gradient, as in PyTorch: those that no loss depends on, of this rank or, if
-        gradients are reduced, of any data rank, since they were last."""
+        gradients are reduced, of any data rank, since they were last. This rank's losses have ``used`` the others."""
         if not self.optional:
             return []
-        state, reached = self.state, self.program.reached
-        used = frozenset().union(
-            state.unreduced, *(reached[role] for role, grad in tangents.items() if grad is not None)
-        )
+        state = self.state
         flags = [fqn in used for fqn in self.optional]
         if reduces and state.mesh is not None:
             on_device = torch.tensor(flags, dtype=torch.int32, device=state.device)

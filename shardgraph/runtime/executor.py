@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
 from shardgraph.errors import CollectiveError, ShardGraphError
@@ -24,12 +25,25 @@ from shardgraph.torch_api import pytree
 
 
 class State:
-    """State shared by calls of one sharded module: its tensors, and gradients not yet reduced."""
+    """State shared by calls of one sharded module: its tensors, and gradients not yet reduced.
+
+    ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
+    ``accumulated`` are all such dictionaries: those of a pipeline's stages too.
+    """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.model, self.mesh, self.device = model, mesh, device
         self.layout = Layout(model)
         self.unreduced: dict[str, torch.Tensor] = {}
+        self.accumulated = [self.unreduced]
+        self.unsynced: dict[Executor, None] = {}  # in the order of their first, which all ranks have in common
+
+    def add_gradients(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Add this rank's shards of gradients to those that parameters have."""
+        for fqn, value in local.items():
+            parameter = self.layout.parameter(fqn)
+            placed = torch_api.as_placed(value, parameter) if isinstance(parameter, DTensor) else value
+            parameter.grad = placed if parameter.grad is None else parameter.grad + placed
 
     def value(self, role: ir.Role, leaves: Sequence[Any]) -> Any:
         """The value of a placeholder with this role."""

@@ -57,6 +57,16 @@ def loss_weights(programs: Sequence[Program], values: Sequence[Callable[[Role], 
     return programs[0].losses[output].weights([program.joint.rows for program in programs], counts)
 
 
+def loss_elements(programs: Sequence[Program], values: Sequence[Callable[[Role], Any]]) -> float:
+    """How many elements the loss of the batch is a mean of.
+
+    Raises:
+        ShardGraphError: it is not one mean; the message says what it is.
+    """
+    counts = [program.losses[0].counts(value) for program, value in zip(programs, values, strict=True)]
+    return programs[0].losses[0].elements([program.joint.rows for program in programs], counts)
+
+
 def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The loss of a batch. A microbatch that counts for nothing may have no mean at all, which is left out."""
     return torch.stack([value * weight for value, weight in zip(values, weights, strict=True) if weight]).sum(0)

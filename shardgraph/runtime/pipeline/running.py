@@ -17,8 +17,9 @@ from shardgraph.passes.program import Program, gradients_of
 from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State, mesh_rank
+from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
-from shardgraph.runtime.pipeline.microbatches import loss_weights, weighted_sum
+from shardgraph.runtime.pipeline.microbatches import loss_elements, loss_weights, weighted_sum
 from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import common_draw, rank_seed
@@ -56,14 +57,17 @@ class RunningPipeline:
         places = [place for place in self.pipeline.places_of(stages) if place != self.rank]
         return [] if self.group is None else [dist.get_global_rank(self.group, place) for place in places]
 
-    def train(self, work: Sequence[Work], reduce: bool, scale: float = 1.0) -> torch.Tensor:
+    def train(self, work: Sequence[Work], reduce: bool, scale: float = 1.0, by_tokens: bool = False) -> torch.Tensor:
         """Forward and backward of all microbatches; returns the loss of the whole batch, detached, on every rank.
 
         Gradients are those of ``scale`` times the loss. With ``reduce`` they are reduced and become the parameters'
-        ``grad``; else they are kept for the next step.
+        ``grad``; else they are kept for the next step. ``by_tokens`` weighs the losses of data ranks by the elements
+        that they are means of.
         """
-        programs = [item.executor.program for item in work]
-        weights = loss_weights(programs, [item.value for item in work])
+        programs, values = [item.executor.program for item in work], [item.value for item in work]
+        weights = loss_weights(programs, values)
+        if by_tokens:
+            scale *= weight_by_elements(loss_elements(programs, values), self.plan, self.state)
         self._begin(work, [weight * scale for weight in weights])
         losses = self._one_by_one(len(work)) if self.group is None else self._by_schedule(len(work))
         self._write_buffers(work)
@@ -74,6 +78,7 @@ class RunningPipeline:
             loss = weighted_sum([each.detach() for each in losses], weights).to(traced.dtype)
         if reduce:
             self._finish_gradients(program)
+        self._differentiate_inputs(work)
         for stage in self.stages:
             stage.end()
         return self._from_last_stage(loss)
@@ -151,13 +156,28 @@ class RunningPipeline:
                 dist.all_reduce(total, group=self._sharing[ranks])
         taken: set[int] = set()  # memory of other parameters' gradients
         for fqn, gradient in totals.items():
-            parameter = self.state.layout.parameter(fqn)
-            local = torch_api.local_tensor(parameter)
+            local = torch_api.local_tensor(self.state.layout.parameter(fqn))
             if gradient.stride() != local.stride() or gradient.untyped_storage().data_ptr() in taken:
-                gradient = torch.empty_like(local).copy_(gradient)
-            taken.add(gradient.untyped_storage().data_ptr())
-            placed = gradient if local is parameter else torch_api.as_placed(gradient, parameter)  # type: ignore[arg-type]
-            parameter.grad = placed if parameter.grad is None else parameter.grad + placed
+                totals[fqn] = torch.empty_like(local).copy_(gradient)
+            taken.add(totals[fqn].untyped_storage().data_ptr())
+        self.state.add_gradients(totals)
+
+    def _differentiate_inputs(self, work: Sequence[Work]) -> None:
+        """Continue backward from the inputs that require a gradient, on every rank of the pipeline."""
+        tensors, gradients = [], []
+        for number, item in enumerate(work):
+            for index, leaf in enumerate(item.leaves):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    parts = [stage.input_gradients[number].get(index) for stage in self.stages]
+                    total = sum(
+                        (part for part in parts if part is not None), torch.zeros_like(leaf, requires_grad=False)
+                    )
+                    if self.group is not None:
+                        dist.all_reduce(total, group=self.group)
+                    tensors.append(leaf)
+                    gradients.append(total)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
 
     def prepare(self, owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make the groups over which the gradients of shared parameters are added up; all ranks must call it."""

@@ -50,7 +50,7 @@ class RunningStage(torch_api.PipelineStageBase):
     """One stage of this rank.
 
     A step begins with :meth:`begin`; then a schedule calls the methods that it knows of a stage, in its order; the
-    results are then in ``outputs``, ``gradients`` and ``written``.
+    results are then in ``outputs``, ``gradients``, ``input_gradients`` and ``written``.
     """
 
     def __init__(self, number: int, pipeline: Pipeline, state: State, group: dist.ProcessGroup | None) -> None:
@@ -60,6 +60,7 @@ class RunningStage(torch_api.PipelineStageBase):
         self.stage_index_to_group_rank = {stage: pipeline.rank_of(stage) for stage in range(pipeline.count)}
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # read by torch's validation
         self.gradients: dict[str, torch.Tensor] = {}
+        state.accumulated.append(self.gradients)
         self._summed: set[str] = set()  # the gradients that have memory of their own
 
     def begin(self, work: list[Microbatch]) -> None:
@@ -70,6 +71,7 @@ class RunningStage(torch_api.PipelineStageBase):
         self.saved: defaultdict[int, dict[ir.Role, Any]] = defaultdict(dict)
         self.outputs: defaultdict[int, dict[ir.Role, Any]] = defaultdict(dict)
         self.written: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+        self.input_gradients: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self.gathered: dict[ir.Role, Any] = {}
         if gather := work[0].once("gather"):
             values = gather([torch_api.local_tensor(self.state.value(role, ())) for role, _ in gather.inputs])
@@ -142,22 +144,28 @@ class RunningStage(torch_api.PipelineStageBase):
                 self.leaving["backward", number].append(in_layout(value, traced))
             elif isinstance(role, ir.Saved):
                 self.saved[number][role] = value
-            elif isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and value is not None:
+            elif isinstance(role, ir.Gradient) and value is not None:
                 # A microbatch that counts for nothing may have no loss to be differentiated, such as a mean of nothing.
-                self._add(role.of.fqn, value if microbatch.weight else torch.zeros_like(value))
+                gradient = value if microbatch.weight else torch.zeros_like(value)
+                if isinstance(role.of, ir.Parameter):
+                    self._add(role.of.fqn, gradient)
+                elif isinstance(role.of, ir.Input):
+                    self.input_gradients[number][role.of.index] = gradient
 
     def _add(self, fqn: str, gradient: torch.Tensor) -> None:
-        if fqn in self._summed:
+        if fqn not in self.gradients:  # may share memory with other results of backward
+            self.gradients[fqn] = gradient
+            self._summed.discard(fqn)
+        elif fqn in self._summed:
             self.gradients[fqn].add_(gradient)
-        elif fqn in self.gradients:  # may share memory with other results of backward
+        else:
             self.gradients[fqn] = self.gradients[fqn] + gradient
             self._summed.add(fqn)
-        else:
-            self.gradients[fqn] = gradient
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """This rank's own gradients, added up since they were last taken."""
-        gradients, self.gradients, self._summed = self.gradients, {}, set()
+        gradients = dict(self.gradients)
+        self.gradients.clear()
         return gradients
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import fx
 
-from shardgraph import ir
 from shardgraph.ir.attributes import new_placeholder
+from shardgraph.ir.graph import UnboundGraph, add_output
+from shardgraph.ir.roles import Role
 
 
 def subgraph(
     gm: fx.GraphModule,
     nodes: Sequence[fx.Node],
-    inputs: Iterable[tuple[str, ir.Role, fx.Node]],
-    results: Sequence[tuple[ir.Role | None, Any]],
+    inputs: Iterable[tuple[str, Role, fx.Node]],
+    results: Sequence[tuple[Role | None, Any]],
 ) -> fx.GraphModule:
     """A graph of copies of ``nodes`` in this order, placeholders first, that returns ``results``.
 
@@ -27,6 +28,6 @@ def subgraph(
     for node in nodes:
         if node.op != "placeholder":
             env[node] = graph.node_copy(node, env.__getitem__)
-    ir.add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
+    add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
     graph.lint()
-    return ir.UnboundGraph(gm, graph)
+    return UnboundGraph(gm, graph)
