@@ -166,9 +166,11 @@ def left_in_a_step(name: str, pipeline: Pipeline, victim: int) -> str:
 
 
 def accumulated(name: str, pipeline: Pipeline) -> float:
-    """Two steps of which the first is under ``no_sync``, against the unsharded model's summed gradients."""
+    """Two steps of which one is under ``no_sync``, against the unsharded model's summed gradients."""
     sharded, original, (args, kwargs, call) = pipelined(name, "pp+fsdp", {"pp": 2, "dp": 2}, pipeline)
     with sharded.no_sync():
+        sharded.train_step(*args, **kwargs)
+        sharded.zero_grad()  # which clears the first of three steps
         sharded.train_step(*args, **kwargs)
     assert all(p.grad is None for p in sharded.parameters())
     sharded.train_step(*args, **kwargs)
@@ -177,6 +179,37 @@ def accumulated(name: str, pipeline: Pipeline) -> float:
     return max(
         (whole(p.grad) - theirs[n].grad).abs().max().item() for n, p in sharded.named_parameters() if p.grad is not None
     )
+
+
+class Mixes(nn.Module):
+    """Uses rows in its first layer and again in its last, and one vector for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(rows).tanh() * rows + shift)
+
+
+def input_gradients(pipeline: Pipeline) -> float:
+    """How far the gradients of inputs, of which one is computed, are from those for the undivided batch."""
+    torch.manual_seed(0)
+    original, target = Mixes(), torch.randn(6, 8)
+    inputs = [torch.randn(6, 8, requires_grad=True), torch.randn(1, 8, requires_grad=True)]
+    loss_fn = nn.functional.mse_loss
+    expected = torch.autograd.grad(loss_fn(original(inputs[0] * 2, inputs[1]), target), inputs)
+    sharded = shardgraph.compile(
+        original,
+        "pp",
+        pipeline=pipeline,
+        loss_fn=loss_fn,
+        example_inputs=tuple(inputs),
+        example_kwargs={"target": target},
+        progress=False,
+    )
+    sharded.train_step(inputs[0] * 2, inputs[1], target=target)
+    return max((mine.grad - theirs).abs().max().item() for mine, theirs in zip(inputs, expected, strict=True))
 
 
 def offloaded_error(schedule: str) -> float:
