@@ -462,8 +462,13 @@ def accumulation(plan: str) -> dict[str, float]:
             each.requires_grad_(True)
         return difference(sharded, original, gradients=True)
 
+    def clear_and_freeze(each: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        each.second.requires_grad_(False)
+
     facts = {
         "nothing": after(lambda each, _: None),
+        "gradients are cleared and a head is frozen": after(clear_and_freeze),
         "a head is frozen": after(lambda each, _: each.second.requires_grad_(False)),
         "the body is frozen": after(lambda each, _: each.shared.requires_grad_(False)),
         "the module's gradients are cleared": after(lambda each, _: each.zero_grad()),

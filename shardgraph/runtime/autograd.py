@@ -113,7 +113,9 @@ class Differentiable(Executor):
         state, done = self.state, self.program.trained
         for executor in state.unsynced:
             assert isinstance(executor, Differentiable)
-            names, done = executor.program.trained - done, done | executor.program.trained
+            rest, done = executor.program.trained - done, done | executor.program.trained
+            # All ranks have the same, but for those that their losses may leave out.
+            names = rest & {*state.unreduced, *executor.optional}
             if not names:
                 continue
             names -= {*executor._left_out(frozenset(state.unreduced), reduces=True)}
