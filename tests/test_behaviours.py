@@ -269,6 +269,23 @@ def test_a_constant_that_forward_sets_is_set_at_every_call():
     assert model.flag is True
 
 
+def test_a_constant_that_forward_sets_and_reads_needs_no_other_program():
+    class Counts(nn.Linear):
+        rows = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.rows is None:
+                self.rows = len(x)
+            return super().forward(x)
+
+    model = Counts(4, 4)
+    sharded = compiled(model)
+    for _ in range(2):
+        sharded(X)
+    assert model.rows == 2
+    assert [len(variants) for variants in sharded._programs.values()] == [1]
+
+
 def test_a_constant_that_sends_the_next_call_another_way_is_refused():
     with pytest.raises(shardgraph.CaptureError, match="takes another way in the next"):
         compiled(Leaves("a constant that decides"))(X)

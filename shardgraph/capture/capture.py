@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,27 +199,37 @@ def _export(
     name = type(model).__name__
     try:
         trace = _trace(traced, args, kwargs, model)
+        guards: Callable[..., Any] = trace.guards
         with torch.no_grad():
             constants = constants_set(trace.written, model, lambda: traced(*args, **kwargs))
-        if constants and str(_trace(traced, args, kwargs, model).graph.graph) != str(trace.graph.graph):
-            raise CaptureError(
-                f"forward of {name} sets {'.'.join(constants[0].keys)!r} in its first call and takes another way in "
-                "the next: a compiled module does the same in each. Call the model once before shardgraph.compile"
-            )
+        if constants:
+            again = _trace(traced, args, kwargs, model)
+            if _lines(again.graph) != _lines(trace.graph):
+                raise CaptureError(
+                    f"forward of {name} sets {'.'.join(constants[0].keys)!r} in its first call and takes another way "
+                    "in the next: a compiled module does the same in each. Call the model once before "
+                    "shardgraph.compile"
+                )
+            guards = partial(guards, later=again.guards)
         try:
-            return _lower(trace.graph, args, kwargs), constants, trace.guards
+            return _lower(trace.graph, args, kwargs), constants, guards
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(traced(*args, **kwargs))
-            return _lower(trace.graph, args, kwargs), constants, trace.guards
+            return _lower(trace.graph, args, kwargs), constants, guards
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CaptureError(
             f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
         ) from error
+
+
+def _lines(gm: fx.GraphModule) -> list[str]:
+    """A traced graph as text. Inputs have the order and the names with which the tracer came upon them."""
+    return sorted(re.sub(r"_dict_(?=parameters|buffers|modules)", "_", str(gm.graph)).splitlines())
 
 
 def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> torch_api.Trace:

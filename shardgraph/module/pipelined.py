@@ -98,7 +98,7 @@ class PipelinedModule(ShardedModule):
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
         if loss_fn is None and count > 1 and not all(can_merge(item.executor.program) for item in work):
             work = self._cut([call], loss_fn)
-        self._set_attributes([item.executor for item in work])
+        self._set_attributes()
         return work
 
     def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:

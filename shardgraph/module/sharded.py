@@ -194,13 +194,15 @@ class ShardedModule(nn.Module):
         (executor,) = self._executables([leaves], spec, loss_fn)
         inputs = self._numbers.lift(leaves, spec)
         output = executor(inputs, lambda: self._sync)
-        self._set_attributes([executor])
+        self._set_attributes()
         return executor, inputs, output
 
-    def _set_attributes(self, executables: Iterable[Executor]) -> None:
-        """Set the attributes that forward sets to constants, as the original would have by now."""
-        for attribute in (each for executable in executables for each in executable.program.joint.attributes):
-            attribute.repeat(self.original)
+    def _set_attributes(self) -> None:
+        """Set the attributes that the latest programs' forward sets to constants, as the original would have by now."""
+        for compiled in {*self._latest[1]} if self._latest is not None else ():
+            for attribute in compiled.executor.program.joint.attributes:
+                attribute.repeat(self.original)
+            compiled.guards.follow()
 
     def settle(self) -> None:
         """Record that the model's tensors are sharded now; programs from before are for these."""

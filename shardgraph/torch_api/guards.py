@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,10 +32,18 @@ class Guards:
     """Conditions under which a model would be traced as its private copy was: on attributes, hooks and globals.
 
     They are the tracer's own guards, for the values that ``model`` has now in place of its copy's. ``captured`` is the
-    tracer's result, and ``graph`` the graph made of it.
+    tracer's result, and ``graph`` the graph made of it. ``later`` makes the guards of the same graph for a model in
+    which forward has set attributes.
     """
 
-    def __init__(self, captured: Any, graph: fx.GraphModule, model: nn.Module) -> None:
+    def __init__(
+        self,
+        captured: Any,
+        graph: fx.GraphModule,
+        model: nn.Module,
+        later: Callable[[nn.Module], Guards] | None = None,
+    ) -> None:
+        self._model, self._later = model, later
         output = copy.copy(captured.output_graph)
         first, *_ = output.local_scope
         self._scope = {**output.local_scope, first: model}
@@ -44,6 +52,12 @@ class Guards:
         output._guards = GuardsSet(OrderedSet(_conditions(output.guards, f"L['{first}']", names)))
         with dynamo.config.patch(GUARD_HOOKS), tracing(graph.meta["tracing_context"]):
             self._manager: Any = CheckFunctionManager(captured.bytecode, output).guard_manager
+
+    def follow(self) -> None:
+        """After a call: if it has set attributes that forward reads, hold for what it has set them to."""
+        if self._later is not None and not self.hold:
+            later, self._later = self._later(self._model), None
+            self._manager, self._scope = later._manager, later._scope
 
     @property
     def hold(self) -> bool:

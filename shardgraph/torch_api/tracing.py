@@ -47,12 +47,12 @@ class Trace(NamedTuple):
     """A traced module as one FX graph of torch calls, in which numbers and shapes are constants.
 
     ``written`` is what its forward writes to and the graph does not, by the tracer's names, such as
-    ``L['self'].cache``. ``guards(model)`` are the guards for a model of which the traced one is a copy.
+    ``L['self'].cache``. ``guards(model)`` are the :class:`Guards` for a model of which the traced one is a copy.
     """
 
     graph: fx.GraphModule
     written: list[str]
-    guards: Callable[[nn.Module], Guards]
+    guards: Callable[..., Guards]
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
