@@ -38,6 +38,25 @@ def test_prose_is_at_most_100_characters_wide(document: Path) -> None:
     assert [line for line in prose if len(line) > 100] == []
 
 
+def test_the_tests_that_the_table_of_torchs_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "torch_tests.md").read_text()))
+    there = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
+    assert named and [name for name in sorted(named) if f"def {name[1]}(" not in there[name[0]]] == []
+
+
+def test_the_counts_of_the_table_of_torchs_tests_are_those_of_its_rows() -> None:
+    overview, *sections = (ROOT / "docs" / "torch_tests.md").read_text().split("\n## ")
+    told = [[int(each) for each in line] for line in re.findall(r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", overview)]
+    counted = []
+    for section in sections:
+        rows = re.findall(r"^\| `test_\w+` \| .* \| (.*) \|$", section, re.MULTILINE)
+        absent, missing = (
+            sum(row.startswith(f"{word}: ") for row in rows) for word in ("does not apply", "not tested yet")
+        )
+        counted.append([len(rows), len(rows) - absent - missing, absent, missing])
+    assert told == [*counted, [sum(each) for each in zip(*counted, strict=True)]]
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md"])
 def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:

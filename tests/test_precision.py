@@ -240,7 +240,9 @@ def test_hybrid_sharding_trains_as_the_original():
 def test_stages_of_a_pipeline_train_as_the_original():
     model = nn.Sequential(*(Net() for _ in range(4)))
     batch, mesh = (torch.randn(8, 8),), {"pp": 2, "dp": 2}
-    assert shardgraph.verify(model, batch, "pp+fsdp", mesh=mesh, precision="bf16", steps=2, tolerance=1e-6).ok
+    assert shardgraph.verify(model, batch, "pp+fsdp", mesh=mesh, precision="bf16", steps=2).ok
+    double = [tensor.double() for tensor in batch]
+    assert shardgraph.verify(model.double(), tuple(double), "pp+fsdp", mesh=mesh, precision=TWICE, steps=2).ok
 
 
 def test_regions_of_autocast_are_respected():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
@@ -105,7 +106,7 @@ def compile(
         InitializationError: a tensor on ``meta`` has no initialisation.
         OffloadError: there is no room for what is offloaded.
         ClusterError: the cluster is unknown or malformed.
-        ShardGraphError: there is no such backend or loss weight.
+        ShardGraphError: there is no such backend or loss weight, or the model is compiled already.
     """
     if backend != "eager":
         raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
@@ -115,6 +116,7 @@ def compile(
 
     mesh_of = partial(run_axes, mesh)
     with agreement.on_all_ranks("the model and the plan") as lines:
+        _check_not_compiled(model)
         question = Question.of(
             model, plan, mesh_of, mesh is None, pipeline, precision, recompute, memory, loss_chunk, offload, cluster
         )
@@ -143,6 +145,14 @@ def compile(
     if plan == "auto" and (not dist.is_initialized() or dist.get_rank() == 0):
         print(f"shardgraph: {chosen}", flush=True)
     return sharded
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    if isinstance(model, ShardedModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ShardGraphError(
+            "the model is compiled already, or sharded by other means: its parameters are shards. Compile it once, and "
+            "build it anew for another plan; state_dict() of one loads into the other"
+        )
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:
