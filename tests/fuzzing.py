@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 # -- operations --------------------------------------------------------------------------------------------
 
@@ -128,7 +129,21 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "repeat": lambda x: x.repeat(1, 2, 1)[:, : x.shape[1]] * 0.5,
     "softplus": lambda x: F.softplus(x),
     "permute": lambda x: x.permute(2, 0, 1).sigmoid().permute(1, 2, 0),
-    "product of halves": lambda x: x * x.unsqueeze(0).squeeze(0).flip(1),
+    "product with the flipped": lambda x: x * x.unsqueeze(0).squeeze(0).flip(1),
+    "fourier": lambda x: torch.fft.rfft(x, dim=1).abs().sum(1, keepdim=True) * 0.1 + x,
+    "in single precision": lambda x: x + torch.linspace(0, 1, x.shape[-1], dtype=torch.float32),
+    "reshape to other rows": lambda x: x.reshape(-1, 2, x.shape[-1] // 2).softmax(1).reshape(x.shape),
+    "rows in another order": lambda x: x[torch.arange(x.shape[0]).flip(0)] + x,
+    "outer product": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).mean(-1),
+    "scatter_add": lambda x: x.scatter_add(1, torch.zeros(x.shape, dtype=torch.long), x),
+    "tiled": lambda x: x.expand(2, *x.shape).reshape(-1, *x.shape[1:])[: x.shape[0]] * 0.7,
+    "swapped halves of rows": lambda x: torch.cat([x[len(x) // 2 :], x[: len(x) // 2]]) + x,
+    "interpolate": lambda x: F.interpolate(F.avg_pool1d(x, 2, 2), size=x.shape[-1]) + x,
+    "norm over all": lambda x: x / (x.norm() + 1),
+    "layer norm of two dimensions": lambda x: F.layer_norm(x, x.shape[1:]),
+    "topk": lambda x: x + x.topk(2, -1).values.sum(-1, keepdim=True),
+    "addcmul_": lambda x: (x * 0.5).addcmul_(x, x.tanh(), value=0.3),
+    "assign by index": lambda x: (x * 0.5).index_copy_(1, torch.tensor([0]), x[:, -1:]),
 }
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -299,6 +314,62 @@ class Counts(Block):
         return before if self.read_before else x - self.mean
 
 
+class Lists(Block):
+    """Parameters in a list and a dictionary, and plain numbers in a dictionary that may change."""
+
+    def __init__(self, width: int, random: Random) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width) for _ in range(2))
+        self.named = nn.ParameterDict({"a": torch.randn(width, width), "b": torch.randn(1, width)})
+        self.options = {"offset": 0.5, "layers": random.randint(1, 2)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights[: self.options["layers"]]:
+            x = x * weight + self.options["offset"]
+        return torch.cat([self.named["b"], x.flatten(0, 1)])[1:].view(x.shape) @ self.named["a"].tril()
+
+
+class Heads(Block):
+    """Attention as torch has it, with a mask that is a buffer, or none."""
+
+    def __init__(self, width: int, random: Random) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, bias=random.random() < 0.5)
+        self.weights = random.random() < 0.3
+        self.register_buffer("mask", torch.randn(9, 9).tril() if random.random() < 0.5 else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
+        y, weights = self.attention(x, x, x, attn_mask=mask, need_weights=self.weights)
+        return y if weights is None else y + weights.mean((1, 2), keepdim=True)
+
+
+class Picture(Block):
+    """Positions and width as the pixels of a picture."""
+
+    def __init__(self, width: int, random: Random) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(1, 4, 3, padding=1), nn.ConvTranspose2d(4, 1, 3, padding=1)
+        self.norm, self.scale = nn.BatchNorm2d(4, affine=random.random() < 0.5), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.max_pool2d(self.norm(self.enter(x.unsqueeze(1))), 3, 1, 1) * self.scale
+        return self.leave(y).squeeze(1)
+
+
+class Parametrized(Block):
+    """A linear layer whose weight is computed, from others or from the layer's own in another block."""
+
+    def __init__(self, width: int, random: Random) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+        self.frozen = nn.Linear(width, width).requires_grad_(random.random() < 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y + F.linear(x, self.frozen.weight - self.linear.weight.detach(), self.frozen.bias)
+
+
 class Residual(Block):
     """A block beside its input."""
 
@@ -336,8 +407,20 @@ class Branch(Block):
         return self.second(x) + 0.1
 
 
-LEAVES = [Operations, Operations, FeedForward, Gated, Attention, Norm, Convolution, Direct, Positions, Counts]
-NESTED = [Residual, Residual, Repeated, Branch]
+class Recomputed(Block):
+    """A block that the model itself computes again in backward."""
+
+    def __init__(self, width: int, random: Random, depth: int) -> None:
+        super().__init__()
+        self.inside = random.choice(WITHOUT_WRITES)(width, random)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+WITHOUT_WRITES = [Operations, FeedForward, Gated, Attention, Convolution, Direct, Positions, Lists, Heads]
+LEAVES = [*WITHOUT_WRITES, Operations, Operations, Norm, Counts, Picture, Parametrized]
+NESTED = [Residual, Residual, Repeated, Branch, Recomputed]
 
 
 def random_block(width: int, random: Random, depth: int) -> Block:
@@ -403,7 +486,9 @@ def loss_of(output: Any) -> torch.Tensor:
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.1),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    # With the default eps, the rounding error of a gradient that is zero, as before a batch norm, moves weights by more
+    # than the tolerance.
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4),
 }
 
 # -- changes -----------------------------------------------------------------------------------------------
@@ -421,6 +506,8 @@ class Change:
         module = model.get_submodule(self.path)
         if self.attribute == "training":
             module.train(self.value)
+        elif self.attribute == "requires_grad":
+            module.requires_grad_(self.value)
         elif self.attribute == "mask in place":
             module.mask.mul_(self.value)
         elif isinstance(self.value, torch.Tensor):
@@ -446,6 +533,10 @@ def _changes_of(path: str, module: nn.Module, random: Random) -> list[Change]:
     if isinstance(module, Direct):
         changes.append(Change(path, "mask", torch.rand_like(module.mask)))
         changes.append(Change(path, "mask in place", 0.5))
+    if isinstance(module, Lists):
+        changes.append(Change(path, "options", {"offset": 0.1, "layers": random.randint(0, 2)}))
+    if isinstance(module, nn.Linear):
+        changes.append(Change(path, "requires_grad", not module.weight.requires_grad))
     if isinstance(module, FeedForward):
         changes.append(Change(path, "activation", random.choice(list(ACTIVATIONS.values()))))
         changes.append(Change(path, "dropout", nn.Identity))
@@ -472,16 +563,18 @@ class Sharding:
     def data_ranks(self) -> int:
         ranks = 1
         for axis, size in self.mesh.items():
-            ranks *= 1 if axis == "tp" else size
+            ranks *= size if axis.startswith("dp") else 1
         return ranks
 
 
 def random_sharding(random: Random) -> Sharding:
-    plan = random.choice(["ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "fsdp+tp"])
+    plan = random.choice(["ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "fsdp+tp", "tp+sp", "cp"])
     size = random.choice([2, 2, 3, 4])
     mesh = {
         "hsdp": {"dp_replicate": 2, "dp_shard": min(size, 3)},
         "tp": {"tp": size},
+        "tp+sp": {"tp": size},
+        "cp": {"cp": size},
         "fsdp+tp": {"dp": 2, "tp": min(size, 3)},
     }.get(plan, {"dp": size})
     return Sharding(plan, mesh, random.choice(["none", "full", "selective"]))

@@ -90,6 +90,22 @@ def test_the_first_backward_outside_no_sync_reduces_all_since_whatever_its_progr
         assert max(differences.values()) < 1e-6, differences
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_of_a_transposed_tensor_has_the_strides_that_its_kernel_gives(training):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.norm(x.transpose(1, 2))
+            return y, self.head(y.transpose(1, 2))
+
+    model, x = Model().train(training), torch.randn(3, 5, 4)
+    expected, made = copy.deepcopy(model)(x), compiled(model)(x)
+    torch.testing.assert_close(made, expected, check_stride=True)
+
+
 # -- autocast ----------------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,14 @@ def _rms_norm(
     return out
 
 
+def _batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # Of other strides, such as of transposed positions, kernels give a contiguous result, and the traced value is
+    # strided like the input: views of it would be made that the result cannot have.
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kept = input.dim() in formats and input.is_contiguous(memory_format=formats[input.dim()])
+    return F.batch_norm(input if kept else input.contiguous(), *args, **kwargs)
+
+
 def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
     """A copy of a Python function that calls ``others`` by name: in its own code no mode replaces anything."""
     copied = types.FunctionType(function.__code__, {**function.__globals__, **others}, argdefs=function.__defaults__)
@@ -157,6 +165,7 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.multi_head_attention_forward: _calling(
         F.multi_head_attention_forward, {"scaled_dot_product_attention": _attention}
     ),
+    F.batch_norm: _batch_norm,
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
     F.embedding: _dense(F.embedding),
