@@ -88,6 +88,8 @@ def _at_the_largest(x: torch.Tensor) -> torch.Tensor:
     return x.scatter(-1, where, 0.5) + x.gather(-1, where)
 
 
+# Left out, since they fail: F.one_hot, whose check of its argument has no value in a graph, and torch.cat with a tensor
+# of no rows under "tp".
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "assign a slice": _assign_slice,
     "assign elements that are large": _assign_elements_that_are_large,
