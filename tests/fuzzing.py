@@ -88,9 +88,9 @@ def _at_the_largest(x: torch.Tensor) -> torch.Tensor:
     return x.scatter(-1, where, 0.5) + x.gather(-1, where)
 
 
-# Left out, since they fail: F.one_hot, whose check of its argument has no value in a graph, and torch.cat with a tensor
-# of no rows under "tp".
+# Left out, since it fails under "tp": torch.cat with a tensor of no rows.
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one hot": lambda x: x + F.one_hot(x.argmax(-1), x.shape[-1]),
     "assign a slice": _assign_slice,
     "assign elements that are large": _assign_elements_that_are_large,
     "add to a transposed view": _add_to_transposed,

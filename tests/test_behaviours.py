@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardgraph
@@ -88,6 +89,19 @@ def test_a_gradient_is_the_mean_over_ranks_of_what_their_losses_reach(plan):
 def test_the_first_backward_outside_no_sync_reduces_all_since_whatever_its_program(plan):
     for differences in on_ranks(ranks.accumulation, args=(plan,)):
         assert max(differences.values()) < 1e-6, differences
+
+
+def test_one_hot_refuses_the_classes_that_the_original_refuses():
+    class Classes(nn.Linear):
+        def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + F.one_hot(classes, 4)
+
+    model = Classes(4, 4)
+    sharded = compiled(copy.deepcopy(model))
+    torch.testing.assert_close(sharded(X, torch.tensor([1, 3])), model(X, torch.tensor([1, 3])))
+    for module in (model, sharded):
+        with pytest.raises(RuntimeError, match=r"out of bounds|smaller than num_classes"):
+            module(X, torch.tensor([1, 4]))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -208,6 +208,21 @@ def test_parameters_that_are_not_the_shards_are_refused(change, message):
         assert all(message in text for text in texts), texts
 
 
+def test_a_compiled_module_is_not_copied():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single", progress=False)
+    with pytest.raises(shardgraph.ShardGraphError, match="copy the model before"):
+        copy.deepcopy(sharded)
+
+
+def test_a_call_before_values_are_loaded_computes_no_number():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    sharded = shardgraph.compile(model, "single", initialize=False, progress=False)
+    assert sharded(X.to(sharded._state.device)).isnan().all()
+    sharded.load_state_dict(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict())
+    assert sharded(X).isfinite().all()
+
+
 # -- ranks -------------------------------------------------------------------------------------------------
 
 

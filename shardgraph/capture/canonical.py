@@ -142,6 +142,14 @@ def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
     return copied
 
 
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """With the check of its classes in the operation that writes them, instead of one of its own without a result."""
+    if num_classes <= 0:
+        return F.one_hot(tensor, num_classes)
+    zeros = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
 def _dense(function: Any) -> Callable[..., Tensor]:
     """An embedding whose gradient is dense."""
     signature = inspect.signature(function)
@@ -168,6 +176,7 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: _batch_norm,
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
+    F.one_hot: _one_hot,
     F.embedding: _dense(F.embedding),
     F.embedding_bag: _dense(F.embedding_bag),
 }

@@ -46,14 +46,19 @@ class ParameterMemory:
             )
 
     def filled(self, fqn: str, part: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of this rank's ``part`` of a parameter; uninitialised memory if it is on ``meta``."""
+        """A contiguous copy of this rank's ``part`` of a parameter; without values if it is on ``meta``."""
         if not self._entries[fqn].offload:
             own = torch.empty(part.shape, dtype=part.dtype, device=self._device)
         elif fqn in self._files:
             own = self._files[fqn]
         else:
             own = empty_on_host(part.shape, part.dtype, self._device)
-        return own if part.is_meta else own.copy_(part)
+        return without_values(own) if part.is_meta else own.copy_(part)
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, filled with what makes a computation before its values are loaded visible: nan, where it can be."""
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.zero_()
 
 
 def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -112,6 +112,12 @@ class ShardedModule(nn.Module):
         else:
             delattr(self.__dict__["original"], name)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardGraphError(
+            "a compiled module cannot be copied, with its programs and its place among the ranks: copy the model "
+            "before shardgraph.compile and compile both; state_dict and load_state_dict copy values"
+        )
+
     def train(self, mode: bool = True) -> ShardedModule:
         """Set training mode, as ``nn.Module.train``."""
         self.original.train(mode)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph.capture.casting import cast_buffers
 from shardgraph.errors import OffloadError
 from shardgraph.module.materialize import is_meta, materialize
-from shardgraph.module.parameter_memory import ParameterMemory
+from shardgraph.module.parameter_memory import ParameterMemory, without_values
 from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
 from shardgraph.module.replaced import remember
 from shardgraph.plans.plan import ParameterPlan, Plan
@@ -79,7 +79,10 @@ def shard_model(
                 owner, _, key = name.rpartition(".")
                 model.get_submodule(owner)._parameters[key] = parameter
             replaced[parameters[first]] = parameter
-        buffers = {id(b): torch.empty_like(b, device=device) if b.is_meta else b.to(device) for b in model.buffers()}
+        buffers = {
+            id(b): without_values(torch.empty_like(b, device=device)) if b.is_meta else b.to(device)
+            for b in model.buffers()
+        }
         for module in model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:  # shared ones stay shared
