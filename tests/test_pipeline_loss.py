@@ -143,13 +143,15 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "a count": lambda o, t: ((o.argmax(-1) == t).sum(), (t != -100).sum()),
     "a perplexity": lambda o, t: (cross_entropy()(o, t).exp(), o),
     "statistics of the batch": lambda o, t: (o.mean((0, 1)), o),
+    "statistics as long as a microbatch": lambda o, t: (o.mean((0, 1))[:2], o.mean(0, keepdim=True), o),
 }
 
 
+@pytest.mark.parametrize("microbatches", [3, 4, 6])
 @pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS)
-def test_outputs_in_eval_mode_are_those_of_the_undivided_batch(outputs):
+def test_outputs_in_eval_mode_are_those_of_the_undivided_batch(outputs, microbatches):
     original = Evaluates(outputs).eval()
-    pipeline = Pipeline(schedule="looped-bfs", stages=("body.3",), microbatches=4)
+    pipeline = Pipeline(schedule="looped-bfs", stages=("body.3",), microbatches=microbatches)
     sharded = shardgraph.compile(
         copy.deepcopy(original), "pp", pipeline=pipeline, example_inputs=(TOKENS, LABELS), progress=False
     )

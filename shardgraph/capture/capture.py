@@ -130,6 +130,20 @@ def capture(
     return joint
 
 
+def output_shapes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> list[torch.Size | None]:
+    """The shapes of the tensors that ``model(*args, **kwargs)`` returns, None for all else; nothing is computed."""
+    mode = FakeTensorMode()
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: _fake(mode, tensor, device, keep_strides=True), (args, kwargs)
+    )
+    private = _stand_in(model, mode, device, {})
+    with same_kernels(), mode, torch.no_grad():
+        leaves = pytree.tree_leaves(private(*fake_args, **fake_kwargs))
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
 def _check_hooks(model: nn.Module) -> None:
     """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep."""
     for path, module in model.named_modules():

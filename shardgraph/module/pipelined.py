@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
@@ -35,12 +36,13 @@ class PipelinedModule(ShardedModule):
     owners: Mapping[str, tuple[int, ...]]  # stages that use each parameter, from the first program
     _running: RunningPipeline
     _written: dict[str, int]  # the stage that writes each buffer
+    _mergeable: dict[tuple[Executor, ...], bool]  # whether outputs of these for microbatches can be merged
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__(model, plan, mesh[plan.axes] if mesh is not None and plan.axes else None, setup)
         assert plan.pipeline is not None
         running = RunningPipeline(plan, self._state, mesh)
-        self._own(pipeline=plan.pipeline, owners={}, _running=running, _written={})
+        self._own(pipeline=plan.pipeline, owners={}, _running=running, _written={}, _mergeable={})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, without gradients; every rank of the pipeline returns its output.
@@ -96,10 +98,17 @@ class PipelinedModule(ShardedModule):
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
-        if loss_fn is None and count > 1 and not all(can_merge(item.executor.program) for item in work):
+        if loss_fn is None and count > 1 and not self._can_merge(call, [item.executor for item in work]):
             work = self._cut([call], loss_fn)
         self._set_attributes()
         return work
+
+    def _can_merge(self, call: tuple[tuple[Any, ...], dict[str, Any]], executors: list[Executor]) -> bool:
+        key = tuple(executors)
+        if key not in self._mergeable:
+            shapes = output_shapes(self.original, *call, self._state.device)
+            self._mergeable[key] = can_merge([executor.program for executor in executors], shapes)
+        return self._mergeable[key]
 
     def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)

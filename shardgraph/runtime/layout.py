@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ class Layout:
         # Plain tensor attributes are like buffers; those that are set later are looked up when they are compiled for.
         attributes = ((module, vars(module)) for module in self._modules)
         self._attributes = [(m, k) for m, own in attributes for k, v in own.items() if isinstance(v, torch.Tensor)]
+        # A module has the same dictionaries for as long as it lives.
+        own = (_children, _own_parameters, _own_buffers)
+        self._holders = [holder(module) for module in self._modules for holder in own]
         self._objects = self._present()
         self._note_storages()
         self.buffers = tuple(map(_kind, self._held()))
@@ -67,10 +70,9 @@ class Layout:
         return chain(buffers, (vars(module).get(key) for module, key in self._attributes))
 
     def _present(self) -> list[Any]:
-        """Every current submodule, parameter and buffer of every module."""
-        children = map(_values, map(_children, self._modules))
-        parameters = map(_values, map(_own_parameters, self._modules))
-        return list(chain(chain.from_iterable(children), chain.from_iterable(parameters), self._held()))
+        """Every current submodule, parameter and buffer of every module, and every plain tensor attribute."""
+        attributes = (vars(module).get(key) for module, key in self._attributes)
+        return list(chain(chain.from_iterable(map(_values, self._holders)), attributes))
 
     def refresh(self) -> None:
         """Look up modules, parameters and buffers again if any has changed.
@@ -89,7 +91,7 @@ class Layout:
             )
         now = self._present()
         # The recorded objects are kept alive, so no other object can have one of their ids.
-        if len(now) != len(self._objects) or list(map(id, now)) != list(map(id, self._objects)):
+        if len(now) != len(self._objects) or not all(map(is_, now, self._objects)):
             self.look_up()
 
     @property

@@ -72,16 +72,16 @@ def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float]) -> to
     return torch.stack([value * weight for value, weight in zip(values, weights, strict=True) if weight]).sum(0)
 
 
-def can_merge(program: Program) -> bool:
-    """Whether the outputs for the whole batch follow from those for microbatches; see :func:`merged`."""
-    rows = program.joint.rows
-    for role, node in outputs(program.joint.module):
-        if isinstance(role, Output) and isinstance(node, fx.Node):
-            shape = node.meta["val"].shape
-            if shape and (not rows or shape[0] % rows):
-                return False
+def can_merge(programs: Sequence[Program], whole: Sequence[torch.Size | None]) -> bool:
+    """Whether outputs of the shapes ``whole`` for the batch follow from those for microbatches; see :func:`merged`."""
+    parts = [dict(outputs(program.joint.module)) for program in programs]
+    for index, shape in enumerate(whole):
+        values = [roles.get(Output(index)) for roles in parts]
+        shapes = [value.meta["val"].shape for value in values if isinstance(value, fx.Node)]
+        if shape and shapes and shape[0] != sum(part[0] for part in shapes):
+            return False
     try:
-        return program.losses is not None
+        return all(program.losses is not None for program in programs)
     except ShardGraphError:
         return False
 
@@ -89,8 +89,7 @@ def can_merge(program: Program) -> bool:
 def merged(made: list[Any], programs: Sequence[Program], values: Sequence[Callable[[Role], Any]]) -> Any:
     """The model's output for the whole batch, from the outputs ``made`` for microbatches.
 
-    Tensors with as many rows as a microbatch, or a multiple of that (tokens in one row), are concatenated; losses are
-    added up as they are reduced. All else is the same for all microbatches.
+    Tensors are concatenated; losses are added up as they are reduced. All else is the same for all microbatches.
     """
     if len(made) == 1:
         return made[0]
