@@ -99,10 +99,7 @@ def capture(
     """
     _check_hooks(model)
     fake_mode = FakeTensorMode()
-    cpu = torch.device("cpu")
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: _fake(fake_mode, t, cpu if is_number(t) else device, keep_strides=True), (args, kwargs)
-    )
+    fake_args, fake_kwargs = _fake_inputs(fake_mode, args, kwargs, device)
     dtypes = computed_dtypes(model, precision, annotations)
     private = _stand_in(model, fake_mode, device, dtypes)
     named = [*private.named_parameters(remove_duplicate=False), *private.named_buffers(remove_duplicate=False)]
@@ -125,7 +122,7 @@ def capture(
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs)
-    if loss_fn is own_loss:
+    if loss_fn is not None:
         _check_loss(joint)
     return joint
 
@@ -135,9 +132,7 @@ def output_shapes(
 ) -> list[torch.Size | None]:
     """The shapes of the tensors that ``model(*args, **kwargs)`` returns, None for all else; nothing is computed."""
     mode = FakeTensorMode()
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: _fake(mode, tensor, device, keep_strides=True), (args, kwargs)
-    )
+    fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, device)
     private = _stand_in(model, mode, device, {})
     with same_kernels(), mode, torch.no_grad():
         leaves = pytree.tree_leaves(private(*fake_args, **fake_kwargs))
@@ -166,6 +161,13 @@ def _name_modules(gm: fx.GraphModule) -> None:
             if stack := attribute.get(node):
                 inside = {call: re.sub(r"^L\['self'\](\.model)?\.?", "", path) for call, (path, _) in stack.items()}
                 attribute.set(node, {call: (inside[call], kind) for call, (_, kind) in stack.items()})
+
+
+def _fake_inputs(mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    cpu = torch.device("cpu")
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: _fake(mode, t, cpu if is_number(t) else device, keep_strides=True), (args, kwargs)
+    )
 
 
 def _fake(

@@ -17,7 +17,7 @@ from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Ta
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State
-from shardgraph.runtime.pipeline.microbatches import loss_weights, weighted_sum
+from shardgraph.runtime.pipeline.microbatches import loss_counts, weighted_sum
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import rank_generator
 from shardgraph.torch_api import pytree
@@ -273,7 +273,8 @@ class PipelineComparison(Comparison):
         if parts < len(self.programs):
             return [1.0]
         values = [self._inputs_alone(rank, self.buffers, number) for number in range(parts)]
-        return loss_weights(self.programs, [each.__getitem__ for each in values])
+        reduction, rows, counts = loss_counts(self.programs, [each.__getitem__ for each in values])
+        return reduction.weights(rows, counts)
 
     def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
         mine, theirs = (

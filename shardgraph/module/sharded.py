@@ -33,6 +33,7 @@ from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.loss_weight import weight_by_elements
+from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
@@ -101,9 +102,10 @@ class ShardedModule(nn.Module):
             return getattr(self.__dict__["original"], name)  # config, and other attributes of the model
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or hasattr(type(self), name):
+        own = name in self.__dict__ or hasattr(type(self), name)
+        if own:
             self.__dict__[name] = value
-        if name not in self.__dict__ or name == "training":
+        if not own or name == "training":
             setattr(self.__dict__["original"], name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -140,18 +142,13 @@ class ShardedModule(nn.Module):
             ShardGraphError: there is neither loss, or a ``target`` without a ``loss_fn``.
         """
         executor, leaves, loss = self._run(args, kwargs, self._loss_of(kwargs))
-        weighted = loss * self._weight(executor, leaves)
+        weighted = loss
+        if self._setup.loss_weight == "tokens":
+            values = [lambda role: self._state.value(role, leaves)]
+            reduction, rows, counts = loss_counts([executor.program], values)
+            weighted = loss * weight_by_elements(reduction.elements(rows, counts), self.plan, self._state)
         (weighted if scaler is None else scaler.scale(weighted)).backward()
         return loss.detach()
-
-    def _weight(self, executor: Executor, leaves: list[Any]) -> float:
-        """What this rank's loss counts for in the mean of all data ranks' losses."""
-        if self._setup.loss_weight == "ranks":
-            return 1.0
-        program = executor.program
-        counts = program.losses[0].counts(lambda role: self._state.value(role, leaves))
-        elements = program.losses[0].elements([program.joint.rows], [counts])
-        return weight_by_elements(elements, self.plan, self._state)
 
     def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
         """The loss function of a training step with these keyword arguments."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -50,7 +50,7 @@ class Layout:
         self._holders = [holder(module) for module in self._modules for holder in own]
         self._objects = self._present()
         self._note_storages()
-        self.buffers = tuple(map(_kind, self._held()))
+        self.buffers = tuple(_kind(each) for each in self._objects if not isinstance(each, (nn.Module, nn.Parameter)))
 
     def settle(self) -> None:
         """Record the parameters as those that programs are compiled for."""
@@ -63,11 +63,6 @@ class Layout:
         self._distributed = [parameter for parameter in self._parameters if isinstance(parameter, DTensor)]
         self._storages = [parameter.untyped_storage() for parameter in self._distributed]  # kept alive, as objects are
         self._addresses = list(map(storage_address, self._distributed))
-
-    def _held(self) -> Iterator[Any]:
-        """Every buffer and plain tensor attribute."""
-        buffers = chain.from_iterable(map(_values, map(_own_buffers, self._modules)))
-        return chain(buffers, (vars(module).get(key) for module, key in self._attributes))
 
     def _present(self) -> list[Any]:
         """Every current submodule, parameter and buffer of every module, and every plain tensor attribute."""

@@ -12,6 +12,7 @@ from torch import fx
 
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.ir import Output, Role, outputs
+from shardgraph.passes.analysis.loss_reduction import LossReduction
 from shardgraph.passes.program import Program
 from shardgraph.torch_api import pytree
 
@@ -45,26 +46,19 @@ def microbatches(call: Any, count: int) -> list[Any]:
     return [pytree.tree_map_only(torch.Tensor, partial(cut, start=start, end=end), call) for start, end in parts]
 
 
-def loss_weights(programs: Sequence[Program], values: Sequence[Callable[[Role], Any]], output: int = 0) -> list[float]:
-    """What each microbatch's value of a 0-dimensional output, such as the loss, counts for in that of the batch.
+def loss_counts(
+    programs: Sequence[Program], values: Sequence[Callable[[Role], Any]], output: int = 0
+) -> tuple[LossReduction, list[int], list[list[float]]]:
+    """How a 0-dimensional output, such as the loss, is reduced, and the rows and counts of each microbatch.
 
     ``values`` are the inputs and buffers of each microbatch by role.
 
     Raises:
-        ShardGraphError: that of the batch does not follow from those of the microbatches; the message says why.
+        ShardGraphError: the output of a batch does not follow from those of its microbatches; the message says why.
     """
+    rows = [program.joint.rows for program in programs]
     counts = [program.losses[output].counts(value) for program, value in zip(programs, values, strict=True)]
-    return programs[0].losses[output].weights([program.joint.rows for program in programs], counts)
-
-
-def loss_elements(programs: Sequence[Program], values: Sequence[Callable[[Role], Any]]) -> float:
-    """How many elements the loss of the batch is a mean of.
-
-    Raises:
-        ShardGraphError: it is not one mean; the message says what it is.
-    """
-    counts = [program.losses[0].counts(value) for program, value in zip(programs, values, strict=True)]
-    return programs[0].losses[0].elements([program.joint.rows for program in programs], counts)
+    return programs[0].losses[output], rows, counts
 
 
 def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -100,6 +94,7 @@ def merged(made: list[Any], programs: Sequence[Program], values: Sequence[Callab
             return parts[0]
         if parts[0].dim():
             return torch.cat(parts)
-        return weighted_sum(parts, loss_weights(programs, values, index)).to(parts[0].dtype)
+        reduction, rows, counts = loss_counts(programs, values, index)
+        return weighted_sum(parts, reduction.weights(rows, counts)).to(parts[0].dtype)
 
     return pytree.tree_unflatten([merge(i, *parts) for i, parts in enumerate(zip(*leaves, strict=True))], spec)

@@ -19,7 +19,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
-from shardgraph.runtime.pipeline.microbatches import loss_elements, loss_weights, weighted_sum
+from shardgraph.runtime.pipeline.microbatches import loss_counts, weighted_sum
 from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import common_draw, rank_seed
@@ -64,10 +64,11 @@ class RunningPipeline:
         ``grad``; else they are kept for the next step. ``by_tokens`` weighs the losses of data ranks by the elements
         that they are means of.
         """
-        programs, values = [item.executor.program for item in work], [item.value for item in work]
-        weights = loss_weights(programs, values)
+        programs = [item.executor.program for item in work]
+        reduction, rows, counts = loss_counts(programs, [item.value for item in work])
+        weights = reduction.weights(rows, counts)
         if by_tokens:
-            scale *= weight_by_elements(loss_elements(programs, values), self.plan, self.state)
+            scale *= weight_by_elements(reduction.elements(rows, counts), self.plan, self.state)
         self._begin(work, [weight * scale for weight in weights])
         losses = self._one_by_one(len(work)) if self.group is None else self._by_schedule(len(work))
         self._write_buffers(work)
