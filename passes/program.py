@@ -203,12 +203,14 @@ class Program:
         Raises:
             ShardGraphError: one is not a weighted sum of sums and means over rows; the message has the line.
         """
-        gm, rows = self.joint.module, self.joint.rows
-        return {
-            role.index: loss_reduction(gm, value, rows)
-            for role, value in ir.outputs(gm)
+        joint = self.joint
+        values = {
+            role.index: value
+            for role, value in ir.outputs(joint.module)
             if isinstance(role, ir.Output) and isinstance(value, fx.Node) and not value.meta["val"].dim()
         }
+        numbers = joint.row_numbers() if values else []
+        return {i: loss_reduction(joint.module, value, joint.rows, numbers) for i, value in values.items()}
 
     @cached_property
     def needed(self) -> frozenset[str]:

@@ -42,6 +42,17 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "with weights of classes": cross_entropy(weight=SPREAD),
     "a sum": cross_entropy(reduction="sum"),
     "half a sum": lambda output, target: 0.5 * cross_entropy(reduction="sum")(output, target),
+    "a sum divided by the rows": lambda output, target: output.square().sum() / len(output),
+    "a sum divided by them as a float": lambda output, target: output.square().sum() / float(len(output)),
+    "a sum divided by them as a tensor": lambda output, target: output.square().sum() / torch.tensor(len(output)),
+    "a sum divided by what is filled": lambda output, target: output.square().sum() / output.new_full((), len(output)),
+    "a sum times their inverse": lambda output, target: output.square().sum() * (1 / len(output)),
+    "a sum divided by all elements": lambda output, target: output.square().sum() / output.numel(),
+    "a sum divided by a constant": lambda output, target: output.square().sum() / 6,
+    "a mean times the rows": lambda output, target: output.square().mean() * len(output),
+    "a divergence per row": lambda output, target: F.kl_div(
+        output.log_softmax(-1), output.detach().sigmoid(), reduction="batchmean"
+    ),
     "a mean over all tokens": lambda output, target: cross_entropy(reduction="none")(output, target).mean(),
     "a mean of means": lambda output, target: output.square().mean(1).sum(-1).mean(),
     "with positions before classes": lambda output, target: F.cross_entropy(output.transpose(1, 2), target),
@@ -87,7 +98,13 @@ def test_microbatches_that_recompute_count_as_the_others(checkpoint):
 REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "a function of a mean": (lambda o, t: cross_entropy()(o, t).exp(), "not a weighted sum"),
     "a product of means": (lambda o, t: o.mean() * o.square().mean(), "not a weighted sum"),
-    "a division by the number of rows": (lambda o, t: o.square().sum() / len(o), "may be a number of rows: use a mean"),
+    "a division by as many ones": (lambda o, t: o.square().sum() / torch.ones(len(o)).sum(), "may count rows"),
+    "a division by one less than the rows": (lambda o, t: o.sum() / (len(o) + 2), "scaled by .*, which comes from the"),
+    "a mean times the square of the rows": (lambda o, t: o.mean() * len(o) ** 2, "which comes from the number of rows"),
+    "a division of each row": (
+        lambda o, t: (o / len(o)).square().sum(),
+        "computes with .*, which comes from the",
+    ),
     "a normalization over the batch": (lambda o, t: (o - o.mean()).square().mean(), "a value of the whole batch"),
     "a sum and a constant": (lambda o, t: o.square().sum() + SPREAD.sum(), "what is the same for all"),
     "a sum and a mean": (lambda o, t: o.square().sum() + o.mean(), "a sum and a mean over rows, which weigh"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,13 +100,20 @@ def _named(term: Term) -> str:
     return {"sum": "a sum", "mean": "a mean over rows", "counted": "a mean over counted elements"}[term.kind]
 
 
-def loss_reduction(gm: fx.GraphModule, loss: fx.Node, rows: int) -> LossReduction:
+def loss_reduction(
+    gm: fx.GraphModule, loss: fx.Node, rows: int, numbers: Sequence[ir.RowNumber] | None
+) -> LossReduction:
     """How ``loss``, a 0-dimensional value of a captured graph for a batch of ``rows``, is reduced over them.
+
+    ``numbers`` are those that forward computes from ``rows``, None if they are not known.
 
     Raises:
         ShardGraphError: it is not a weighted sum of sums and means over rows; the message has the line.
     """
-    return LossReduction(tuple(dict.fromkeys(_Reader(gm, rows).terms(loss))), SOURCE.get(loss) or "the end of forward")
+    reader = _Reader(gm, rows, numbers)
+    terms = tuple(dict.fromkeys(reader.terms(loss)))
+    reader.check_numbers(loss)
+    return LossReduction(terms, SOURCE.get(loss) or "the end of forward")
 
 
 _SAME = {
@@ -134,6 +141,12 @@ _REDUCED = {  # by the position of the argument that is 1 for a mean and 2 for a
 _NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_FILLED = {  # by the position of the number that all elements are
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+    aten.scalar_tensor.default: 0,
+}
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 
 _CONSTANT = Term("mean")
@@ -143,8 +156,10 @@ _CONSTANT = Term("mean")
 class _Reader:
     """Reads the reduction of values of one graph, from the value towards the inputs."""
 
-    def __init__(self, gm: fx.GraphModule, rows: int) -> None:
+    def __init__(self, gm: fx.GraphModule, rows: int, numbers: Sequence[ir.RowNumber] | None) -> None:
         self.gm, self.rows = gm, rows
+        self.numbers = None if numbers is None else {(each.function, each.number): each for each in numbers}
+        self.scaled: set[fx.Node] = set()  # nodes whose number of rows is understood
         self.varying: set[fx.Node] = set()  # values that differ between the parts of a batch
         for node in gm.graph.nodes:
             if node.op == "placeholder":
@@ -152,7 +167,8 @@ class _Reader:
                 cut = isinstance(ROLE.of(node), ir.Input) and isinstance(value, torch.Tensor) and value.dim() > 0
                 varies = cut and value.shape[0] == rows
             else:
-                varies = bool(self.varying & set(node.all_input_nodes))
+                filled = node.target in _FILLED and not node.meta["val"].dim()
+                varies = not filled and bool(self.varying & set(node.all_input_nodes))
             if varies:
                 self.varying.add(node)
 
@@ -198,24 +214,56 @@ class _Reader:
             if not divides or any(term.kind != "sum" for term in terms):
                 return self._refuse(node)
             return [Term("counted", self._count(other))]
-        # A mean that is spelled out: the number may be that of rows or any other.
-        if divides and isinstance(other, int) and other % self.rows == 0 and any(term.kind == "sum" for term in terms):
-            return self._refuse(node, f"a sum is divided by {other}, which may be a number of rows: use a mean")
-        return terms
+        return self._by_constant(terms, node, other, divides)
+
+    def _by_constant(self, terms: list[Term], node: fx.Node, factor: Any, divides: bool) -> list[Term]:
+        """Terms times, or divided by, what is the same for all parts of a batch, unless it counts the rows of one."""
+        place, number = _number(self.gm, node, factor)
+        if place is None:
+            if not any(each.op in ("placeholder", "get_attr") for each in [factor, *_sources(factor)]):
+                self._refuse(node, f"it is scaled by {factor}, which may count rows: use a mean")
+            return terms
+        if self.numbers is None:
+            ratio = number if divides else 1 / (number or math.inf)
+            if abs(ratio) >= 1 and math.isclose(ratio / self.rows, round(ratio / self.rows), rel_tol=1e-6):
+                self._refuse(node, f"it is scaled by {factor}, which may be a number of rows: use a mean")
+            return terms
+        if (from_rows := self.numbers.get((_name(place), number))) is None:
+            return terms
+        self.scaled.add(place)
+        # 1 of a number in proportion to the rows, -1 of one in proportion to their inverse.
+        power = (
+            math.log(from_rows.longer / number) / math.log1p(1 / self.rows) if from_rows.longer * number > 0 else 0.0
+        )
+        kinds = {term.kind for term in terms}
+        if not from_rows.also_constant:
+            if kinds == {"sum"} and math.isclose(power, 1 if divides else -1, rel_tol=1e-4):
+                return [Term("mean")]
+            if kinds == {"mean"} and math.isclose(power, -1 if divides else 1, rel_tol=1e-4):
+                return [Term("sum")]
+        return self._refuse(node, f"it is scaled by {number:g}, which comes from the number of rows: use a mean")
+
+    def check_numbers(self, loss: fx.Node) -> None:
+        """Raise ShardGraphError if ``loss`` depends on a number of rows other than as the scale of a term."""
+        unseen = dict(self.numbers or {})
+        for node in self.gm.graph.nodes:
+            unseen = {key: each for key, each in unseen.items() if not _takes(self.gm, node, *key)}
+        for node in (loss, *_sources(loss)):
+            if node not in self.scaled:
+                for function, number in self.numbers or ():
+                    if _takes(self.gm, node, function, number):
+                        self._refuse(node, f"it computes with {number:g}, which comes from the number of rows")
+        for function, number in unseen:
+            self._refuse(loss, f"{function} computes with {number:g} before it, which comes from the number of rows")
 
     def _by_rows(self, of: fx.Node, kind: Literal["sum", "mean"], node: fx.Node) -> Term:
         """A reduction of all elements of a value that has rows, and that is computed for each row alone."""
         if node.meta["val"].numel() != 1 or of.meta["val"].numel() % self.rows:
             self._refuse(node)
-        seen, pending = {of}, [of]
-        while pending:
-            for each in pending.pop().all_input_nodes:
-                if each in self.varying and each not in seen:
-                    seen.add(each)
-                    pending.append(each)
-                    value = each.meta.get("val")
-                    if isinstance(value, torch.Tensor) and not value.dim():
-                        self._refuse(node, f"what it reduces depends on {each.name}, a value of the whole batch")
+        for each in _sources(of):
+            value = each.meta.get("val")
+            if each in self.varying and isinstance(value, torch.Tensor) and not value.dim():
+                self._refuse(node, f"what it reduces depends on {each.name}, a value of the whole batch")
         return Term(kind)
 
     def _count(self, node: fx.Node) -> fx.GraphModule:
@@ -264,3 +312,37 @@ class _Reader:
             f"{why}. A pipeline can add up losses that are reduced by sum, mean, or a mean over counted elements "
             "(cross_entropy with ignore_index)"
         )
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """Every value that a value depends on."""
+    seen, pending = {node}, [node]
+    while pending:
+        for each in pending.pop().all_input_nodes:
+            if each not in seen:
+                seen.add(each)
+                pending.append(each)
+                yield each
+
+
+def _name(node: fx.Node) -> str:
+    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+
+
+def _takes(gm: fx.GraphModule, node: fx.Node, function: str, number: float) -> bool:
+    """Whether a node is this function of this number."""
+    return _name(node) == function and any(_number(gm, node, each) == (node, number) for each in node.args)
+
+
+def _number(gm: fx.GraphModule, node: fx.Node, value: Any) -> tuple[fx.Node | None, float]:
+    """The number that an argument of a node is, with the node that has it as an argument; else None and nan."""
+    while isinstance(value, fx.Node) and value.target in _SAME | {aten.lift_fresh_copy.default}:
+        value = value.args[0]
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        constant = operator.attrgetter(str(value.target))(gm)
+        value = constant.item() if isinstance(constant, torch.Tensor) and constant.numel() == 1 else None
+    elif isinstance(value, fx.Node) and value.target in _FILLED:
+        node, value = value, value.args[_FILLED[value.target]]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return node, float(value)
+    return None, math.nan

@@ -22,6 +22,7 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.numbers import check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.pytrees import register_types
+from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.side_effects import constants_set
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
@@ -111,7 +112,8 @@ def capture(
         same_kernels(),
         fake_mode,
     ):
-        exported, attributes, guards = _export(_Traced(private, loss_fn), fake_args, fake_kwargs, private)
+        traced = _Traced(private, loss_fn)
+        exported, attributes, guards = _export(traced, fake_args, fake_kwargs, private)
     constraints.check_met(exported.graph_module, annotations)
     _name_modules(exported.graph_module)
     leaves = pytree.tree_leaves((args, kwargs))
@@ -120,6 +122,14 @@ def capture(
     joint.guards = lambda model: guards(_Traced(model, loss_fn))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+    def from_rows() -> list[ir.RowNumber] | None:
+        with casting(private, precision, annotations, stored=model), same_kernels():
+            return row_numbers(
+                lambda call: traced(*call[0], **call[1]), (fake_args, fake_kwargs), joint.rows, fake_mode
+            )
+
+    joint.row_numbers = from_rows
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs)
     if loss_fn is not None:

@@ -35,6 +35,7 @@ from shardgraph.ir.graph import (
     AttributeSet,
     JointGraph,
     OutputAlias,
+    RowNumber,
     UnboundGraph,
     add_output,
     copy_graph,

@@ -98,6 +98,20 @@ class AttributeSet:
         setattr(owner, self.keys[-1], self.value)
 
 
+@dataclass(frozen=True)
+class RowNumber:
+    """A number that forward computes from the length of the batch and gives to an operation on elements.
+
+    ``function`` is the operation's name, such as ``"div"``. ``longer`` is the number for a batch of one row more.
+    ``also_constant``: elsewhere the same function takes an equal number that does not depend on the rows.
+    """
+
+    function: str
+    number: float
+    longer: float
+    also_constant: bool
+
+
 @dataclass(eq=False)
 class JointGraph:
     """A captured program.
@@ -108,8 +122,9 @@ class JointGraph:
     ``stored`` is the dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of
     the computation. ``attributes`` are those that forward sets to constants. ``guards(model)`` makes the conditions
     under which ``model``, as it is now, is captured as this graph; see :class:`shardgraph.torch_api.Guards`. ``rows``
-    is the length of the batch, dimension 0 of the first input that has one. ``placed`` has results of
-    :mod:`shardgraph.passes.placing` for this graph.
+    is the length of the batch, dimension 0 of the first input that has one, and ``row_numbers()`` are the numbers that
+    forward computes from it, or None if that cannot be told. ``placed`` has results of :mod:`shardgraph.passes.placing`
+    for this graph.
     """
 
     module: fx.GraphModule
@@ -120,6 +135,7 @@ class JointGraph:
     attributes: tuple[AttributeSet, ...] = ()
     guards: Callable[[torch.nn.Module], Any] | None = None
     rows: int = 0
+    row_numbers: Callable[[], list[RowNumber] | None] = lambda: []
     placed: dict[Any, Any] = field(default_factory=dict)
 
     @property
