@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardgraph.capture.captures import Call, Captures
+from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
 from shardgraph.passes.analysis.places import on_host
@@ -143,9 +144,12 @@ def lower(
 
     Raises:
         PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name, or its
-            recomputation names operations that the model does not have.
+            recomputation names operations that the model does not have, or it has a pipeline and the model sets
+            attributes to tensors.
         DeadlockError: the program's collectives could block for ever.
     """
+    if plan.pipeline is not None:
+        _check_attributes(joint)
     show("rewrite")
     gm, context = place(joint, plan, shapes)
     graphs: Graphs = {"joint": gm}
@@ -155,3 +159,13 @@ def lower(
         run_on_graphs(graphs, passes, context)
     actions = schedule(plan, any(of_kind(graphs, "backward")))
     return Program(joint, graphs, actions, plan, context.parameters, shapes, context)
+
+
+def _check_attributes(joint: JointGraph) -> None:
+    """Raise PlanError if forward sets attributes to what only exists for a microbatch."""
+    for attribute in joint.results:
+        raise PlanError(
+            f"forward sets the attribute {attribute.fqn!r} of the model{attribute.source} to a value of the call, and "
+            "a pipeline calls it for each microbatch: return the value as an output, write a buffer in place, or "
+            "choose a plan without a pipeline"
+        )

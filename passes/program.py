@@ -207,7 +207,8 @@ class Program:
         values = {
             role.index: value
             for role, value in ir.outputs(joint.module)
-            if isinstance(role, ir.Output) and isinstance(value, fx.Node) and not value.meta["val"].dim()
+            if isinstance(role, ir.Output) and role.index < joint.returned
+            if isinstance(value, fx.Node) and not value.meta["val"].dim()
         }
         numbers = joint.row_numbers() if values else []
         return {i: loss_reduction(joint.module, value, joint.rows, numbers) for i, value in values.items()}

@@ -27,7 +27,7 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
-from tests.two_heads import TwoHeads
+from tests.two_heads import KeepsState, TwoHeads
 from tests.zoo import Deep, make, scalar, shorter
 
 
@@ -436,6 +436,33 @@ def calls_after_replacing(change: str) -> list[str]:
             sharded(torch.ones(2, 4))
         errors.append(str(raised.value))
     return errors
+
+
+def attributes(plan: str) -> dict[str, float]:
+    """The largest differences of what forward leaves behind, and of gradients, to those of the original by name."""
+    torch.manual_seed(0)
+    original = KeepsState()
+    model, of_ranks = copy.deepcopy(original), [copy.deepcopy(original) for _ in range(dist.get_world_size())]
+    sharded = shardgraph.compile(model, plan)
+    worst: dict[str, float] = {}
+    for _ in range(3):
+        x = torch.randn(2 * dist.get_world_size(), 4)
+        for each, part in zip(of_ranks, x.chunk(dist.get_world_size()), strict=True):
+            (each(part).sum() + each.auxiliary).backward()
+        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+        (sharded(mine).sum() + model.auxiliary).backward()
+        average = torch.stack([each.average for each in of_ranks]).mean(0)
+        for each in of_ranks:
+            each.average = average
+        theirs = of_ranks[dist.get_rank()]
+        for name in ("average", "hidden", "auxiliary", "calls", "factor", "last"):
+            one, other = (torch.as_tensor(getattr(each, name)).detach() for each in (model, theirs))
+            worst[name] = max(worst.get(name, 0.0), float((one - other).abs().max()))
+    for name, parameter in model.named_parameters():
+        gradients = [dict(each.named_parameters())[name].grad for each in of_ranks]
+        gathered = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        worst[f"gradient of {name}"] = float((gathered - torch.stack(gradients).mean(0)).abs().max())
+    return worst
 
 
 def accumulation(plan: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import nn
 import shardgraph
 from tests import ranks
 from tests.standing import on_ranks
-from tests.two_heads import TwoHeads
+from tests.two_heads import KeepsState, TwoHeads
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -245,6 +245,13 @@ class Leaves(nn.Module):
             self.aux = y.sum()
         if self.kind == "a count":
             self.count += 1
+        if self.kind == "a count that decides":
+            self.count += 1
+            y = y if self.count > 2 else y * 2
+        if self.kind == "a longer list":
+            self.seen = [*self.seen, y]
+        if self.kind == "an attribute removed" and hasattr(self, "aux"):
+            del self.aux
         if self.kind == "an element of a list":
             self.seen.append(y)
         if self.kind == "an element of a list in a dictionary":
@@ -267,11 +274,11 @@ class Leaves(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "attribute"),
     [
-        ("a tensor", "aux"),
-        ("a count", "count"),
         ("an element of a list", "seen"),
         ("an element of a list in a dictionary", "kept"),
-        ("a buffer replaced", "steps"),
+        ("a longer list", "seen"),
+        ("a count that decides", "count"),
+        ("an attribute removed", "aux"),
     ],
 )
 def test_what_forward_writes_beside_its_outputs_is_refused_by_its_line(kind, attribute):
@@ -316,9 +323,101 @@ def test_a_constant_that_forward_sets_and_reads_needs_no_other_program():
     assert [len(variants) for variants in sharded._programs.values()] == [1]
 
 
-def test_a_constant_that_sends_the_next_call_another_way_is_refused():
-    with pytest.raises(shardgraph.CaptureError, match="takes another way in the next"):
-        compiled(Leaves("a constant that decides"))(X)
+def test_a_constant_may_send_the_next_call_another_way():
+    model = Leaves("a constant that decides")
+    original, sharded = copy.deepcopy(model), compiled(model)
+    for _ in range(3):
+        torch.testing.assert_close(sharded(X), original(X))
+
+
+def test_attributes_that_forward_sets_are_as_the_originals_after_every_call():
+    model = KeepsState()
+    original, sharded = copy.deepcopy(model), compiled(model)
+    programs = []
+    for call in range(12):
+        x = X[: 1 + call // 2 % 2]
+        if call % 2 == 0:
+            sharded.hidden = original.hidden = None  # of another number of rows
+        torch.testing.assert_close(sharded(x), original(x))
+        for mine, theirs in zip(model.state(), original.state(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        programs.append(sum(map(len, sharded._programs.values())))
+    assert programs[6:] == programs[5:6] * 6, "no call of a kind that was before is compiled again"
+
+
+def test_a_loss_of_an_attribute_that_forward_sets_trains_as_in_the_original():
+    model = KeepsState()
+    original, sharded = copy.deepcopy(model), compiled(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, original)]
+    for _ in range(3):
+        for each, called, optimizer in zip((model, original), (sharded, original), optimizers, strict=True):
+            optimizer.zero_grad()
+            (called(X).sum() + each.auxiliary + each.kept[1]["squares"].sum()).backward()
+            optimizer.step()
+    torch.testing.assert_close(model.state_dict(), original.state_dict())
+
+
+def test_gradients_flow_through_state_from_call_to_call():
+    model = KeepsState(detach=False)
+    original, sharded = copy.deepcopy(model), compiled(model)
+    for each, called in ((model, sharded), (original, original)):
+        (called(X).sum() + called(X).square().sum()).backward()
+        each.hidden = each.hidden.detach()
+        called(X).sum().backward()
+    for mine, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_buffer_that_forward_replaces_leaves_the_tensor_before_as_it_was():
+    model = KeepsState()
+    before = model.average
+    compiled(model)(X)
+    assert torch.equal(before, torch.zeros(4))
+    assert model.average is not before
+
+
+def test_a_step_with_its_loss_in_the_program_sets_attributes_too():
+    model = KeepsState()
+    original = copy.deepcopy(model)
+    sharded = shardgraph.compile(model, "single", loss_fn=F.mse_loss, progress=False)
+    loss = F.mse_loss(original(X), X)
+    torch.testing.assert_close(sharded.train_step(X, target=X), loss.detach())
+    for mine, theirs in zip(model.state(), original.state(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_attributes_on_ranks_are_of_each_ranks_batch_and_buffers_the_mean(plan):
+    for differences in on_ranks(ranks.attributes, args=(plan,)):
+        assert max(differences.values()) < 1e-6, differences
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tp"])
+def test_verify_compares_attributes_that_forward_sets(plan):
+    report = shardgraph.verify(KeepsState(), (torch.randn(4, 4),), plan, steps=1)
+    assert report.ok, report
+
+
+def test_state_that_the_next_call_takes_another_way_for_is_verified_for_one_step():
+    with pytest.raises(shardgraph.ShardGraphError, match="steps=1"):
+        shardgraph.verify(KeepsState(), (torch.randn(4, 4),), "fsdp", steps=2)
+    model = KeepsState()
+    model(torch.randn(2, 4))
+    report = shardgraph.verify(model, (torch.randn(4, 4),), "fsdp", steps=3)
+    assert report.ok, report
+
+
+def test_attributes_of_a_call_are_refused_by_their_line_with_a_pipeline():
+    pipeline = shardgraph.Pipeline(stages=("1",), schedule="looped-bfs", microbatches=2)
+    with pytest.raises(shardgraph.PlanError, match=r"sets the attribute '1\.\w+' of the model at .*two_heads\.py:\d+"):
+        shardgraph.compile(
+            *(nn.Sequential(nn.Linear(4, 4), KeepsState()), "pp"),
+            pipeline=pipeline,
+            loss_fn=F.mse_loss,
+            example_inputs=(X,),
+            example_kwargs={"target": X},
+            progress=False,
+        )
 
 
 def test_a_hook_that_collects_activations_is_refused():

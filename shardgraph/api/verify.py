@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from torch import nn
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers
+from shardgraph.capture.private_copy import whole_copy
 from shardgraph.checks.bisect import Divergence
 from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.cost_models.cluster import Cluster
@@ -141,7 +141,7 @@ def verify(
         CaptureError, PlanError: as ``shardgraph.compile``.
         ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches.
     """
-    original = copy.deepcopy(model)
+    original = whole_copy(model)
     call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
     if fp64:
         original = original.double()

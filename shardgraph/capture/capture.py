@@ -7,8 +7,8 @@ for parameters and buffers. The model itself is only read, and may run in other 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,12 @@ from torch import fx, nn
 
 from shardgraph import ir, torch_api
 from shardgraph.capture import constraints
-from shardgraph.capture.canonical import FusedOperators, same_kernels
+from shardgraph.capture.canonical import same_kernels
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
-from shardgraph.capture.numbers import check_numbers, is_number
+from shardgraph.capture.export import PREFIX, Exported, Traced, export
+from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
-from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.row_numbers import row_numbers
-from shardgraph.capture.side_effects import constants_set
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
@@ -31,31 +30,8 @@ from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.torch_api import FakeTensorMode, OutputType, pytree
 
-_PREFIX = "model."
 _Result = tuple[ir.Role | None, Any]
-_OURS = (__file__, constrain.__file__, constraints.__file__)
-
-
-class _Traced(nn.Module):
-    """``model(*args, **kwargs)``, or ``loss_fn(model(*args, **kwargs), target)``, as the module that is traced.
-
-    So the loss is part of the graph, and hooks of the model are as those of its submodules. Without a ``target`` among
-    the inputs, ``loss_fn`` is called with the output alone.
-    """
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.training = model.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.loss_fn is None:
-            return self.model(*args, **kwargs)
-        if "target" not in kwargs:
-            return self.loss_fn(self.model(*args, **kwargs))
-        target = kwargs.pop("target")
-        return self.loss_fn(self.model(*args, **kwargs), target)
+_OURS = (Traced.forward.__code__.co_filename, constrain.__file__, constraints.__file__)
 
 
 def own_loss(output: Any) -> Any:
@@ -66,7 +42,8 @@ def own_loss(output: Any) -> Any:
 
 def _check_loss(joint: ir.JointGraph) -> None:
     """Raise ShardGraphError unless the graph's only result is a loss."""
-    values = [value for role, value in ir.outputs(joint.module) if isinstance(role, ir.Output)]
+    outputs = [each for each in ir.outputs(joint.module) if isinstance(each[0], ir.Output)]
+    values = [value for role, value in outputs if role.index < joint.returned]
     if len(values) != 1 or not isinstance(values[0], fx.Node) or values[0].meta["val"].dim():
         raise ShardGraphError(
             "train_step needs a loss, which is one number: give shardgraph.compile a loss_fn(output, target) and "
@@ -102,36 +79,37 @@ def capture(
     fake_mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(fake_mode, args, kwargs, device)
     dtypes = computed_dtypes(model, precision, annotations)
-    private = _stand_in(model, fake_mode, device, dtypes)
-    named = [*private.named_parameters(remove_duplicate=False), *private.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    canonical = {_PREFIX + name: first.setdefault(id(tensor), name) for name, tensor in named}
-    with (
-        casting(private, precision, annotations, stored=model),
-        constraints.constrained(private, annotations),
-        same_kernels(),
-        fake_mode,
-    ):
-        traced = _Traced(private, loss_fn)
-        exported, attributes, guards = _export(traced, fake_args, fake_kwargs, private)
-    constraints.check_met(exported.graph_module, annotations)
-    _name_modules(exported.graph_module)
+    with ExitStack() as stack:
+
+        def private() -> nn.Module:
+            copied = _stand_in(model, fake_mode, device, dtypes)
+            stack.enter_context(casting(copied, precision, annotations, stored=model))
+            stack.enter_context(constraints.constrained(copied, annotations))
+            return copied
+
+        stack.enter_context(same_kernels())
+        stack.enter_context(fake_mode)
+        exported = export(private, partial(present, fake_mode), loss_fn, fake_args, fake_kwargs)
+    gm = exported.lowered.graph_module
+    constraints.check_met(gm, annotations)
+    _name_modules(gm)
     leaves = pytree.tree_leaves((args, kwargs))
-    joint = _joint_graph(exported, fake_mode, canonical, leaves)
-    joint.attributes = attributes
-    joint.guards = lambda model: guards(_Traced(model, loss_fn))
+    joint = _joint_graph(exported, fake_mode, leaves)
+    joint.guards = lambda model: exported.guards(Traced(model, loss_fn, exported.effects.results))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     def from_rows() -> list[ir.RowNumber] | None:
-        with casting(private, precision, annotations, stored=model), same_kernels():
+        copied = _stand_in(model, fake_mode, device, dtypes)
+        with casting(copied, precision, annotations, stored=model), same_kernels():
+            traced = Traced(copied, loss_fn)
             return row_numbers(
                 lambda call: traced(*call[0], **call[1]), (fake_args, fake_kwargs), joint.rows, fake_mode
             )
 
     joint.row_numbers = from_rows
     check_products(joint.module)
-    check_numbers(joint.module, args, kwargs)
+    check_numbers(joint.module, args, kwargs, {each.fqn for each in joint.results if each.number})
     if loss_fn is not None:
         _check_loss(joint)
     return joint
@@ -194,13 +172,16 @@ def _fake(
     return fake.requires_grad_(tensor.requires_grad)
 
 
+def _fake_number(mode: FakeTensorMode, number: int | float) -> torch.Tensor:
+    return _fake(mode, as_tensor(number, torch.float64), torch.device("cpu"), keep_strides=True)
+
+
 def _stand_in(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Mapping[str, torch.dtype]
 ) -> nn.Module:
     """A private copy of ``model`` with fake tensors, of ``dtypes`` by their first names.
 
-    Parameters become contiguous, as they are once they have been sharded and gathered. Plain tensor
-    attributes are presented as buffers, so that they are inputs of the graph rather than constants.
+    Parameters become contiguous, as they are once they have been sharded and gathered.
     """
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     fakes: dict[int, torch.Tensor] = {}
@@ -211,96 +192,32 @@ def _stand_in(
                 if isinstance(real, torch.Tensor) and id(real) not in fakes:
                     fake = _fake(mode, real, device, not parameters, dtypes.get(names.get(id(real), "")))
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameters else fake
-    private = private_copy(model, fakes)
-    for module in private.modules():
-        for key in [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
-            module._buffers[key] = vars(module).pop(key)
-            module._non_persistent_buffers_set.add(key)
-    return private
+    return private_copy(model, fakes)
 
 
-def _export(
-    traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
-) -> tuple[Any, tuple[ir.AttributeSet, ...], Callable[[nn.Module], Any]]:
-    name = type(model).__name__
-    try:
-        trace = _trace(traced, args, kwargs, model)
-        guards: Callable[..., Any] = trace.guards
-        with torch.no_grad():
-            constants = constants_set(trace.written, model, lambda: traced(*args, **kwargs))
-        if constants:
-            again = _trace(traced, args, kwargs, model)
-            if _lines(again.graph) != _lines(trace.graph):
-                raise CaptureError(
-                    f"forward of {name} sets {'.'.join(constants[0].keys)!r} in its first call and takes another way "
-                    "in the next: a compiled module does the same in each. Call the model once before "
-                    "shardgraph.compile"
-                )
-            guards = partial(guards, later=again.guards)
-        try:
-            return _lower(trace.graph, args, kwargs), constants, guards
-        except (RuntimeError, TypeError) as error:
-            if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
-                raise
-            with torch.no_grad():
-                register_types(traced(*args, **kwargs))
-            return _lower(trace.graph, args, kwargs), constants, guards
-    except torch_api.DynamoError as error:
-        raise CaptureError(_explain(name, str(error))) from error
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CaptureError(
-            f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
-        ) from error
+def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted: Set[str]) -> None:
+    """Make a private copy ready to be traced: plain tensor attributes are presented as buffers, so that they are inputs
+    of the graph rather than constants, but for those that are ``assigned`` and not read; ``counted`` numbers too, as
+    0-dimensional tensors on the CPU. What a call has computed becomes an input like any other.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        return fakes.setdefault(id(value), _fake(mode, value, value.device, True) if value.grad_fn else value)
+
+    for path, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, torch.Tensor) and name in assigned:
+                vars(module)[key] = fake(value)
+            elif isinstance(value, torch.Tensor) or name in counted:
+                del vars(module)[key]
+                module._buffers[key] = fake(value) if isinstance(value, torch.Tensor) else _fake_number(mode, value)
+        module._buffers.update({key: fake(value) for key, value in module._buffers.items() if value is not None})
 
 
-def _lines(gm: fx.GraphModule) -> list[str]:
-    """A traced graph as text. Inputs have the order and the names with which the tracer came upon them."""
-    return sorted(re.sub(r"_dict_(?=parameters|buffers|modules)", "_", str(gm.graph)).splitlines())
-
-
-def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> torch_api.Trace:
-    try:
-        return torch_api.trace(traced, args, kwargs)
-    except torch_api.DynamoError as error:
-        if "maybe_install_capturing_hooks" not in str(error):
-            raise
-    # transformers hooks its modules for router logits and the like in the first call that wants them, under a lock.
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    for module in model.modules():
-        if hasattr(module, "_can_record_outputs"):
-            maybe_install_capturing_hooks(module)
-    return torch_api.trace(traced, args, kwargs)
-
-
-def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with FusedOperators(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "To copy construct from a tensor")  # the tracer's own calls
-        return torch_api.export_joint(captured, args, kwargs)
-
-
-def _explain(name: str, message: str) -> str:
-    """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
-    where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames[-1:]).rstrip()
-    reason = message.partition("\n")[0].strip()
-    hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
-    if "expert" in where:
-        hints += (
-            "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
-            "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
-        )
-    return (
-        f"{name} cannot be captured as one graph: {reason}{where}\n"
-        "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
-        f"{hints}"
-    )
-
-
-def _joint_graph(
-    exported: Any, fake_mode: FakeTensorMode, canonical: Mapping[str, str], leaves: list[Any]
-) -> ir.JointGraph:
-    gm = exported.graph_module
+def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any]) -> ir.JointGraph:
+    gm, effects, canonical = exported.lowered.graph_module, exported.effects, exported.canonical
     gm.graph.set_codegen(torch_api.CodeGen())
     bases: list[Any] = []
 
@@ -338,7 +255,11 @@ def _joint_graph(
 
     output = gm.graph.output_node()
     values = pytree.tree_leaves(output.args, is_leaf=lambda value: value is None)
-    results = list(zip([role(d) for d in output.meta["desc"]], map(returned, values), strict=True))
+    replaced = [ir.Buffer(canonical[PREFIX + each.fqn]) for each in effects.results if each.buffer]
+    out_spec, mutations = _without(exported.lowered.out_spec, replaced)
+    roles = [role(desc) for desc in output.meta["desc"]]
+    roles = [None if each in mutations.values() else mutations.get(each, each) for each in roles]
+    results = [(of, value) for of, value in zip(roles, map(returned, values), strict=True) if of is not None]
     seen: dict[ir.Role, fx.Node] = {}
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         ROLE.set(node, role(node.meta["desc"]))
@@ -355,7 +276,27 @@ def _joint_graph(
     # The tracer works in a mode of its own, and values of two modes do not mix.
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
     mode = next((mode for mode in modes if mode is not None), fake_mode)
-    return ir.JointGraph(gm, exported.out_spec, mode, _aliases(gm, exported._aot_state, role))
+    return ir.JointGraph(
+        gm,
+        out_spec,
+        mode,
+        _aliases(gm, exported.lowered._aot_state, role),
+        attributes=effects.constants,
+        results=tuple(each for each in effects.results if not each.buffer),
+        replaced=frozenset(buffer.fqn for buffer in replaced),
+        repeats=exported.repeats,
+    )
+
+
+def _without(out_spec: Any, replaced: list[ir.Buffer]) -> tuple[Any, dict[ir.Role, ir.Role]]:
+    """The structure of the results without the last ones, the values of buffers, and what these outputs are."""
+    if not replaced:
+        return out_spec, {}
+    output, values = pytree.tree_unflatten(range(out_spec.num_leaves), out_spec)
+    outputs = values[-len(replaced) :]
+    kept = (output, values[: -len(replaced)]) if len(values) > len(replaced) else output
+    mutations = {ir.Output(i): ir.Mutation(buffer) for i, buffer in zip(outputs, replaced, strict=True)}
+    return pytree.tree_structure(kept), mutations
 
 
 _NAMED = {"ParamAOTInput": ir.Parameter, "BufferAOTInput": ir.Buffer}

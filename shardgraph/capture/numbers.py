@@ -8,6 +8,7 @@ https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardgraph.errors import CaptureError
-from shardgraph.ir import Input, placeholders
+from shardgraph.ir import Buffer, Input, placeholders
 from shardgraph.ir.attributes import SOURCE
 
 _aten = torch.ops.aten
@@ -52,21 +53,34 @@ def input_key(leaf: Any) -> tuple[Any, ...]:
     return constant_key(leaf)
 
 
-def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any) -> None:
-    """Raise CaptureError unless the graph computes with the numbers among its inputs what Python numbers would."""
+def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any, counted: Set[str]) -> None:
+    """Raise CaptureError unless the graph computes with the numbers among its inputs, and with the ``counted`` ones
+    that modules have, what Python numbers would."""
     inputs, leaves = placeholders(gm), pytree.tree_leaves((args, kwargs))
     alone = {inputs[Input(i)] for i, leaf in enumerate(leaves) if is_number(leaf) and Input(i) in inputs}
+    counts = {inputs[Buffer(fqn)] for fqn in counted}
+    alone |= counts
     if not alone:
         return
     for node in gm.graph.nodes:
         used = alone & set(node.all_input_nodes)
-        if not used:
+        if not used or node.op == "output":
+            continue
+        if used <= counts and _counts_up(node):
+            counts.add(node)
+            alone.add(node)
             continue
         if len(used) == len(node.all_input_nodes):
             _check_alone(node)
             alone.add(node)
         else:
             _check_with_tensors(node, used)
+
+
+def _counts_up(node: fx.Node) -> bool:
+    """Whether a step of a count: of a size that takes more calls than there will be to leave int64."""
+    step = node.args[1] if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and not node.kwargs else None
+    return isinstance(step, int) and abs(step) < 2**31
 
 
 def _check_alone(node: fx.Node) -> None:

@@ -30,6 +30,12 @@ def private_copy(model: nn.Module, stand_ins: Mapping[int, torch.Tensor] = _NONE
     return memo[id(model)]
 
 
+def whole_copy(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model with attributes that a call has computed, which are constants in the copy."""
+    held = [leaf for module in model.modules() for leaf in _held(module) if isinstance(leaf, torch.Tensor)]
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in held if tensor.grad_fn is not None})
+
+
 def _held(module: nn.Module) -> Iterator[Any]:
     """What attributes hold that has memory: tensors, and modules that are not registered."""
     for leaf in pytree.tree_leaves(list(vars(module).values())):

@@ -1,80 +1,135 @@
 """Writes of a forward that a graph does not have: repeated at each call, or refused by their line, never dropped.
 
 The tracer reports the objects that forward writes to, without repeating the writes. Which of them change something is
-seen by running forward once on the private copy of the model: a value that is the same afterwards, such as a flag set
-and restored, is no effect. A constant set on a module, or on its config, is set at every call.
+seen by running forward on a private copy of the model: a value that is the same afterwards, such as a flag set and
+restored, is no effect. A constant set on a module, or on its config, is set at every call. An attribute set to tensors
+of the call, or to the next number of a count, becomes a result of the graph, and is set to it.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardgraph.errors import CaptureError
-from shardgraph.ir import AttributeSet
+from shardgraph.ir import AttributeResult, AttributeSet
+from shardgraph.torch_api import pytree
 
 _HARMLESS = ("transformers_dot_utils_dot_output_capturing",)
 """Parts of names of globals that libraries set and restore around a call."""
 _MADE_BY_THE_CALL = "L['kwargs']"
 
 
-def constants_set(written: Sequence[str], model: nn.Module, call: Callable[[], Any]) -> tuple[AttributeSet, ...]:
-    """The attributes that a forward sets to constants, beside its outputs and buffers that it writes in place.
+@dataclass(frozen=True)
+class Effects:
+    """What a forward leaves behind on the model: ``constants``, and ``results`` of the call, written buffers last."""
+
+    constants: tuple[AttributeSet, ...] = ()
+    results: tuple[AttributeResult, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.constants or self.results)
+
+
+def harmful(written: Sequence[str]) -> list[str]:
+    """Those of the tracer's names of what a call writes to that may be an effect."""
+    return [name for name in written if name != _MADE_BY_THE_CALL and not any(h in name for h in _HARMLESS)]
+
+
+def side_effects(written: Sequence[str], model: nn.Module, call: Callable[[], Any]) -> Effects:
+    """What a forward leaves behind beside its outputs and buffers that it writes in place.
 
     ``written`` are the tracer's names of what a call writes to, which ``call`` repeats. ``model`` is the private copy
-    that is called.
+    that is called, twice.
 
     Raises:
-        CaptureError: it leaves anything else behind; the message names the attribute and its line.
+        CaptureError: it leaves behind what cannot be repeated; the message names the attribute and its line.
     """
-    written = [name for name in written if name != _MADE_BY_THE_CALL and not any(h in name for h in _HARMLESS)]
     for name in written:
         if not name.startswith("L['self']") or "__closure__" in name:
             raise CaptureError(
                 f"forward writes to {_readable(name, model)}, which is not the model's: a compiled module returns its "
                 "outputs and writes buffers in place, and this would be lost. Return the value as an output instead"
             )
-    if not written:
-        return ()
-    before = dict(_state(model))
-    call()
-    after = dict(_state(model))
-    call()
-    found: list[AttributeSet] = []
-    for place, value in _state(model):
-        if _same(before.get(place, _ABSENT), value):
-            continue
-        constants = _constants(*place, before.get(place, _ABSENT), value)
-        if constants is None or not _same(after[place], value):
-            where = ".".join(filter(None, place))
+    states = [_state(model)]
+    for _ in range(2):
+        try:
+            call()
+        except Exception as error:  # of the model's own
             raise CaptureError(
-                f"forward writes to the attribute {where!r} of the model{_line(model, *place)}: a compiled module "
-                "returns its outputs and writes buffers in place, and this would be lost. Return the value as an "
-                "output, write a buffer in place (self.buffer.add_(1), self.buffer.copy_(value)), or leave the write "
-                "out of forward"
+                "forward writes to attributes of the model, and its next call fails then: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        states.append(_state(model))
+    constants: list[AttributeSet] = []
+    results: list[AttributeResult] = []
+    for path, keys in dict.fromkeys(place for state in states for place in state):
+        before, after, later = (state.get((path, keys), _NOTHING) for state in states)
+        if before.same(after) and after.same(later):
+            continue
+        if (number := _is_number(before, after, later)) or _is_result(before, after, later):
+            buffer = _has_buffer(model, path, keys) and _is_written(before.value, after.value)
+            results.append(AttributeResult(path, keys, number, buffer, _line(model, path, keys[0])))
+        elif _is_constant(after, later):
+            constants.append(AttributeSet(path, keys, after.value))
+        else:
+            where = ".".join(filter(None, (path, *keys)))
+            raise CaptureError(
+                f"forward writes to the attribute {where!r} of the model{_line(model, path, keys[0])}: a compiled "
+                "module sets attributes to constants and to tensors of the call, and this would be lost. Return the "
+                "value as an output, write a buffer in place (self.buffer.add_(1), self.buffer.copy_(value)), or leave "
+                "the write out of forward"
             )
-        found += constants
-    return tuple(found)
+    return Effects(tuple(constants), tuple(sorted(results, key=lambda each: each.buffer)))
 
 
-def _constants(path: str, key: str, earlier: Any, value: Any) -> list[AttributeSet] | None:
-    """The constants that were set on a module, or on an object that it has; None if anything else was."""
-    items: dict[tuple[str, ...], Any]
-    if isinstance(value, _Fields) and isinstance(earlier, _Fields) and earlier.keys() <= value.keys():
-        items = {(key, name): each for name, each in value.items() if not _same(earlier.get(name, _ABSENT), each)}
-    else:
-        items = {(key,): value}
-    if not all(each is None or isinstance(each, (bool, int, float, str)) for each in items.values()):
-        return None
-    return [AttributeSet(path, keys, each) for keys, each in items.items()]
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What an attribute holds: the object, and its contents as they are now."""
+
+    value: Any
+    contents: Any
+
+    def same(self, other: _Held) -> bool:
+        return _same(self.contents, other.contents)
 
 
-_ABSENT = object()
+def _is_number(before: _Held, after: _Held, later: _Held) -> bool:
+    """Whether a count: another number after every call."""
+    kinds = {type(held.value) for held in (before, after, later)}
+    return len(kinds) == 1 and kinds <= {int, float} and not after.same(later)
+
+
+def _is_constant(after: _Held, later: _Held) -> bool:
+    """Whether a constant, of this call: the next may find a model on which it is another one."""
+    kind = type(after.value)
+    return kind in (type(None), bool, int, str) or (kind is float and after.same(later))
+
+
+def _is_result(before: _Held, after: _Held, later: _Held) -> bool:
+    """Whether tensors of the call, alone or in containers that it made."""
+    if not isinstance(after.value, torch.Tensor) and (before.value is after.value or after.value is later.value):
+        return False  # a container that was there, which others may have
+    (leaves, spec), (_, later_spec) = map(pytree.tree_flatten, (after.value, later.value))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
+    others = [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, (torch.Tensor, bool, int, str))]
+    parameters = any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    return bool(tensors) and not others and not parameters and spec == later_spec
+
+
+def _is_written(before: Any, after: Any) -> bool:
+    """Whether a buffer has a new value of the same kind: what writing it in place would do."""
+    tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    return tensors and (before.shape, before.dtype) == (after.shape, after.dtype) and not after.requires_grad
+
+
+_NOTHING = _Held(object(), object())
 
 
 def _readable(name: str, model: nn.Module) -> str:
@@ -88,14 +143,34 @@ def _readable(name: str, model: nn.Module) -> str:
     return "the global " + re.sub(r"G\['(?:__import_)?(\w+)'\]", lambda found: found[1].replace("_dot_", "."), name)
 
 
-def _state(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Every attribute of every module with what it holds: containers and plain objects by their contents."""
+def _state(model: nn.Module) -> dict[tuple[str, tuple[str, ...]], _Held]:
+    """What every attribute of every module holds, and every attribute of the plain objects among these."""
+    state: dict[tuple[str, tuple[str, ...]], _Held] = {}
+
+    def add(path: str, keys: tuple[str, ...], value: Any) -> None:
+        if _is_plain(value) and len(keys) == 1:
+            state[path, keys] = _Held(value, id(value))
+            for name, each in vars(value).items():
+                add(path, (*keys, name), each)
+        else:
+            state[path, keys] = _Held(value, _contents(value))
+
     for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in ("_buffers", "_parameters"):
-                yield from (((path, name), each) for name, each in value.items())
-            elif key != "_modules":
-                yield (path, key), _contents(value)
+        for key, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
+            if key not in ("_modules", "_parameters", "_buffers"):
+                add(path, (key,), value)
+    return state
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object with attributes, such as a config."""
+    containers = (nn.Module, torch.Tensor, type, dict, list, tuple, set)
+    return not isinstance(value, containers) and not callable(value) and hasattr(value, "__dict__")
+
+
+def _has_buffer(model: nn.Module, path: str, keys: tuple[str, ...]) -> bool:
+    """Whether an attribute is a registered buffer."""
+    return len(keys) == 1 and keys[0] in model.get_submodule(path)._buffers
 
 
 def _contents(value: Any, known: dict[int, Any] | None = None) -> Any:
@@ -108,7 +183,7 @@ def _contents(value: Any, known: dict[int, Any] | None = None) -> Any:
         known[id(value)] = {key: _contents(each, known) for key, each in value.items()}
     elif isinstance(value, (list, tuple, set)):
         known[id(value)] = [_contents(each, known) for each in value]
-    elif not callable(value) and hasattr(value, "__dict__"):
+    elif _is_plain(value):
         known[id(value)] = _Fields({key: _contents(each, known) for key, each in vars(value).items()})
     return known[id(value)]
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from shardgraph.capture.casting import casting, computed_dtypes
+from shardgraph.capture.numbers import as_tensor
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.step import LockstepStep, Values
+from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -56,16 +58,30 @@ class Comparison:
         self.rounding = max((torch.finfo(dtype).eps for dtype in computed.values()), default=0.0)
         self.dtypes = {name: computed.get(name, p.dtype) for name, p in self.original.named_parameters()}
         self.shards = self._cut()
-        self.buffers = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
+        self.results = self.programs[0].joint.results
+        self.buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        # What each data rank's attributes are before and after a step, of those that forward sets.
+        self.before = self.after = [
+            [each.get(self.original) for each in self.results] for _ in range(self.plan.data_size)
+        ]
 
     def train(self, make: Callable[..., torch.optim.Optimizer], steps: int, limit: float) -> Divergence | None:
-        """Train both until an error exceeds ``limit``; returns the first node that differs, if a node does."""
+        """Train both until an error exceeds ``limit``; returns the first node that differs, if a node does.
+
+        Raises:
+            ShardGraphError: the steps after the first need another program.
+        """
+        if steps > 1 and not all(program.joint.repeats for program in self.programs):
+            raise ShardGraphError(
+                "forward sets attributes with which its next call takes another way, and verify compares one program: "
+                "give steps=1, or call the model once before"
+            )
         trained = {name: p for name, p in self.original.named_parameters() if p.requires_grad}
         optimizers = [make(list(trained.values()))]
         optimizers += [make([shards[name] for name in trained]) for shards in self.shards]
         for step in range(steps):
             parameters = {name: p.detach().clone() for name, p in self.original.named_parameters()}
-            buffers = dict(self.buffers)
+            buffers, self.before = dict(self.buffers), self.after
             self._compare_step(step, buffers)
             if max(self.errors.values(), default=0.0) > limit:
                 return self._bisect(step, parameters, buffers, limit)
@@ -137,13 +153,16 @@ class Comparison:
 
     def _reference(self, step: int) -> list[list[tuple[Any, torch.Tensor]]]:
         """``(output, loss)`` of every part of every rank's batch; gradients and buffers of the step are left behind."""
-        results, after = [], []
+        results, after, self.after = [], [], []
         for rank, parts in enumerate(self._reference_parts()):
             torch.manual_seed(self.seed + step)
+            for attribute, value in zip(self.results, self.before[rank], strict=True):
+                attribute.put(self.original, value)
             with rank_generator(rank, self.plan.data_size, _CPU):
                 pairs = zip(parts, self._weights(rank, len(parts)), strict=True)
                 outputs, written = zip(*(self._reference_part(part, weight) for part, weight in pairs), strict=True)
             results.append(list(outputs))
+            self.after.append(_detached([each.get(self.original) for each in self.results]))
             after.append(combined(self.programs, self.buffers, written) if len(written) > 1 else written[0])
         for name in self.buffers:
             values = [buffers.get(name, self.buffers[name]) for buffers in after]
@@ -160,7 +179,7 @@ class Comparison:
 
     def _reference_part(self, part: Any, weight: float) -> tuple[tuple[Any, torch.Tensor], Tensors]:
         """``(output, loss)`` of the original on a microbatch in the plan's precision, and the buffers after it."""
-        _write(_tensors(self.original), self.buffers)
+        _write(self._buffers(), self.buffers)
         args, kwargs = part
         cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
         with casting(self.original, self.plan.precision, self.plan.annotations):
@@ -168,8 +187,8 @@ class Comparison:
         loss = self.loss_fn(output)
         if loss.requires_grad and weight:
             (loss * (weight / self.plan.data_size)).backward()
-        written = {name: buffer.clone() for name, buffer in _tensors(self.original).items()}
-        return (pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach()), written
+        written = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        return (_detached((output, self._attributes())), loss.detach()), written
 
     def _run(self, step: int, buffers: Tensors) -> tuple[list[list[tuple[Any, torch.Tensor]]], list[Tensors], Tensors]:
         """One step of the program: ``(output, loss)`` of each rank's microbatches, its gradients, and the buffers."""
@@ -198,7 +217,8 @@ class Comparison:
 
     def _inputs_alone(self, batch: int, buffers: Tensors, number: int) -> Values:
         leaves = pytree.tree_leaves(self.parts[batch][number])
-        return {Buffer(n): b for n, b in buffers.items()} | {Input(i): leaf for i, leaf in enumerate(leaves)}
+        held = {each.fqn: _as_tensor(value) for each, value in zip(self.results, self.before[batch], strict=True)}
+        return {Buffer(n): b for n, b in (buffers | held).items()} | {Input(i): leaf for i, leaf in enumerate(leaves)}
 
     def _generators(self, step: int) -> list[torch.Tensor]:
         """Each rank's generator state at the start of a step's forward."""
@@ -214,7 +234,8 @@ class Comparison:
     ) -> tuple[Any, torch.Tensor, dict[Tangent, Any]]:
         """``(output, loss, tangents)`` of one rank from its forward results by role, for one microbatch.
 
-        A tangent is None where the loss does not depend on the output.
+        The output is the model's with the attributes that forward sets. A tangent is None where the loss does not
+        depend on the output.
         """
         leaves: dict[Any, Any] = {}
         for role, value in result.items():
@@ -222,7 +243,7 @@ class Comparison:
                 differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
                 leaves[role] = value.detach().clone().requires_grad_() if differentiable else value
         program, inputs = self.programs[number], pytree.tree_leaves(self.parts[self.batch_of[rank]][number])
-        output = Executor(program, State(self.original, None, _CPU)).rebuild(leaves, inputs)
+        output, attributes = Executor(program, State(self.original, None, _CPU)).rebuild(leaves, inputs)
         loss = self._loss(output)
         needed = placeholders(program.joint.module)
         tangents: dict[Tangent, Any] = {}
@@ -230,7 +251,22 @@ class Comparison:
             tangent = Tangent(role.index if isinstance(role, Output) else -1 - role.index)
             if tangent in needed:
                 (tangents[tangent],) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), loss.detach(), tangents
+        return _detached((output, attributes)), loss.detach(), tangents
+
+    def _attributes(self) -> list[Any]:
+        """The values that the original's attributes have now, of those that forward sets; numbers as tensors."""
+        return [_as_tensor(each.get(self.original)) for each in self.results]
+
+    def _buffers(self) -> Tensors:
+        """Buffers and plain tensor attributes, the buffers of a captured graph, but for those that forward sets."""
+        tensors = dict(self.original.named_buffers())
+        for path, module in self.original.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{path}.{key}" if path else key] = value
+        for each in self.results:
+            tensors.pop(each.fqn, None)
+        return tensors
 
     def _loss(self, output: Any) -> torch.Tensor:
         """The loss of a program's output."""
@@ -290,14 +326,13 @@ class PipelineComparison(Comparison):
         return None
 
 
-def _tensors(model: nn.Module) -> Tensors:
-    """Buffers and plain tensor attributes: the buffers of a captured graph."""
-    tensors = dict(model.named_buffers())
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{path}.{key}" if path else key] = value
-    return tensors
+def _detached(values: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values)
+
+
+def _as_tensor(value: Any) -> Any:
+    """A number that forward counts, as its program takes it; all else as it is."""
+    return as_tensor(value, torch.float64) if type(value) in (int, float) else value
 
 
 @torch.no_grad()

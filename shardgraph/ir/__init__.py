@@ -32,6 +32,7 @@ from shardgraph.ir.collectives import (
 )
 from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.ir.graph import (
+    AttributeResult,
     AttributeSet,
     JointGraph,
     OutputAlias,

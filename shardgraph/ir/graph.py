@@ -83,19 +83,58 @@ class OutputAlias:
 
 
 @dataclass(frozen=True)
-class AttributeSet:
-    """A constant that forward sets: on the module ``path``, the attribute ``keys[0]``, or ``keys[1]`` of that."""
+class _Attribute:
+    """An attribute of the module ``path``: ``keys[0]``, or ``keys[1]`` of that."""
 
     path: str
     keys: tuple[str, ...]
+
+    @property
+    def fqn(self) -> str:
+        """Its name in the model."""
+        return ".".join(filter(None, (self.path, *self.keys)))
+
+    def get(self, model: torch.nn.Module) -> Any:
+        """Its value on ``model``, None if it has none."""
+        return getattr(self._owner(model), self.keys[-1], None)
+
+    def put(self, model: torch.nn.Module, value: Any) -> None:
+        """Set it on ``model``."""
+        setattr(self._owner(model), self.keys[-1], value)
+
+    def _owner(self, model: torch.nn.Module) -> Any:
+        owner: Any = model.get_submodule(self.path)
+        for key in self.keys[:-1]:
+            owner = getattr(owner, key)
+        return owner
+
+
+@dataclass(frozen=True)
+class AttributeSet(_Attribute):
+    """An attribute that forward sets to a constant."""
+
     value: Any
 
     def repeat(self, model: torch.nn.Module) -> None:
         """Set it on ``model``."""
-        owner: Any = model.get_submodule(self.path)
-        for key in self.keys[:-1]:
-            owner = getattr(owner, key)
-        setattr(owner, self.keys[-1], self.value)
+        self.put(model, self.value)
+
+
+@dataclass(frozen=True)
+class AttributeResult(_Attribute):
+    """An attribute that forward sets to tensors of the call, or to containers of them, at ``source``.
+
+    ``number``: a Python number that forward counts up, in the graph a 0-dimensional tensor. ``buffer``: a buffer that
+    gets a tensor of its shape and dtype, in the graph the mutation of that buffer.
+    """
+
+    number: bool
+    buffer: bool
+    source: str
+
+    def set(self, model: torch.nn.Module, value: Any) -> None:
+        """Set it on ``model`` to a result of a call."""
+        self.put(model, value.item() if self.number else value)
 
 
 @dataclass(frozen=True)
@@ -120,11 +159,13 @@ class JointGraph:
     requires a gradient. ``out_spec`` is the pytree spec of the model's output, and ``aliases`` are the outputs that are
     views of something else, by output index. ``fake_mode`` is the mode of the graph's ``meta["val"]`` tensors.
     ``stored`` is the dtype in which each parameter is stored between steps, by name; in the graph it has the dtype of
-    the computation. ``attributes`` are those that forward sets to constants. ``guards(model)`` makes the conditions
-    under which ``model``, as it is now, is captured as this graph; see :class:`shardgraph.torch_api.Guards`. ``rows``
-    is the length of the batch, dimension 0 of the first input that has one, and ``row_numbers()`` are the numbers that
-    forward computes from it, or None if that cannot be told. ``placed`` has results of :mod:`shardgraph.passes.placing`
-    for this graph.
+    the computation. ``attributes`` are those that forward sets to constants, and ``results`` those that it sets to
+    results of the graph: ``out_spec`` is then that of the model's output and a list of their values. ``replaced`` are
+    the buffers that forward replaces, rather than writes in place. ``repeats``: after a call, the next one is this
+    graph again. ``guards(model)`` makes the conditions under which ``model``, as it is now, is captured as this graph;
+    see :class:`shardgraph.torch_api.Guards`. ``rows`` is the length of the batch, dimension 0 of the first input that
+    has one, and ``row_numbers()`` are the numbers that forward computes from it, or None if that cannot be told.
+    ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph.
     """
 
     module: fx.GraphModule
@@ -133,6 +174,9 @@ class JointGraph:
     aliases: dict[int, OutputAlias] = field(default_factory=dict)
     stored: dict[str, torch.dtype] = field(default_factory=dict)
     attributes: tuple[AttributeSet, ...] = ()
+    results: tuple[AttributeResult, ...] = ()
+    replaced: frozenset[str] = frozenset()
+    repeats: bool = True
     guards: Callable[[torch.nn.Module], Any] | None = None
     rows: int = 0
     row_numbers: Callable[[], list[RowNumber] | None] = lambda: []
@@ -142,6 +186,11 @@ class JointGraph:
     def differentiable(self) -> bool:
         """Whether the graph has a backward half."""
         return any(isinstance(role, Tangent) for role in placeholders(self.module))
+
+    @property
+    def returned(self) -> int:
+        """How many leaves the model's output has."""
+        return int(self.out_spec.child(0).num_leaves if self.results else self.out_spec.num_leaves)
 
     def take_guards(self, model: torch.nn.Module) -> Any:
         """The guards, once: what they are made of is released."""

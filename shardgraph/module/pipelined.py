@@ -60,7 +60,7 @@ class PipelinedModule(ShardedModule):
             work = self._work(args, kwargs, None)
             with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
                 results = self._running.infer(work)
-            outputs = [item.executor.rebuild(result, item.leaves) for item, result in zip(work, results, strict=True)]
+            outputs = [item.executor.deliver(result, item.leaves) for item, result in zip(work, results, strict=True)]
             return merged(outputs, [item.executor.program for item in work], [item.value for item in work])
 
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:

@@ -201,11 +201,17 @@ class ShardedModule(nn.Module):
         return executor, inputs, output
 
     def _set_attributes(self) -> None:
-        """Set the attributes that the latest programs' forward sets to constants, as the original would have by now."""
+        """Set the attributes that the latest programs' forward sets to constants, as the original would have by now.
+
+        The next call expects these, and those that were set to results.
+        """
         for compiled in {*self._latest[1]} if self._latest is not None else ():
-            for attribute in compiled.executor.program.joint.attributes:
+            joint = compiled.executor.program.joint
+            for attribute in joint.attributes:
                 attribute.repeat(self.original)
             compiled.guards.follow()
+            if joint.results or joint.replaced:
+                self._state.layout.follow()
 
     def settle(self) -> None:
         """Record that the model's tensors are sharded now; programs from before are for these."""
@@ -285,6 +291,7 @@ class ShardedModule(nn.Module):
             digest = hashlib.sha256(program.text.encode()).hexdigest()
             lines.append(f"{len(program.text.splitlines())} nodes, digest {digest}")
             guards = program.joint.take_guards(self.original)
+            self._state.layout.note(program.joint)
         return _Compiled(self._bound(program), guards)
 
     def _bound(self, program: Program) -> Executor:
@@ -383,7 +390,7 @@ def _describe(key: tuple[Any, ...], changed: str) -> str:
     lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
     lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
     lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
-    shapes = ", ".join(f"{list(kind[0])} {kind[1]}" for kind in dict.fromkeys(buffers) if kind)
+    shapes = ", ".join(f"{list(kind[0])} {kind[1]}" for kind in dict.fromkeys(buffers) if isinstance(kind, tuple))
     lines.append(f"default dtype {dtype}, {len(hooks)} hooks of all modules")
     lines.append(f"{len(buffers)} buffers, of shapes {shapes or 'none'}")
     lines.append(f"no longer {changed}" if changed else "the model's attributes as they were")

@@ -61,7 +61,7 @@ class Differentiable(Executor):
                 results[position] = results[position].detach()
             for (position, _), tensor in zip(self.returned, tensors, strict=True):
                 results[position] = tensor
-        return self.rebuild(dict(zip(self.results, results, strict=True)), leaves)
+        return self.deliver(dict(zip(self.results, results, strict=True)), leaves)
 
     def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
@@ -71,7 +71,10 @@ class Differentiable(Executor):
         with seeded(seed, self.state.device):
             results = self.forward([torch_api.local_tensor(value) for value in inputs])
         for i, role in self.mutated:
-            torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
+            if isinstance(role, ir.Buffer) and role.fqn in self.program.joint.replaced:
+                self.state.layout.replace(role.fqn, results[i])
+            else:
+                torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
         return results
 
     def run_backward(self, saved: list[Any], tangents: dict[ir.Tangent, Any], sync: bool) -> list[torch.Tensor | None]:

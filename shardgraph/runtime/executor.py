@@ -69,8 +69,15 @@ class Executor:
             self._bound[name, absent] = Bound(self.program.graph(name, absent), self.state.mesh, after=forward)
         return self._bound[name, absent]
 
-    def rebuild(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
-        """The model's output, from the results of its program by role."""
+    def deliver(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
+        """The model's output, from the results of its program by role. Sets the attributes that are results too."""
+        output, values = self.rebuild(by_role, leaves)
+        for attribute, value in zip(self.program.joint.results, values, strict=True):
+            attribute.set(self.state.model, value)
+        return output
+
+    def rebuild(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The model's output and the values of the attributes that it sets, from the results of its program by role."""
         values = {role.index: value for role, value in by_role.items() if isinstance(role, ir.Output)}
         for index, alias in self.program.joint.aliases.items():
             is_input = isinstance(alias.base, (ir.Input, ir.Buffer))
@@ -79,7 +86,9 @@ class Executor:
             if alias.size is not None:
                 view = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
             values[index] = view.detach() if alias.detached and view.requires_grad else view
-        return pytree.tree_unflatten([values[i] for i in range(len(values))], self.program.joint.out_spec)
+        joint = self.program.joint
+        made = pytree.tree_unflatten([values[i] for i in range(len(values))], joint.out_spec)
+        return made if joint.results else (made, [])
 
 
 def mesh_rank(mesh: DeviceMesh | None) -> int:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardgraph.capture.numbers import as_tensor
 from shardgraph.errors import ShardGraphError
+from shardgraph.ir import Buffer, JointGraph, placeholders
 from shardgraph.torch_api import storage_address
 
 _children, _own_parameters, _own_buffers = map(attrgetter, ("_modules", "_parameters", "_buffers"))
@@ -29,6 +31,9 @@ class Layout:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._sharded: dict[str, Hashable] | None = None
+        self._set: set[str] = set()  # attributes that programs set, and of all buffers and attributes those they read
+        self._read: set[str] = set()
+        self._counted: set[str] = set()  # numbers that programs count, which are inputs as buffers are
         self.look_up()
 
     def look_up(self) -> None:
@@ -43,14 +48,22 @@ class Layout:
         self._parameters = list(self._model.parameters())
         self._places: dict[str, tuple[nn.Module, str]] = {}
         # Plain tensor attributes are like buffers; those that are set later are looked up when they are compiled for.
-        attributes = ((module, vars(module)) for module in self._modules)
-        self._attributes = [(m, k) for m, own in attributes for k, v in own.items() if isinstance(v, torch.Tensor)]
+        self._attributes = [
+            (module, key)
+            for path, module in self._model.named_modules()
+            for key, value in vars(module).items()
+            if self._is_input(f"{path}.{key}".lstrip("."), value)
+        ]
         # A module has the same dictionaries for as long as it lives.
         own = (_children, _own_parameters, _own_buffers)
         self._holders = [holder(module) for module in self._modules for holder in own]
         self._objects = self._present()
         self._note_storages()
-        self.buffers = tuple(_kind(each) for each in self._objects if not isinstance(each, (nn.Module, nn.Parameter)))
+        self.buffers = self._kinds()
+
+    def _is_input(self, fqn: str, value: Any) -> bool:
+        """Whether programs may take an attribute as an input: a tensor that is not only set, or what they do take."""
+        return fqn in self._read or (isinstance(value, torch.Tensor) and fqn not in self._set)
 
     def settle(self) -> None:
         """Record the parameters as those that programs are compiled for."""
@@ -89,6 +102,24 @@ class Layout:
         if len(now) != len(self._objects) or not all(map(is_, now, self._objects)):
             self.look_up()
 
+    def note(self, joint: JointGraph) -> None:
+        """Record the attributes that a new program sets. Those that no program reads are no part of its key."""
+        self._set |= {each.fqn for each in joint.results}
+        self._counted |= {each.fqn for each in joint.results if each.number}
+        self._read |= {
+            role.fqn for role, node in placeholders(joint.module).items() if isinstance(role, Buffer) and node.users
+        }
+        if self._set:
+            self.look_up()
+
+    def follow(self) -> None:
+        """Record the buffers and plain tensor attributes that a call has set."""
+        self._objects = self._present()
+        self.buffers = self._kinds()
+
+    def _kinds(self) -> tuple[Hashable, ...]:
+        return tuple(_kind(each) for each in self._objects if not isinstance(each, (nn.Module, nn.Parameter)))
+
     @property
     def modes(self) -> tuple[bool, ...]:
         """Whether each module is in training mode, in the order of ``modules()``."""
@@ -105,9 +136,13 @@ class Layout:
         return module._parameters[key]  # type: ignore[return-value]  # a program's names exist
 
     def buffer(self, fqn: str) -> torch.Tensor:
-        """The buffer or plain tensor attribute named ``fqn``."""
-        tensor: torch.Tensor = getattr(*self._place(fqn))
-        return tensor
+        """The buffer or plain tensor attribute named ``fqn``; a number as a tensor."""
+        value: torch.Tensor = getattr(*self._place(fqn))
+        return as_tensor(value, torch.float64) if fqn in self._counted else value
+
+    def replace(self, fqn: str, value: torch.Tensor) -> None:
+        """Set the buffer named ``fqn`` to another tensor."""
+        setattr(*self._place(fqn), value)
 
     def _place(self, fqn: str) -> tuple[nn.Module, str]:
         """The module that has a parameter or buffer, and its key there."""
@@ -118,10 +153,12 @@ class Layout:
 
 
 def _kind(tensor: Any) -> Hashable:
-    """What a program assumes of a tensor; None for an absent one."""
+    """What a program assumes of a tensor; the type of anything else."""
     if not isinstance(tensor, torch.Tensor):
-        return None
-    return tuple(tensor.shape), tensor.dtype, tensor.placements if isinstance(tensor, DTensor) else None
+        return type(tensor)
+    if isinstance(tensor, DTensor):
+        return tuple(tensor.shape), tensor.dtype, tensor.placements
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
 
 def _check_same(sharded: dict[str, Hashable], parameters: dict[str, nn.Parameter]) -> None:

@@ -95,8 +95,21 @@ def _conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Ite
         except NameError:  # in the tracer's own notation
             value = None
         source = guard.originating_source
+        if kind in ("DICT_CONTAINS", "DICT_NOT_CONTAINS") and not _holds(guard.create_fn, kind, value):
+            continue  # of a plain attribute, which the copy has among its buffers
         if kind != "TENSOR_MATCH":
             yield source.make_guard(guard.create_fn)  # its own remembers what it was made for
         # A parameter or buffer is an input of the graph, and any other tensor a constant in it.
-        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and "._buffers[" not in name:
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not _of_buffer(name):
             yield source.make_guard(GuardBuilder.ID_MATCH)
+
+
+def _of_buffer(name: str) -> bool:
+    """Whether the tracer's name is that of a buffer."""
+    return "._buffers[" in name or "['_buffers'][" in name
+
+
+def _holds(create: Any, kind: str, contained: Any) -> bool:
+    """Whether a guard of what a dictionary contains holds."""
+    arguments = {"key": next(iter(create.args), None), "invert": kind == "DICT_NOT_CONTAINS", **create.keywords}
+    return (arguments["key"] in contained) != arguments["invert"]

@@ -1,0 +1,262 @@
+"""Tracing a call of a model, with what it leaves behind on the model, into one joint graph of the tracer's."""
+
+from __future__ import annotations
+
+import operator
+import re
+import warnings
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardgraph import torch_api
+from shardgraph.capture.canonical import FusedOperators
+from shardgraph.capture.pytrees import register_types
+from shardgraph.capture.side_effects import Effects, harmful, side_effects
+from shardgraph.errors import CaptureError
+from shardgraph.ir import AttributeResult
+
+PREFIX = "model."
+"""Of names in the traced module."""
+
+
+class Traced(nn.Module):
+    """``model(*args, **kwargs)``, or ``loss_fn(model(*args, **kwargs), target)``, as the module that is traced.
+
+    So the loss is part of the graph, and hooks of the model are as those of its submodules. Without a ``target`` among
+    the inputs, ``loss_fn`` is called with the output alone. With ``results``, attributes that forward sets, it returns
+    the output and a list of their values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        results: Sequence[AttributeResult] = (),
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.results = [(each.path, each.keys) for each in results]
+        self.training = model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._output(*args, **kwargs)
+        if not self.results:
+            return output
+        values = []
+        for path, keys in self.results:
+            value: Any = self.model.get_submodule(path)
+            for key in keys:
+                value = getattr(value, key)
+            values.append(value)
+        return output, values
+
+    def _output(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            return self.model(*args, **kwargs)
+        if "target" not in kwargs:
+            return self.loss_fn(self.model(*args, **kwargs))
+        target = kwargs.pop("target")
+        return self.loss_fn(self.model(*args, **kwargs), target)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A traced call: ``lowered`` is the tracer's joint graph, ``guards(model)`` its conditions on the model.
+
+    ``canonical`` is the first name in the model of each parameter and buffer, by each of its names in the graph.
+    ``repeats``: after the call, the next one is traced alike.
+    """
+
+    lowered: Any
+    canonical: dict[str, str]
+    effects: Effects
+    guards: Callable[[nn.Module], Any]
+    repeats: bool
+
+
+def export(
+    private: Callable[[], nn.Module],
+    present: Callable[..., None],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Exported:
+    """Trace a call of the model that ``private()`` makes copies of, and that :func:`present` makes ready to be traced.
+
+    Raises:
+        CaptureError: its Python cannot be traced into one graph, or it leaves behind what cannot be repeated.
+    """
+    model = private()
+    name = type(model).__name__
+
+    def call(model: nn.Module) -> Any:
+        return Traced(model, loss_fn)(*args, **kwargs)
+
+    def trace(model: nn.Module, effects: Effects, assigned: Set[str]) -> torch_api.Trace:
+        counted = {each.fqn for each in effects.results if each.number}
+        present(model, assigned, counted)
+        traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
+        _count_out_of_place(traced.graph, counted)
+        return traced
+
+    try:
+        effects, assigned, read, repeats = Effects(), frozenset[str](), frozenset[str](), True
+        if plain := _plain_tensors(model):
+            assigned, model = _assigned(plain, partial(call, model), model), private()
+        traced = trace(model, effects, assigned)
+        if read := _read(traced.graph, assigned):
+            assigned -= read
+            traced = trace(model := private(), effects, assigned)
+        guards: Callable[..., Any] = traced.guards
+        if written := harmful(traced.written):
+            called = private()
+            effects = side_effects(written, called, partial(call, called))
+        if effects:
+            try:
+                traced = trace(model := private(), effects, assigned)
+            except torch_api.DynamoError as error:
+                raise CaptureError(_counting(effects, _explain(name, str(error)))) from error
+            guards, called = traced.guards, private()
+            call(called)  # The same program is valid for the next call, if forward takes the same way then.
+            again = trace(called, effects, assigned | {each.fqn for each in effects.results} - read)
+            repeats = _lines(again.graph) == _lines(traced.graph)
+            if repeats:
+                guards = partial(guards, later=again.guards)
+        named = _canonical(model)
+        try:
+            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats)
+        except (RuntimeError, TypeError) as error:
+            if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
+                raise
+            with torch.no_grad():
+                register_types(call(private()))
+            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats)
+    except torch_api.DynamoError as error:
+        raise CaptureError(_explain(name, str(error))) from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CaptureError(
+            f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
+        ) from error
+
+
+def _counting(effects: Effects, explained: str) -> str:
+    """The message about a model that cannot be traced with the numbers that it counts as inputs, if it counts any."""
+    for each in effects.results:
+        if each.number:
+            return (
+                f"forward writes to the attribute {each.fqn!r} of the model{each.source}: it counts, and its Python "
+                "needs the number, so that every call would be another program. Give forward the number as an input, "
+                f"or keep it in a buffer and compute with torch.where\n{explained}"
+            )
+    return explained
+
+
+def _canonical(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {PREFIX + name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The plain tensor attributes of all modules, by name."""
+    modules = model.named_modules()
+    held = ((path, key, value) for path, module in modules for key, value in vars(module).items())
+    return {f"{path}.{key}".lstrip("."): value for path, key, value in held if isinstance(value, torch.Tensor)}
+
+
+def _assigned(before: dict[str, torch.Tensor], call: Callable[[], Any], model: nn.Module) -> frozenset[str]:
+    """Those of the plain tensor attributes of ``model`` that a call replaces."""
+    try:
+        call()
+    except Exception:  # of the model's own, which tracing tells
+        return frozenset()
+    after = _plain_tensors(model)
+    return frozenset(name for name, tensor in before.items() if after.get(name) is not tensor)
+
+
+def _read(gm: fx.GraphModule, names: Set[str]) -> frozenset[str]:
+    """Those of the plain tensor attributes whose value a traced graph takes."""
+    return frozenset(names & _attributes(gm).keys())
+
+
+def _attributes(gm: fx.GraphModule) -> dict[str, fx.Node]:
+    """The inputs of a traced graph that are tensors of the model, by name."""
+    named = {}
+    for node in gm.graph.nodes:
+        if source := getattr(node, "_dynamo_source", None):
+            name = re.sub(r"(?:\.__dict__)?(?:\['_\w+'\]|\._modules|\._buffers)\['(\w+)'\]", r".\1", source.name)
+            named[name.removeprefix(f"L['self'].{PREFIX}")] = node
+    return named
+
+
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod,
+    operator.ipow: operator.pow,
+}
+
+
+def _count_out_of_place(gm: fx.GraphModule, counted: Set[str]) -> None:
+    """``self.count += 1`` gives a number another value, where a tensor in its place would be written."""
+    inputs = _attributes(gm)
+    numbers = {inputs[name] for name in counted & inputs.keys()}
+    for node in gm.graph.nodes:
+        if node.all_input_nodes and numbers.issuperset(node.all_input_nodes):
+            numbers.add(node)
+            node.target = _OUT_OF_PLACE.get(node.target, node.target)
+    if numbers:
+        gm.recompile()
+
+
+def _lines(gm: fx.GraphModule) -> list[str]:
+    """A traced graph as text. Inputs have the order and the names with which the tracer came upon them."""
+    return sorted(re.sub(r"_dict_(?=parameters|buffers|modules)", "_", str(gm.graph)).splitlines())
+
+
+def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> torch_api.Trace:
+    try:
+        return torch_api.trace(traced, args, kwargs)
+    except torch_api.DynamoError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+    # transformers hooks its modules for router logits and the like in the first call that wants them, under a lock.
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            maybe_install_capturing_hooks(module)
+    return torch_api.trace(traced, args, kwargs)
+
+
+def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with FusedOperators(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To copy construct from a tensor")  # the tracer's own calls
+        return torch_api.export_joint(captured, args, kwargs)
+
+
+def _explain(name: str, message: str) -> str:
+    """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
+    where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames[-1:]).rstrip()
+    reason = message.partition("\n")[0].strip()
+    hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
+    if "expert" in where:
+        hints += (
+            "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
+            "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
+        )
+    return (
+        f"{name} cannot be captured as one graph: {reason}{where}\n"
+        "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
+        f"{hints}"
+    )
