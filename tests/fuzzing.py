@@ -33,7 +33,7 @@ def _assign_elements_that_are_large(x: torch.Tensor) -> torch.Tensor:
 
 
 def _add_to_transposed(x: torch.Tensor) -> torch.Tensor:
-    y = x * 0.5
+    y = x.contiguous() * 0.5
     y.transpose(1, 2).add_(0.1)
     y.view(-1)[::2].mul_(2)
     return y
@@ -316,6 +316,22 @@ class Counts(Block):
         return before if self.read_before else x - self.mean
 
 
+class Remembers(Block):
+    """Attributes that forward sets: a count and a tensor that the next call reads, and one that is only set."""
+
+    def __init__(self, width: int, random: Random) -> None:
+        super().__init__()
+        self.calls, self.flag = 0, random.random() < 0.5
+        self.last, self.seen = torch.zeros(width, dtype=torch.float64), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.last * 0.5
+        self.calls += 1
+        self.last = y.mean((0, 1)).detach()
+        self.seen = {"size": y.square().mean()}
+        return y * self.calls * 0.5 if self.flag else y + self.seen["size"]
+
+
 class Lists(Block):
     """Parameters in a list and a dictionary, and plain numbers in a dictionary that may change."""
 
@@ -421,7 +437,7 @@ class Recomputed(Block):
 
 
 WITHOUT_WRITES = [Operations, FeedForward, Gated, Attention, Convolution, Direct, Positions, Lists, Heads]
-LEAVES = [*WITHOUT_WRITES, Operations, Operations, Norm, Counts, Picture, Parametrized]
+LEAVES = [*WITHOUT_WRITES, Operations, Operations, Norm, Counts, Remembers, Picture, Parametrized]
 NESTED = [Residual, Residual, Repeated, Branch, Recomputed]
 
 

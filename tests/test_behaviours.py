@@ -115,9 +115,28 @@ def test_a_batch_norm_of_a_transposed_tensor_has_the_strides_that_its_kernel_giv
             y = self.norm(x.transpose(1, 2))
             return y, self.head(y.transpose(1, 2))
 
-    model, x = Model().train(training), torch.randn(3, 5, 4)
+    model, x = Model().train(training), torch.randn(3, 6, 4)
     expected, made = copy.deepcopy(model)(x), compiled(model)(x)
     torch.testing.assert_close(made, expected, check_stride=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gradient_through_a_batch_norm_of_transposed_positions_can_be_viewed(training):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            positions = self.enter(x).unflatten(1, (2, 2)).flatten(1, 2)
+            return self.head(self.norm(positions.transpose(1, 2)).transpose(1, 2))
+
+    model, x = Model().train(training), torch.randn(3, 4, 4)
+    original = copy.deepcopy(model)
+    for each in (original, compiled(model)):
+        each(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 # -- autocast ----------------------------------------------------------------------------------------------

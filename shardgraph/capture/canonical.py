@@ -129,10 +129,23 @@ def _rms_norm(
 
 def _batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # Of other strides, such as of transposed positions, kernels give a contiguous result, and the traced value is
-    # strided like the input: views of it would be made that the result cannot have.
+    # strided like the input: views of it would be made that the result cannot have. Likewise in backward.
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    kept = input.dim() in formats and input.is_contiguous(memory_format=formats[input.dim()])
-    return F.batch_norm(input if kept else input.contiguous(), *args, **kwargs)
+    if input.dim() in formats and input.is_contiguous(memory_format=formats[input.dim()]):
+        return F.batch_norm(input, *args, **kwargs)
+    return _ContiguousGradient.apply(F.batch_norm(input.contiguous(), *args, **kwargs))
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
