@@ -510,9 +510,16 @@ def on_a_mesh_of_the_user(kind: str) -> float:
     original = layers().double()
     if kind == "of a group":
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("dp",))
+    elif kind == "of two groups":
+        across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        within, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+        names = ("dp_replicate", "dp_shard")
+        mesh = DeviceMesh.from_group([across, within], "cpu", torch.arange(4).view(2, 2), mesh_dim_names=names)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    sharded = shardgraph.compile(copy.deepcopy(original), "fsdp", mesh=mesh, progress=False)
+    plan = "hsdp" if kind == "of two groups" else "fsdp"
+    sharded = shardgraph.compile(copy.deepcopy(original), plan, mesh=mesh, progress=False)
+    assert sharded.mesh == mesh
     sharded(batches()[dist.get_rank()]).square().mean().backward()
     for batch in batches():
         (original(batch).square().mean() / dist.get_world_size()).backward()

@@ -119,9 +119,17 @@ def test_a_checkpoint_of_rows_and_columns_loads_under_other_plans(tmp_path):
         assert on_ranks(ranks.load_sharded, 4, args=("tied-transformer", plan, mesh, str(tmp_path))) == [[]] * 4
 
 
-@pytest.mark.parametrize("kind", ["named", "of a group"])
-def test_a_mesh_of_the_user_is_trained_on(kind):
-    assert max(on_ranks(like_torch.on_a_mesh_of_the_user, 2, args=(kind,))) < EXACT
+@pytest.mark.slow
+def test_a_checkpoint_of_rows_and_columns_with_replicas_loads_under_other_plans(tmp_path):
+    three = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    on_ranks(ranks.save_sharded, 8, args=("tied-transformer", "hsdp+tp", three, str(tmp_path)))
+    assert on_ranks(ranks.load_sharded, 8, args=("tied-transformer", "hsdp+tp", three, str(tmp_path))) == [[]] * 8
+    assert on_ranks(ranks.load_sharded, 2, args=("tied-transformer", "fsdp", {"dp": 2}, str(tmp_path))) == [[]] * 2
+
+
+@pytest.mark.parametrize(("kind", "world"), [("named", 2), ("of a group", 2), ("of two groups", 4)])
+def test_a_mesh_of_the_user_is_trained_on(kind, world):
+    assert max(on_ranks(like_torch.on_a_mesh_of_the_user, world, args=(kind,))) < EXACT
 
 
 def test_a_mesh_whose_dimensions_have_no_names_is_refused():
@@ -133,6 +141,13 @@ def test_a_mesh_whose_dimensions_have_no_names_is_refused():
 def test_a_mesh_of_three_axes_is_refused_by_plans_of_data(plan, message):
     with pytest.raises(shardgraph.PlanError, match=message):
         preset(plan, {"a": 2, "b": 2, "c": 2})
+
+
+def test_a_synchronised_batch_norm_is_refused_in_training():
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(shardgraph.CaptureError, match="module '1' is a SyncBatchNorm"):
+        shardgraph.compile(model, "single", progress=False)(torch.ones(2, 4))
+    assert shardgraph.compile(model.eval(), "single", progress=False)(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_a_container_without_a_forward_is_refused():

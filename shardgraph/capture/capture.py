@@ -75,7 +75,7 @@ def capture(
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line. Or a module
             has a backward hook.
     """
-    _check_hooks(model)
+    _check_modules(model)
     fake_mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(fake_mode, args, kwargs, device)
     dtypes = computed_dtypes(model, precision, annotations)
@@ -127,11 +127,18 @@ def output_shapes(
     return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep."""
+def _check_modules(model: nn.Module) -> None:
+    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep, or
+    normalizes over the rows of all ranks, which a graph of this rank's rows does not."""
     for path, module in model.named_modules():
+        where = f"the module {path!r}" if path else "the model"
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise CaptureError(
+                f"{where} is a SyncBatchNorm, whose statistics in training are of all ranks' rows, and a compiled "
+                "module has those of its own rank: use a BatchNorm, as for DDP, or a norm that does not depend on the "
+                "other rows"
+            )
         if module._backward_hooks or module._backward_pre_hooks:
-            where = f"the module {path!r}" if path else "the model"
             raise CaptureError(
                 f"{where} has a backward hook (register_full_backward_hook or the like), and a compiled backward does "
                 "not stop at modules: remove it, register it on the compiled module, or register hooks on parameters, "
@@ -295,7 +302,9 @@ def _without(out_spec: Any, replaced: list[ir.Buffer]) -> tuple[Any, dict[ir.Rol
     output, values = pytree.tree_unflatten(range(out_spec.num_leaves), out_spec)
     outputs = values[-len(replaced) :]
     kept = (output, values[: -len(replaced)]) if len(values) > len(replaced) else output
-    mutations = {ir.Output(i): ir.Mutation(buffer) for i, buffer in zip(outputs, replaced, strict=True)}
+    mutations: dict[ir.Role, ir.Role] = {
+        ir.Output(i): ir.Mutation(buffer) for i, buffer in zip(outputs, replaced, strict=True)
+    }
     return pytree.tree_structure(kept), mutations
 
 

@@ -137,7 +137,7 @@ class Layout:
 
     def buffer(self, fqn: str) -> torch.Tensor:
         """The buffer or plain tensor attribute named ``fqn``; a number as a tensor."""
-        value: torch.Tensor = getattr(*self._place(fqn))
+        value: Any = getattr(*self._place(fqn))
         return as_tensor(value, torch.float64) if fqn in self._counted else value
 
     def replace(self, fqn: str, value: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class Layout:
 def _kind(tensor: Any) -> Hashable:
     """What a program assumes of a tensor; the type of anything else."""
     if not isinstance(tensor, torch.Tensor):
-        return type(tensor)
+        return type(tensor).__name__
     if isinstance(tensor, DTensor):
         return tuple(tensor.shape), tensor.dtype, tensor.placements
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not isinstance(tensor, nn.Parameter)

@@ -53,10 +53,15 @@ def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> M
 def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceMesh | None:
     """The device mesh of ``axes``: ``mesh``, if it is one; None without axes or process group. All ranks must call it.
 
-    Its device is the accelerator if the process group communicates the accelerator's tensors, else the CPU.
+    Its device is the accelerator if the process group communicates the accelerator's tensors, else the CPU. A mesh of
+    all ranks over gloo gets groups of its own, and is equal to the one given.
     """
     if isinstance(mesh, DeviceMesh):
-        return mesh
+        gloo = all(dist.get_backend(group) == "gloo" for group in mesh.get_all_groups())
+        if mesh.device_type != "cpu" or not gloo or mesh.size() < dist.get_world_size():
+            return mesh
+        backends = ((ordered_gloo(), None),) * mesh.ndim
+        return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, backend_override=backends)
     if not axes or not dist.is_initialized():
         return None
     names, sizes = zip(*axes, strict=True)
