@@ -364,6 +364,23 @@ def test_attributes_that_forward_sets_are_as_the_originals_after_every_call():
     assert programs[6:] == programs[5:6] * 6, "no call of a kind that was before is compiled again"
 
 
+def test_attributes_of_a_module_with_two_names_are_set_once():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = KeepsState()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).tanh())
+
+    model = Twice()
+    original, sharded = copy.deepcopy(model), compiled(model)
+    for _ in range(3):
+        torch.testing.assert_close(sharded(X), original(X))
+        for mine, theirs in zip(model.second.state(), original.first.state(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 def test_a_loss_of_an_attribute_that_forward_sets_trains_as_in_the_original():
     model = KeepsState()
     original, sharded = copy.deepcopy(model), compiled(model)

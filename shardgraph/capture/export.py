@@ -102,7 +102,8 @@ def export(
         counted = {each.fqn for each in effects.results if each.number}
         present(model, assigned, counted)
         traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
-        _count_out_of_place(traced.graph, counted)
+        inputs = _attributes(traced.graph, model)
+        _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
         return traced
 
     try:
@@ -110,7 +111,7 @@ def export(
         if plain := _plain_tensors(model):
             assigned, model = _assigned(plain, partial(call, model), model), private()
         traced = trace(model, effects, assigned)
-        if read := _read(traced.graph, assigned):
+        if read := assigned & _attributes(traced.graph, model).keys():
             assigned -= read
             traced = trace(model := private(), effects, assigned)
         guards: Callable[..., Any] = traced.guards
@@ -180,18 +181,17 @@ def _assigned(before: dict[str, torch.Tensor], call: Callable[[], Any], model: n
     return frozenset(name for name, tensor in before.items() if after.get(name) is not tensor)
 
 
-def _read(gm: fx.GraphModule, names: Set[str]) -> frozenset[str]:
-    """Those of the plain tensor attributes whose value a traced graph takes."""
-    return frozenset(names & _attributes(gm).keys())
-
-
-def _attributes(gm: fx.GraphModule) -> dict[str, fx.Node]:
-    """The inputs of a traced graph that are tensors of the model, by name."""
-    named = {}
+def _attributes(gm: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
+    """The inputs of a traced graph that are tensors of the model, by their first name."""
+    named, modules = {}, dict(model.named_modules(remove_duplicate=False))
+    first = {module: path for path, module in model.named_modules()}
     for node in gm.graph.nodes:
         if source := getattr(node, "_dynamo_source", None):
             name = re.sub(r"(?:\.__dict__)?(?:\['_\w+'\]|\._modules|\._buffers)\['(\w+)'\]", r".\1", source.name)
-            named[name.removeprefix(f"L['self'].{PREFIX}")] = node
+            prefix, _, name = name.partition(PREFIX)
+            path, _, key = name.rpartition(".")
+            if prefix == "L['self']." and path in modules:
+                named[f"{first[modules[path]]}.{key}".lstrip(".")] = node
     return named
 
 
@@ -206,10 +206,8 @@ _OUT_OF_PLACE = {
 }
 
 
-def _count_out_of_place(gm: fx.GraphModule, counted: Set[str]) -> None:
+def _count_out_of_place(gm: fx.GraphModule, numbers: set[fx.Node]) -> None:
     """``self.count += 1`` gives a number another value, where a tensor in its place would be written."""
-    inputs = _attributes(gm)
-    numbers = {inputs[name] for name in counted & inputs.keys()}
     for node in gm.graph.nodes:
         if node.all_input_nodes and numbers.issuperset(node.all_input_nodes):
             numbers.add(node)
