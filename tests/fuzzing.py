@@ -473,7 +473,7 @@ class Model(Block):
         if self.output == "activations":
             return y
         if self.output == "with views":
-            return {"all": y, "first": y[:, 0], "flat": [y.view(-1) if y.is_contiguous() else y.transpose(0, 1)]}
+            return {"all": y, "first": y[:, 0], "flat": [y.reshape(-1), y.transpose(0, 1)]}
         logits = self.head(y)
         if self.output == "with detached":
             return logits, y.detach(), logits.shape[0]

@@ -364,6 +364,37 @@ def test_attributes_that_forward_sets_are_as_the_originals_after_every_call():
     assert programs[6:] == programs[5:6] * 6, "no call of a kind that was before is compiled again"
 
 
+def test_a_count_that_forward_returns_is_refused():
+    class Model(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls = self.calls + 1
+            return super().forward(x), self.calls
+
+    with pytest.raises(shardgraph.CaptureError, match="a Python number that changes from call to call"):
+        compiled(Model())(X)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_state_with_a_default_in_the_class_is_refused_by_name(tensor):
+    class Model(nn.Linear):
+        state: Any = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x) + self.state
+            self.state = y.detach().mean() if tensor else self.state + 1
+            return y
+
+    model = Model(4, 4)
+    original, sharded = copy.deepcopy(model), compiled(model)
+    with pytest.raises(shardgraph.CaptureError, match=r"'state' changes from call to call, and Model has a default"):
+        for _ in range(3):
+            torch.testing.assert_close(sharded(X), original(X))
+
+
 def test_attributes_of_a_module_with_two_names_are_set_once():
     class Twice(nn.Module):
         def __init__(self) -> None:

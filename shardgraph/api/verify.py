@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
-from shardgraph.capture.casting import cast_buffers
+from shardgraph.capture.casting import cast_buffers, computed_dtypes
 from shardgraph.capture.private_copy import whole_copy
 from shardgraph.checks.bisect import Divergence
 from shardgraph.checks.comparison import Comparison, PipelineComparison
+from shardgraph.checks.coverage import Coverage
+from shardgraph.checks.loss import default_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.mesh import Mesh
@@ -36,15 +37,19 @@ from shardgraph.torch_api import pytree
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
+_COVERED = 0.99
+"""The share of the elements that the loss reaches whose weights must be compared."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The result of a verification.
 
     ``errors`` maps the name of each compared tensor to its largest absolute difference relative to the tensor's own
-    largest magnitude; for gradients and weights, to at least a thousandth of the largest in the model, since a
-    tensor whose true value is zero (the bias of an attention key) holds only rounding error.
-    ``uncompared`` counts weights whose gradient is rounding noise, which Adam's normalisation amplifies; with
-    ``fp64=True`` everything is compared.
+    largest magnitude; and at least to a thousandth of the largest of its kind in the model, since a tensor whose true
+    value is zero (the bias of an attention key) holds only rounding error. Gradients, weights and buffers are compared
+    on every rank. ``coverage`` says what share of the parameters that is. ``settled``: single precision differed
+    by more than the tolerance, or could not be compared, and the errors are those of double precision.
     """
 
     plan: Plan
@@ -52,8 +57,9 @@ class Report:
     steps: int
     errors: Mapping[str, float]
     batch: str
-    uncompared: int = 0
+    coverage: Coverage
     first_divergence: Divergence | None = None
+    settled: bool = False
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -62,8 +68,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within the tolerance."""
-        return self.worst[1] <= self.tolerance
+        """Whether every error is within the tolerance, and at least 99% of what the loss reaches was compared."""
+        return self.worst[1] <= self.tolerance and self.coverage.share >= _COVERED
 
     def raise_if_failed(self) -> None:
         """Raise ShardGraphError with this report when it is not ok."""
@@ -72,16 +78,16 @@ class Report:
 
     def __str__(self) -> str:
         name, error = self.worst
+        equal = error <= self.tolerance
+        verdict = "equal" if self.ok else "NOT EQUAL" if not equal else "NOT SHOWN EQUAL, too little was compared"
         lines = [
-            f"{'equal' if self.ok else 'NOT EQUAL'}: plan {self.plan.name} on {self.plan.world_size} ranks, "
-            f"{self.steps} steps, {self.batch}",
+            f"{verdict}: plan {self.plan.name} on {self.plan.world_size} ranks, {self.steps} steps, {self.batch}",
             f"  largest relative error {error:.2e} (tolerance {self.tolerance:.0e}): {name}; "
             f"{len(self.errors)} tensors compared",
+            f"  {self.coverage}",
         ]
-        if self.uncompared:
-            lines.append(
-                f"  {self.uncompared} weights have only rounding for a gradient and were left out; see fp64=True"
-            )
+        if self.settled:
+            lines.append("  in double precision: in single precision rounding alone was larger than the tolerance")
         if self.first_divergence is not None:
             lines.append(f"  first divergence: {self.first_divergence}")
         return "\n".join(lines)
@@ -124,11 +130,13 @@ def verify(
         cluster: the hardware for which plans and stages are priced, as for ``shardgraph.analyze``; None: this machine.
         example_kwargs: keyword inputs, likewise.
         loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, the output if it is one
-            number, else the mean square of the floating tensors in it. With a pipeline it is part of the program, as
+            number, else a fixed projection of all floating tensors in it, on which every parameter that can have a
+            gradient has an effect. With a pipeline it is part of the program, as
             for ``train_step``, and the batch that each data-parallel rank has is not divided in the original.
         optimizer: ``optimizer(parameters)`` returns the optimizer; default AdamW with a learning rate of 1e-3.
         steps: number of training steps to compare.
-        fp64: compute in double precision, to tell a bug from rounding.
+        fp64: compute in double precision from the start. Otherwise a difference in single precision is looked at again
+            in double precision, to tell a bug from rounding.
         recompute: what backward recomputes, as for ``shardgraph.compile``.
         memory: limit on the predicted peak of a rank, likewise.
         loss_chunk: bytes of a cross-entropy's logits per chunk, likewise.
@@ -139,47 +147,71 @@ def verify(
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
-        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches.
+        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches, or ``steps`` is
+            not a number from 1.
     """
-    original = whole_copy(model)
+    if not isinstance(steps, int) or steps < 1:
+        raise ShardGraphError(
+            f"verify trains steps={steps!r} steps and compares after each: give a whole number from 1"
+        )
+
+    def question(model: nn.Module) -> Question:
+        options = precision, recompute, memory, loss_chunk, offload, cluster
+        return Question.of(model, plan, partial(_mesh, mesh, world_size), mesh is None, pipeline, *options)
+
+    trial = _Trial(loss_fn or default_loss, optimizer or _adamw, steps, tolerance, seed)
     call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
-    if fp64:
-        original = original.double()
-        call = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
-    mesh_of = partial(_mesh, mesh, world_size)
-    question = Question.of(
-        original, plan, mesh_of, mesh is None, pipeline, precision, recompute, memory, loss_chunk, offload, cluster
-    )
-    cast_buffers(original, question.plan.precision, question.plan.annotations)
-    captures = Captures()
-    parts, _ = _cut_batch(call, question.plan.data_size)
-    loss = loss_fn or default_loss
-    args, kwargs = parts[0]
-    chosen = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
-    parts, batch = _cut_batch(call, chosen.data_size)
-    if chosen.pipeline is None:
-        programs = _programs(original, chosen, parts[:1], captures, None)
-        comparison = Comparison(original, chosen, programs, [[part] for part in parts], loss, seed, exact=fp64)
-    else:
-        cut = [microbatches(part, chosen.pipeline.parts) for part in parts]
-        programs = _programs(original, chosen, cut[0], captures, loss)
-        comparison = PipelineComparison(original, chosen, programs, cut, loss, seed, exact=fp64, batches=parts)
-        batch += comparison.reference
-    if tolerance is None:
-        tolerance = max((_TOLERANCES.get(dtype, 1e-4) for dtype in comparison.dtypes.values()), default=1e-4)
-    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
-    divergence = comparison.train(make, steps, tolerance)
-    uncompared = sum(int(noise.sum()) for noise in comparison.noise.values())
-    return Report(chosen, tolerance, steps, comparison.errors, batch, uncompared, divergence)
+    if not fp64:
+        report = trial.run(original := whole_copy(model), question(original), call, exact=False)
+        if report.ok or not _in_single_precision(model, report.plan):
+            return report
+    double = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
+    report = trial.run(original := whole_copy(model).double(), question(original), double, exact=True)
+    return replace(report, settled=not fp64)
 
 
-def default_loss(output: Any) -> torch.Tensor:
-    """``output.loss``, an output that is one number, or else the mean square of every floating tensor in it, summed."""
-    loss = own_loss(output)
-    if isinstance(loss, torch.Tensor) and not loss.dim():
-        return loss
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return torch.stack([t.square().mean() for t in tensors if t.is_floating_point() and t.numel()]).sum()
+@dataclass(frozen=True)
+class _Trial:
+    """How programs are compared; see :func:`verify`."""
+
+    loss_fn: Callable[[Any], torch.Tensor]
+    optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    steps: int
+    tolerance: float | None
+    seed: int
+
+    def run(self, original: nn.Module, question: Question, call: Any, exact: bool) -> Report:
+        """Train the ``original``, which is changed, and its program; ``exact`` if in double precision."""
+        cast_buffers(original, question.plan.precision, question.plan.annotations)
+        captures, loss = Captures(), self.loss_fn
+        parts, _ = _cut_batch(call, question.plan.data_size)
+        args, kwargs = parts[0]
+        plan = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
+        parts, batch = _cut_batch(call, plan.data_size)
+        comparison: Comparison
+        if plan.pipeline is None:
+            programs = _programs(original, plan, parts[:1], captures, None)
+            comparison = Comparison(original, plan, programs, [[part] for part in parts], loss, self.seed, exact)
+        else:
+            cut = [microbatches(part, plan.pipeline.parts) for part in parts]
+            programs = _programs(original, plan, cut[0], captures, loss)
+            comparison = PipelineComparison(original, plan, programs, cut, loss, self.seed, exact, batches=parts)
+            batch += comparison.reference
+        tolerance = self.tolerance
+        if tolerance is None:
+            tolerance = max((_TOLERANCES.get(dtype, 1e-4) for dtype in comparison.dtypes.values()), default=1e-4)
+        divergence = comparison.train(self.optimizer, self.steps, tolerance)
+        return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, divergence)
+
+
+def _adamw(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _in_single_precision(model: nn.Module, plan: Plan) -> bool:
+    """Whether all is computed in single precision, so that double precision is the same computation."""
+    dtypes = computed_dtypes(model, plan.precision, plan.annotations).values()
+    return all(dtype is torch.float32 for dtype in dtypes)
 
 
 def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> Mesh:

@@ -109,7 +109,7 @@ def capture(
 
     joint.row_numbers = from_rows
     check_products(joint.module)
-    check_numbers(joint.module, args, kwargs, {each.fqn for each in joint.results if each.number})
+    check_numbers(joint.module, args, kwargs, {each.fqn for each in joint.results if each.number}, joint.returned)
     if loss_fn is not None:
         _check_loss(joint)
     return joint
@@ -213,11 +213,18 @@ def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted:
         return fakes.setdefault(id(value), _fake(mode, value, value.device, True) if value.grad_fn else value)
 
     for path, module in model.named_modules():
-        for key, value in list(vars(module).items()):
+        names = (name.rpartition(".") for name in counted)
+        defaults = {key: getattr(type(module), key, None) for of, _, key in names if of == path}
+        for key, value in [*(defaults | vars(module)).items()]:
             name = f"{path}.{key}" if path else key
             if isinstance(value, torch.Tensor) and name in assigned:
                 vars(module)[key] = fake(value)
             elif isinstance(value, torch.Tensor) or name in counted:
+                if hasattr(type(module), key):
+                    raise CaptureError(
+                        f"the attribute {name!r} changes from call to call, and {type(module).__name__} has a default "
+                        "for it, which would be found before its value: set the default in __init__, not in the class"
+                    )
                 del vars(module)[key]
                 module._buffers[key] = fake(value) if isinstance(value, torch.Tensor) else _fake_number(mode, value)
         module._buffers.update({key: fake(value) for key, value in module._buffers.items() if value is not None})

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardgraph.errors import CaptureError
-from shardgraph.ir import Buffer, Input, placeholders
+from shardgraph.ir import Buffer, Input, Output, outputs, placeholders
 from shardgraph.ir.attributes import SOURCE
 
 _aten = torch.ops.aten
@@ -53,9 +53,9 @@ def input_key(leaf: Any) -> tuple[Any, ...]:
     return constant_key(leaf)
 
 
-def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any, counted: Set[str]) -> None:
+def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any, counted: Set[str], returned: int) -> None:
     """Raise CaptureError unless the graph computes with the numbers among its inputs, and with the ``counted`` ones
-    that modules have, what Python numbers would."""
+    that modules have, what Python numbers would. The first ``returned`` outputs are the model's."""
     inputs, leaves = placeholders(gm), pytree.tree_leaves((args, kwargs))
     alone = {inputs[Input(i)] for i, leaf in enumerate(leaves) if is_number(leaf) and Input(i) in inputs}
     counts = {inputs[Buffer(fqn)] for fqn in counted}
@@ -64,7 +64,9 @@ def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any, counted: Set[str])
         return
     for node in gm.graph.nodes:
         used = alone & set(node.all_input_nodes)
-        if not used or node.op == "output":
+        if node.op == "output":
+            used &= _results(gm, returned)
+        if not used:
             continue
         if used <= counts and _counts_up(node):
             counts.add(node)
@@ -75,6 +77,12 @@ def check_numbers(gm: fx.GraphModule, args: Any, kwargs: Any, counted: Set[str])
             alone.add(node)
         else:
             _check_with_tensors(node, used)
+
+
+def _results(gm: fx.GraphModule, returned: int) -> set[Any]:
+    """What a graph returns but for the attributes that it sets, which become numbers again."""
+    attributes = {role for role, _ in outputs(gm) if isinstance(role, Output) and role.index >= returned}
+    return {value for role, value in outputs(gm) if role not in attributes}
 
 
 def _counts_up(node: fx.Node) -> bool:

@@ -70,7 +70,7 @@ def side_effects(written: Sequence[str], model: nn.Module, call: Callable[[], An
     constants: list[AttributeSet] = []
     results: list[AttributeResult] = []
     for path, keys in dict.fromkeys(place for state in states for place in state):
-        before, after, later = (state.get((path, keys), _NOTHING) for state in states)
+        before, after, later = (state.get((path, keys)) or _default(model, path, keys) for state in states)
         if before.same(after) and after.same(later):
             continue
         if (number := _is_number(before, after, later)) or _is_result(before, after, later):
@@ -160,6 +160,14 @@ def _state(model: nn.Module) -> dict[tuple[str, tuple[str, ...]], _Held]:
             if key not in ("_modules", "_parameters", "_buffers"):
                 add(path, (key,), value)
     return state
+
+
+def _default(model: nn.Module, path: str, keys: tuple[str, ...]) -> _Held:
+    """What an attribute is that a module has not set: its class's."""
+    kind = type(model.get_submodule(path))
+    if len(keys) > 1 or not hasattr(kind, keys[0]):
+        return _NOTHING
+    return _Held(value := getattr(kind, keys[0]), _contents(value))
 
 
 def _is_plain(value: Any) -> bool:

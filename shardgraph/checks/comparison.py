@@ -13,6 +13,7 @@ from torch import nn
 from shardgraph.capture.casting import casting, computed_dtypes
 from shardgraph.capture.numbers import as_tensor
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
+from shardgraph.checks.coverage import Coverage
 from shardgraph.checks.step import LockstepStep, Values
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
@@ -30,6 +31,7 @@ _NOISE = 1e-5
 _CPU = torch.device("cpu")
 
 Tensors = dict[str, torch.Tensor]
+_Outputs = list[tuple[Any, torch.Tensor]]
 
 
 @dataclass
@@ -37,8 +39,9 @@ class Comparison:
     """The original runs on each data-parallel rank's part of the batch in turn, the program on all ranks in lockstep.
 
     ``programs`` are those of each microbatch; ``parts`` has the microbatches of each data-parallel rank, as ``(args,
-    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``noise`` the elements of each weight
-    that are not compared unless ``exact``, because their gradient has been rounding error.
+    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``reached`` the elements of each
+    parameter that have had a gradient, ``noise`` those whose weights are not compared unless ``exact``, because their
+    gradient has been rounding error.
     """
 
     original: nn.Module
@@ -49,6 +52,7 @@ class Comparison:
     seed: int
     exact: bool
     noise: Tensors = field(default_factory=dict)
+    reached: Tensors = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,30 +106,24 @@ class Comparison:
                 mine[fqn] = part.contiguous().clone().requires_grad_(parameter.requires_grad)
         return shards
 
-    def _join(self, fqn: str, shards: list[torch.Tensor]) -> torch.Tensor:
-        """The full tensor, from each rank's shard."""
-        shape, entry = self.programs[0].shapes[fqn], self.programs[0].parameters[fqn]
-        indices = torch.arange(shape.numel()).view(shape)
-        whole = shards[0].new_zeros(shape.numel())
-        for shard, positions in zip(shards, shards_of(indices, entry, self.plan.mesh), strict=True):
-            whole[positions.flatten()] = shard.flatten()
-        return whole.view(shape)
-
     def _compare_step(self, step: int, buffers: Tensors) -> None:
         expected = self._reference(step)
-        outputs, gradients, mutated = self._run(step, buffers)
+        outputs, gradients, written = self._run(step, buffers)
         for rank, results in enumerate(outputs):
             self._compare_outputs(rank, f"rank {rank} at step {step}", results, expected[self.batch_of[rank]])
-        for fqn, value in mutated.items():
-            self.errors[f"buffer {fqn} after step {step}"] = relative_error(value, self.buffers[fqn])
+        floor = 1e-3 * _largest(list(self.buffers.values()))
+        for fqn in written[0]:
+            errors = (relative_error(values[fqn], self.buffers[fqn], floor) for values in written)
+            self.errors[f"buffer {fqn} after step {step}"] = max(errors)
         self._compare_gradients(step, gradients)
 
     def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
         ((output, loss),), ((original, original_loss),) = results, expected
-        leaves = zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True)
+        leaves = list(zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True))
+        floor = 1e-3 * _largest([theirs for _, theirs in leaves if isinstance(theirs, torch.Tensor)])
         for i, (mine, theirs) in enumerate(leaves):
             if isinstance(theirs, torch.Tensor):
-                self.errors[f"output {i} of {where}"] = relative_error(mine, theirs)
+                self.errors[f"output {i} of {where}"] = relative_error(mine, theirs, floor)
         self.errors[f"loss of {where}"] = relative_error(loss, original_loss)
 
     def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
@@ -133,25 +131,61 @@ class Comparison:
         for fqn, parameter in self.original.named_parameters():
             shards = [mine.get(fqn) for mine in gradients]
             name = f"gradient of {fqn} at step {step}"
-            if parameter.grad is None or shards[0] is None:
-                self.errors[name] = 0.0 if parameter.grad is None and shards[0] is None else float("inf")
+            there = [shard for shard in shards if shard is not None]
+            if parameter.grad is None or len(there) < len(shards):
+                self.errors[name] = math.inf if parameter.grad is not None or there else 0.0
                 continue
-            self.errors[name] = relative_error(self._join(fqn, shards), parameter.grad, floor=1e-3 * largest)
+            self.errors[name] = self._error(fqn, there, parameter.grad, floor=1e-3 * largest)
             if not self.exact:
                 noise = parameter.grad.abs() < max(_NOISE, self.rounding) * largest
                 self.noise[fqn] = self.noise.get(fqn, noise) | noise
-            for mine, shard in zip(self.shards, shards, strict=True):
+            self.reached[fqn] = self.reached.get(fqn, parameter.grad != 0) | (parameter.grad != 0)
+            for mine, shard in zip(self.shards, there, strict=True):
                 mine[fqn].grad = shard.clone()
 
     def _compare_weights(self, step: int) -> None:
         largest = _largest([p.detach() for p in self.original.parameters()])
         for fqn, parameter in self.original.named_parameters():
-            mine, theirs = self._join(fqn, [shards[fqn].detach() for shards in self.shards]), parameter.detach()
-            if fqn in self.noise:
-                mine, theirs = mine[~self.noise[fqn]], theirs[~self.noise[fqn]]
-            self.errors[f"weight {fqn} after step {step}"] = relative_error(mine, theirs, floor=1e-3 * largest)
+            shards = [mine[fqn].detach() for mine in self.shards]
+            error = self._error(fqn, shards, parameter.detach(), 1e-3 * largest, self.noise.get(fqn))
+            self.errors[f"weight {fqn} after step {step}"] = error
 
-    def _reference(self, step: int) -> list[list[tuple[Any, torch.Tensor]]]:
+    def _error(
+        self,
+        fqn: str,
+        shards: list[torch.Tensor],
+        full: torch.Tensor,
+        floor: float,
+        left_out: torch.Tensor | None = None,
+    ) -> float:
+        """The largest error of all ranks' shards of a parameter or gradient, relative to the ``full`` one's largest."""
+        entry, floor = self.programs[0].parameters[fqn], max(floor, _largest([full]))
+        masks = [None] * len(shards) if left_out is None else shards_of(left_out, entry, self.plan.mesh)
+        errors = [0.0]
+        for mine, theirs, mask in zip(shards, shards_of(full, entry, self.plan.mesh), masks, strict=True):
+            if mask is not None and mine.shape == mask.shape:
+                mine, theirs = mine[~mask], theirs[~mask]
+            errors.append(relative_error(mine, theirs, floor))
+        return max(errors)
+
+    @property
+    def coverage(self) -> Coverage:
+        """What share of the parameters has been compared."""
+        parameters = dict(self.original.named_parameters())
+        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        noise = {name: self.noise[name] & reached for name, reached in self.reached.items() if name in self.noise}
+        rounding = {name: count for name, elements in noise.items() if (count := int(elements.sum()))}
+        reached = sum(int(elements.sum()) for elements in self.reached.values())
+        return Coverage(
+            sum(parameter.numel() for parameter in parameters.values()),
+            reached,
+            reached - sum(rounding.values()),
+            rounding,
+            tuple(name for name in parameters if name in trained and name not in self.reached),
+            tuple(name for name in parameters if name not in trained),
+        )
+
+    def _reference(self, step: int) -> list[_Outputs]:
         """``(output, loss)`` of every part of every rank's batch; gradients and buffers of the step are left behind."""
         results, after, self.after = [], [], []
         for rank, parts in enumerate(self._reference_parts()):
@@ -190,8 +224,10 @@ class Comparison:
         written = {name: buffer.clone() for name, buffer in self._buffers().items()}
         return (_detached((output, self._attributes())), loss.detach()), written
 
-    def _run(self, step: int, buffers: Tensors) -> tuple[list[list[tuple[Any, torch.Tensor]]], list[Tensors], Tensors]:
-        """One step of the program: ``(output, loss)`` of each rank's microbatches, its gradients, and the buffers."""
+    def _run(
+        self, step: int, buffers: Tensors
+    ) -> tuple[list[list[tuple[Any, torch.Tensor]]], list[Tensors], list[Tensors]]:
+        """One step of the program: ``(output, loss)`` of each rank's microbatches, its gradients and its buffers."""
         outputs: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in range(self.world)]
         weights = [self._weights(rank, len(parts)) for rank, parts in enumerate(self.parts)]
 
@@ -342,4 +378,4 @@ def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tenso
 
 
 def _largest(tensors: list[torch.Tensor]) -> float:
-    return max((tensor.abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
+    return max((t.abs().max().item() for t in tensors if t.is_floating_point() and t.numel()), default=0.0)

@@ -42,26 +42,26 @@ class LockstepStep:
         self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
         self.gradients: list[list[dict[str, Any]]] = [[{} for _ in self.ranks] for _ in self.programs[0].stages]
 
-    def run(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        """``(gradients, buffers)``: each rank's gradients of its parameters by name, and the new values of buffers."""
+    def run(self) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+        """``(gradients, buffers)``: each rank's gradients of its parameters, and new values of buffers, by name."""
         gathered = [
             [Values() for _ in self.ranks] if stage.gather is None else self._run(stage.gather, self.inputs[0])
             for stage in self.programs[0].stages
         ]
         written = [self._microbatch(number, program, gathered) for number, program in enumerate(self.programs)]
         start = {role.fqn: value for role, value in self.inputs[0][0].items() if isinstance(role, Buffer)}
-        return self._reduced(), combined(self.programs, start, written)
+        return self._reduced(), [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
 
     def _run(
         self, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
     ) -> list[Values]:
         return list(map(by_role, run_lockstep(graph, self.mesh, inputs, rng=rng)))
 
-    def _microbatch(self, number: int, program: Program, gathered: list[list[Values]]) -> dict[str, torch.Tensor]:
-        """Forward and backward of all stages; returns the buffers that forward writes."""
+    def _microbatch(self, number: int, program: Program, gathered: list[list[Values]]) -> list[dict[str, torch.Tensor]]:
+        """Forward and backward of all stages; returns the buffers that forward writes on each rank."""
         received = [Values() for _ in self.ranks]
         saved: list[list[Values]] = []
-        written: dict[str, torch.Tensor] = {}
+        written: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
         for stage in program.stages:
             inputs = [
                 own | whole | values
@@ -70,14 +70,25 @@ class LockstepStep:
             results = self._run(self._halves(number, stage).forward, inputs, self.rng)
             saved.append([_of_kind(Saved, result) for result in results])
             received = [_of_kind(Forwarded, result) for result in results]
-            for role, value in _of_kind(Mutation, results[0]).items():
-                if isinstance(role.of, Buffer):
-                    values = [result[role] for result in results]
-                    written[role.of.fqn] = torch.stack(values).mean(0) if value.is_floating_point() else value
+            for mine, result in zip(written, self._averaged(program, results), strict=True):
+                mine |= {
+                    role.of.fqn: v for role, v in _of_kind(Mutation, result).items() if isinstance(role.of, Buffer)
+                }
         tangents: Sequence[Mapping[Any, Any]] = self.tangents(number, results)
         for stage in reversed(program.stages):
             tangents = self._backward(number, stage, saved[stage.number], tangents)
         return written
+
+    def _averaged(self, program: Program, results: list[Values]) -> list[Values]:
+        """The results with buffers as the runtime of a pipeline averages them; without one, the graph does."""
+        if program.plan.pipeline is None:
+            return results
+        means = {
+            role: torch.stack([result[role] for result in results]).mean(0)
+            for role, value in _of_kind(Mutation, results[0]).items()
+            if value.is_floating_point()
+        }
+        return [result | means for result in results]
 
     def _halves(self, number: int, stage: StageProgram) -> Halves:
         pipeline = stage.program.plan.pipeline
