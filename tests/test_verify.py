@@ -11,7 +11,7 @@ from torch import fx
 import shardgraph
 from shardgraph import ir
 from shardgraph.checks.lockstep import run_lockstep
-from shardgraph.ir.attributes import EQUALS, REDUCES
+from shardgraph.ir.attributes import EQUALS, MADE_BY, REDUCES
 from shardgraph.passes import lowering
 from tests.zoo import ZOO, make
 
@@ -90,6 +90,110 @@ def _tampered(monkeypatch, change):
 def _verify():
     model, (args, kwargs) = make("odd-mlp", 4)
     return shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs, fp64=True)
+
+
+class Normalized(torch.nn.Module):
+    """Layers before a norm, whose outputs have a mean square, or a sum over rows, that does not depend on them."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.norm = torch.nn.LayerNorm(8) if norm == "layer" else torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.second(self.first(x).tanh()))
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize("name", ["first.weight", "second.weight", "norm.weight"])
+def test_one_gradient_that_is_too_large_is_caught_whatever_norm_comes_after(monkeypatch, name, norm):
+    def change(_forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        results = ir.outputs(backward)
+        gradient = dict(results)[ir.Gradient(ir.Parameter(name))]
+        with backward.graph.inserting_before(backward.graph.output_node()):
+            wrong = backward.graph.call_function(torch.ops.aten.mul.Tensor, (gradient, 4))
+        wrong.meta["val"] = gradient.meta["val"]
+        ir.set_outputs(backward, [(role, wrong if value is gradient else value) for role, value in results])
+
+    model, inputs = Normalized(norm), (torch.randn(6, 8),)
+    assert shardgraph.verify(model, inputs, "ddp").ok
+    _tampered(monkeypatch, change)
+    report = shardgraph.verify(model, inputs, "ddp")
+    assert not report.ok and report.worst[0] == f"gradient of {name} at step 0"
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_every_parameter_that_has_an_effect_has_a_gradient_that_is_compared(norm):
+    coverage = shardgraph.verify(Normalized(norm), (torch.randn(6, 8),), "fsdp").coverage
+    assert coverage.share > 0.9 and set(coverage.hidden) <= {"second.bias"}, str(
+        coverage
+    )  # no effect before a batch norm
+
+
+def test_what_was_not_compared_is_said_and_too_little_is_not_enough():
+    class Hidden(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loud, self.quiet, self.unused = (torch.nn.Linear(8, 8) for _ in range(3))
+            self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.frozen(self.loud(x) * 1e8 + self.quiet(x))
+
+    report = shardgraph.verify(Hidden(), (torch.randn(4, 8),), "fsdp")
+    assert not report.ok and report.worst[1] < report.tolerance
+    assert "NOT SHOWN EQUAL" in str(report) and "too small to be: quiet.weight and quiet.bias" in str(report)
+    assert "does not reach unused.weight" in str(report) and "frozen: frozen.weight" in str(report)
+
+
+def test_a_model_without_trained_parameters_is_compared_by_its_outputs():
+    model = torch.nn.Linear(8, 8).requires_grad_(False)
+    assert shardgraph.verify(model, (torch.randn(4, 8),), "fsdp").ok
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_no_steps_are_refused(steps):
+    with pytest.raises(shardgraph.ShardGraphError, match="whole number from 1"):
+        shardgraph.verify(torch.nn.Linear(4, 4), (torch.randn(4, 4),), "fsdp", steps=steps)
+
+
+def test_rounding_is_settled_in_double_precision():
+    model, inputs = Normalized("layer"), (torch.randn(6, 8),)
+    report = shardgraph.verify(model, inputs, "tp", tolerance=1e-12)
+    assert report.ok and report.settled and "in double precision" in str(report)
+
+
+def test_buffers_are_compared_on_every_rank(monkeypatch):
+    def change(forward: fx.GraphModule, _backward: fx.GraphModule) -> None:
+        averages = [node for node in forward.graph.nodes if MADE_BY.get(node) == "average-buffers"]
+        for node in averages:
+            if ir.is_collective(node) or node.target is ir.WAIT:
+                node.replace_all_uses_with(node.args[0])
+            elif node.target is torch.ops.aten.div.Tensor:
+                node.args = (node.args[0], 1)
+
+    model, (args, kwargs) = make("conv-batch-norm", 4)
+    _tampered(monkeypatch, change)
+    report = shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs)
+    assert not report.ok and report.worst[0].startswith("buffer")
+
+
+def test_replicas_are_compared_on_every_rank(monkeypatch):
+    def change(_forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        node = next(
+            node for node in backward.graph.nodes if node.target is torch.ops.aten.div.Tensor and node in REDUCES
+        )
+        last = torch.ops.aten.mul.Tensor  # by 0 on the first rank alone
+        with backward.graph.inserting_after(node):
+            on_rank = backward.graph.call_function(ir.first_row, (1, "dp"))
+        with backward.graph.inserting_after(on_rank):
+            wrong = backward.graph.call_function(last, (node, on_rank))
+        wrong.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+
+    model, (args, kwargs) = make("odd-mlp", 4)
+    _tampered(monkeypatch, change)
+    assert not shardgraph.verify(model, args, "ddp", example_kwargs=kwargs).ok
 
 
 def test_a_wrong_mean_is_caught_and_blamed_on_the_pass(monkeypatch):

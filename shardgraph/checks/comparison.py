@@ -39,9 +39,9 @@ class Comparison:
     """The original runs on each data-parallel rank's part of the batch in turn, the program on all ranks in lockstep.
 
     ``programs`` are those of each microbatch; ``parts`` has the microbatches of each data-parallel rank, as ``(args,
-    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``reached`` the elements of each
-    parameter that have had a gradient, ``noise`` those whose weights are not compared unless ``exact``, because their
-    gradient has been rounding error.
+    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``shown`` whether an error in the
+    gradient of a parameter would show, ``noise`` the elements of each whose weights are not compared unless ``exact``,
+    because their gradient has been rounding error.
     """
 
     original: nn.Module
@@ -52,7 +52,8 @@ class Comparison:
     seed: int
     exact: bool
     noise: Tensors = field(default_factory=dict)
-    reached: Tensors = field(default_factory=dict)
+    shown: dict[str, bool] = field(default_factory=dict)
+    limit: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,9 +81,10 @@ class Comparison:
                 "forward sets attributes with which its next call takes another way, and verify compares one program: "
                 "give steps=1, or call the model once before"
             )
+        self.limit = limit
         trained = {name: p for name, p in self.original.named_parameters() if p.requires_grad}
-        optimizers = [make(list(trained.values()))]
-        optimizers += [make([shards[name] for name in trained]) for shards in self.shards]
+        sets = [trained.values(), *([shards[name] for name in trained] for shards in self.shards)]
+        optimizers = [make(list(parameters)) for parameters in sets if trained]
         for step in range(steps):
             parameters = {name: p.detach().clone() for name, p in self.original.named_parameters()}
             buffers, self.before = dict(self.buffers), self.after
@@ -139,7 +141,9 @@ class Comparison:
             if not self.exact:
                 noise = parameter.grad.abs() < max(_NOISE, self.rounding) * largest
                 self.noise[fqn] = self.noise.get(fqn, noise) | noise
-            self.reached[fqn] = self.reached.get(fqn, parameter.grad != 0) | (parameter.grad != 0)
+            shows = _largest([parameter.grad]) > self.limit * 1e-3 * largest  # an error of its own size
+            if fqn in self.shown or shows or _largest([parameter.grad]) > self._zero * largest:
+                self.shown[fqn] = self.shown.get(fqn, False) or shows
             for mine, shard in zip(self.shards, there, strict=True):
                 mine[fqn].grad = shard.clone()
 
@@ -169,20 +173,29 @@ class Comparison:
         return max(errors)
 
     @property
+    def _zero(self) -> float:
+        """The size of a gradient that is zero but for rounding, as before a batch norm, relative to the largest one.
+
+        In single precision it might as well be small, which double precision tells.
+        """
+        if self.exact:
+            return 1e-12
+        return 16 * self.rounding if self.rounding > torch.finfo(torch.float32).eps else 0.0
+
+    @property
     def coverage(self) -> Coverage:
         """What share of the parameters has been compared."""
         parameters = dict(self.original.named_parameters())
-        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        noise = {name: self.noise[name] & reached for name, reached in self.reached.items() if name in self.noise}
-        rounding = {name: count for name, elements in noise.items() if (count := int(elements.sum()))}
-        reached = sum(int(elements.sum()) for elements in self.reached.values())
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         return Coverage(
-            sum(parameter.numel() for parameter in parameters.values()),
-            reached,
-            reached - sum(rounding.values()),
-            rounding,
-            tuple(name for name in parameters if name in trained and name not in self.reached),
-            tuple(name for name in parameters if name not in trained),
+            sum(sizes.values()),
+            sum(sizes[name] for name in self.shown),
+            sum(sizes[name] for name, shown in self.shown.items() if shown),
+            hidden=tuple(name for name, shown in self.shown.items() if not shown),
+            unreached=tuple(name for name in trained if name not in self.shown),
+            frozen=tuple(name for name in parameters if name not in trained),
+            noise=sum(int(noise.sum()) for noise in self.noise.values()),
         )
 
     def _reference(self, step: int) -> list[_Outputs]:
