@@ -120,7 +120,8 @@ def verify(
     The model is unchanged. It must be small enough to train twice in this process's memory.
 
     Args:
-        model: a module with real weights, on the CPU; its training mode is kept.
+        model: a module with real weights, on the CPU; its training mode is kept. It is compared with weights that are
+            moved by a little noise: a fault in what handles a bias of zeros, or a norm's weight of ones, shows then.
         example_inputs: positional inputs of the whole batch, split along dim 0 into equal parts for the ranks if all
             tensors allow it; otherwise every rank gets the whole batch (the report says which).
         plan: as for ``shardgraph.compile``.
@@ -182,6 +183,7 @@ class _Trial:
 
     def run(self, original: nn.Module, question: Question, call: Any, exact: bool) -> Report:
         """Train the ``original``, which is changed, and its program; ``exact`` if in double precision."""
+        _move_weights(original, self.seed)
         cast_buffers(original, question.plan.precision, question.plan.annotations)
         captures, loss = Captures(), self.loss_fn
         parts, _ = _cut_batch(call, question.plan.data_size)
@@ -202,6 +204,15 @@ class _Trial:
             tolerance = max((_TOLERANCES.get(dtype, 1e-4) for dtype in comparison.dtypes.values()), default=1e-4)
         divergence = comparison.train(self.optimizer, self.steps, tolerance)
         return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, divergence)
+
+
+@torch.no_grad()
+def _move_weights(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.numel():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.add_(noise * (0.1 * parameter.square().mean().sqrt() + 0.02))
 
 
 def _adamw(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.checks.lockstep import along, by_role, run_lockstep
-from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, SOURCE
-from shardgraph.mesh import Mesh, coordinates
+from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, ROLE, SOURCE
+from shardgraph.mesh import Mesh, coordinates, group_along
 from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.placements import cut_of, is_cut
 from shardgraph.plans.parameter_plan import ParameterPlan
@@ -60,7 +60,8 @@ def first_divergence(
 
     Nodes of the captured graph keep their names through the passes. A node made by a pass is compared if the pass
     recorded what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is.
-    ``evaluate`` returns ``(output, loss, tangents)`` for a rank's results. Returns None if all comparable values agree.
+    The gradients that come out are compared too. ``evaluate`` returns ``(output, loss, tangents)`` for a rank's
+    results. Returns None if all comparable values agree.
     """
     joint, mesh, alone = program.joint.module, program.plan.mesh, (("rank", len(whole)),)
     expected: dict[str, list[Any]] = {}
@@ -73,26 +74,49 @@ def first_divergence(
         joint, alone, joint_inputs, rng=generators(), on_value=lambda node, values: expected.update({node.name: values})
     )
 
-    def compare(node: fx.Node, values: list[Any]) -> None:
-        reference = _reference(node, expected, program)
-        if reference is None or node.op == "placeholder" or node.target in _UNWRITTEN:
-            return
+    agreed: set[fx.Node] = set()
+    saved_by: dict[Any, Any] = {}  # the nodes of forward whose values backward takes, by role
+    unreduced: dict[fx.Node, list[Any]] = {}
+
+    def check(node: fx.Node, reference: list[Any], values: list[Any], made_by: str | None = None) -> None:
         for rank, (mine, whole) in enumerate(zip(values, reference, strict=True)):
-            theirs = _placed(whole, node, rank, mesh)
+            theirs = whole if made_by is not None else _placed(whole, node, rank, mesh)
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
                 # A part may hold nothing but rounding, as the gradient of an attention's key bias does.
                 largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
                 if not error <= tolerance:
-                    raise _Diverged(Divergence(node.name, MADE_BY.get(node, "capture"), SOURCE.get(node, ""), error))
+                    blamed = made_by or _made_by(node, agreed, saved_by)
+                    raise _Diverged(Divergence(node.name, blamed, SOURCE.get(node, ""), error))
+        agreed.add(node)
+
+    def compare(node: fx.Node, values: list[Any]) -> None:
+        if any(user in MADE_BY and MADE_BY.get(user) != MADE_BY.get(node) for user in node.users):
+            unreduced[node] = values
+        reference = _reference(node, expected, program)
+        if reference is not None and node.op != "placeholder" and node.target not in _UNWRITTEN:
+            check(node, reference, values)
 
     try:
         forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
+        saved_by.update(ir.outputs(program.forward))
         if program.backward is not None:
             backward = program.graph("backward", absent_of(tangents))
             saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
             inputs = [values | with_zeros(t, backward) for values, t in zip(saved, tangents, strict=True)]
-            run_lockstep(backward, mesh, inputs, on_value=compare)
+            results = run_lockstep(backward, mesh, inputs, on_value=compare)
+            made = [by_role(result) for result in results]
+            captured = dict(ir.outputs(joint))
+            for role, node in ir.outputs(backward):
+                if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and isinstance(node, fx.Node):
+                    full = expected[captured[role].name]
+                    parts = _mean_shards(full, program.parameters[role.of.fqn], node, program)
+                    own, ranks = _before_reduction(node, mesh)
+                    # A reduction that is missing should have been over all ranks.
+                    factors = [count / program.plan.data_size for count in (ranks, len(made))]
+                    wrong = own in unreduced and not _is_mean(unreduced[own], factors, full, tolerance)
+                    blamed = _made_by(own if wrong else node, agreed, saved_by)
+                    check(node, parts, [result[role] for result in made], blamed)
     except _Diverged as diverged:
         return diverged.args[0]
     return None
@@ -127,14 +151,54 @@ def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Progra
         values = expected.get(MEAN_OF.of(node))
         if not values or not isinstance(values[0], torch.Tensor):
             return None
-        mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
         entry = program.parameters.get(REDUCES.get(node, ""))  # each rank's part of it is the gradient of a parameter
-        return [mean] * len(values) if entry is None else shards_of(mean, entry, program.plan.mesh)
+        return _mean_shards(values, entry, node, program)
     if node in EQUALS:
         return expected.get(EQUALS.of(node))
     if node in MADE_BY or not all(map(is_cut, PLACEMENTS.get(node, {}).values())):
         return None
     return expected.get(node.name)
+
+
+def _mean_shards(
+    values: list[torch.Tensor], entry: ParameterPlan | None, node: fx.Node, program: Program
+) -> list[torch.Tensor]:
+    """Each rank's part of the mean over ranks, in the dtype of the node that has it."""
+    mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
+    return [mean] * len(values) if entry is None else shards_of(mean, entry, program.plan.mesh)
+
+
+def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, int]:
+    """The local gradient of which a node is the reduced one, and over how many ranks it is."""
+    made_by, ranks = MADE_BY.get(node) if node in REDUCES else None, 1
+    while made_by is not None and MADE_BY.get(node) == made_by:
+        if ir.is_collective(node):
+            ranks *= len(group_along(mesh, ir.group_of(node), 0))
+        node = node.all_input_nodes[0]
+    return node, ranks
+
+
+def _is_mean(
+    local: list[torch.Tensor], factors: Sequence[float], expected: list[torch.Tensor], tolerance: float
+) -> bool:
+    """Whether the mean of local gradients, times one of ``factors``, is that of the expected ones."""
+    own, mean = (torch.stack([value.double() for value in values]).mean(0) for values in (local, expected))
+    return any(relative_error(own * factor, mean) <= tolerance for factor in factors)
+
+
+def _made_by(node: fx.Node, agreed: Set[fx.Node], saved_by: Mapping[Any, Any]) -> str:
+    """The pass that made a node that differs, or of what it is computed from the latest that was not compared."""
+    seen, pending = {node}, [node]
+    while pending:
+        each = pending.pop(0)
+        if each in MADE_BY:
+            return MADE_BY.of(each)
+        sources = [saved_by.get(ROLE.get(each))] if each.op == "placeholder" else each.all_input_nodes
+        for source in sources:
+            if isinstance(source, fx.Node) and source not in seen and source not in agreed:
+                seen.add(source)
+                pending.append(source)
+    return "capture"
 
 
 def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:

@@ -135,9 +135,8 @@ def _meaning(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
     if node.target is ir.ALL_TO_ALL:
         pieces = [value.split(list(node.args[2])) for value in values]
         return [torch.cat([pieces[source][rank] for source in range(count)]) for rank in range(count)]
-    if node.args[1] == "max":
-        return [torch.stack(values).amax(0) for _ in values]
-    total = torch.stack(values).sum(0)
+    stacked = torch.stack(values)
+    total = stacked.amax(0) if node.args[1] == "max" else stacked.sum(0)
     if node.args[1] == "avg":
         total = total / count
     if node.target is ir.ALL_REDUCE:
