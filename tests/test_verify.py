@@ -146,6 +146,24 @@ def test_what_was_not_compared_is_said_and_too_little_is_not_enough():
     assert "does not reach unused.weight" in str(report) and "frozen: frozen.weight" in str(report)
 
 
+@pytest.mark.parametrize("plan", ["tp", "fsdp+tp"])
+def test_views_that_are_returned_are_of_what_the_program_has_in_another_layout(plan):
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.norm = torch.nn.Linear(5, 4), torch.nn.GroupNorm(2, 4)
+            self.convolution = torch.nn.Conv1d(4, 4, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x = self.norm(self.enter(x).transpose(1, 2)).transpose(1, 2)
+            y = x + self.convolution(x.transpose(1, 2)).relu().transpose(1, 2)
+            return y, y[:, 0], y.transpose(0, 1)
+
+    mesh = {"dp": 2, "tp": 2} if plan == "fsdp+tp" else {"tp": 2}
+    report = shardgraph.verify(Model(), (torch.randn(4, 3, 5),), plan, mesh=mesh, fp64=True)
+    assert report.ok, report
+
+
 def test_a_model_without_trained_parameters_is_compared_by_its_outputs():
     model = torch.nn.Linear(8, 8).requires_grad_(False)
     assert shardgraph.verify(model, (torch.randn(4, 8),), "fsdp").ok

@@ -61,6 +61,10 @@ class Executor:
     def __init__(self, program: Program, state: State) -> None:
         self.program, self.state = program, state
         self._bound: dict[tuple[str, frozenset[ir.Tangent]], Bound] = {}
+        # Views are rebuilt by strides, and a pass may have given what they are of another layout than was traced.
+        viewed = {alias.base for alias in program.joint.aliases.values() if alias.size is not None}
+        values = ((role, value) for role, value in ir.outputs(program.joint.module) if role in viewed)
+        self._viewed = {role: value.meta["val"].stride() for role, value in values if isinstance(value, fx.Node)}
 
     def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> Bound:
         """The bound graph ``name``; see :meth:`Program.graph`."""
@@ -78,6 +82,7 @@ class Executor:
 
     def rebuild(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The model's output and the values of the attributes that it sets, from the results of its program by role."""
+        by_role = {**by_role, **{r: torch_api.with_strides(by_role[r], strides) for r, strides in self._viewed.items()}}
         values = {role.index: value for role, value in by_role.items() if isinstance(role, ir.Output)}
         for index, alias in self.program.joint.aliases.items():
             is_input = isinstance(alias.base, (ir.Input, ir.Buffer))

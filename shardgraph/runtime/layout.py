@@ -158,7 +158,12 @@ def _kind(tensor: Any) -> Hashable:
         return type(tensor).__name__
     if isinstance(tensor, DTensor):
         return tuple(tensor.shape), tensor.dtype, tensor.placements
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    return (
+        tuple(tensor.shape),
+        tensor.dtype,
+        tensor.stride(),
+        tensor.requires_grad and not isinstance(tensor, nn.Parameter),
+    )
 
 
 def _check_same(sharded: dict[str, Hashable], parameters: dict[str, nn.Parameter]) -> None:
