@@ -154,6 +154,22 @@ def test_with_sequences_cut_each_reduction_is_a_gather_and_a_scatter_and_inputs_
     assert sent_by_a_layer("tp+sp") == {"forward": {gather: 2, scatter: 2}, "backward": {gather: 4, scatter: 2}}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_tensor_without_rows_is_joined_to_one_that_is_cut(dtype):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.up(x)
+            none = hidden[: len(hidden) // 2].to(dtype)
+            return self.down(torch.cat([hidden[len(hidden) // 2 :], none, torch.empty(0, dtype=x.dtype)]).relu())
+
+    report = shardgraph.verify(Model(), (torch.randn(1, 4, 8),), "tp", fp64=True)
+    assert report.ok, report
+
+
 def test_column_and_row_parallel_layers_are_found_by_what_they_cost():
     placed = {fqn: entry.placements[0] for fqn, entry in program("tp", 2).parameters.items()}
     layer = {fqn.removeprefix("model.layers.1."): p for fqn, p in placed.items() if ".layers.1." in fqn}

@@ -125,9 +125,16 @@ def test_one_gradient_that_is_too_large_is_caught_whatever_norm_comes_after(monk
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_every_parameter_that_has_an_effect_has_a_gradient_that_is_compared(norm):
     coverage = shardgraph.verify(Normalized(norm), (torch.randn(6, 8),), "fsdp").coverage
-    assert coverage.share > 0.9 and set(coverage.hidden) <= {"second.bias"}, str(
-        coverage
-    )  # no effect before a batch norm
+    without_effect = {"second.bias"}  # before a batch norm
+    assert coverage.share > 0.9 and set(coverage.hidden) <= without_effect, str(coverage)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_narrow_output_hides_no_parameter_behind_a_norm(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+    report = shardgraph.verify(model, (torch.randn(8, 4),), "fsdp", fp64=True)
+    assert report.ok and not report.coverage.hidden, str(report)
 
 
 def test_what_was_not_compared_is_said_and_too_little_is_not_enough():
@@ -173,6 +180,31 @@ def test_a_model_without_trained_parameters_is_compared_by_its_outputs():
 def test_no_steps_are_refused(steps):
     with pytest.raises(shardgraph.ShardGraphError, match="whole number from 1"):
         shardgraph.verify(torch.nn.Linear(4, 4), (torch.randn(4, 4),), "fsdp", steps=steps)
+
+
+def test_a_model_that_diverges_is_not_compared():
+    def wild(parameters):
+        return torch.optim.SGD(parameters, lr=1e300)
+
+    with pytest.raises(shardgraph.ShardGraphError, match=r"gradient of .* is not finite at step 1.*or steps=1"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        shardgraph.verify(model, (torch.randn(4, 4),), "fsdp", optimizer=wild, steps=4, fp64=True)
+
+
+def test_the_rounding_of_what_forward_casts_to_single_precision_is_not_blown_up_by_the_optimizer():
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+            self.shift, self.weight = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = torch.nn.functional.linear(self.up(x).relu().float(), self.down.weight.float())
+            return (logits + self.shift.float()).softmax(-1).to(x.dtype) @ self.weight  # to which shift is nothing
+
+    torch.manual_seed(0)
+    report = shardgraph.verify(Router(), (torch.randn(8, 16),), "tp", fp64=True, steps=2)
+    assert report.ok, str(report)
 
 
 def test_rounding_is_settled_in_double_precision():

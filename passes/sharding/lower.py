@@ -96,6 +96,9 @@ class _Lowering:
         if draws(node):
             wholes = [operand.meta["val"] for operand in operands(node)]
             shards = [self.write.laid_out(shard, whole) for shard, whole in zip(shards, wholes, strict=True)]
+        if node.target is aten.cat.default and results(node)[0].numel():
+            # One without elements is never divided: torch ignores its shape if that is [0], and minds its dtype.
+            shards = [shard if shard.meta["val"].numel() else self.write.view(shard, (0,)) for shard in shards]
         remaining = iter(shards)
         args, kwargs = pytree.tree_map_only(
             fx.Node,

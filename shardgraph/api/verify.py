@@ -17,6 +17,7 @@ from shardgraph.capture.private_copy import whole_copy
 from shardgraph.checks.bisect import Divergence
 from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.checks.coverage import Coverage
+from shardgraph.checks.double import in_double
 from shardgraph.checks.loss import default_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
@@ -136,8 +137,8 @@ def verify(
             for ``train_step``, and the batch that each data-parallel rank has is not divided in the original.
         optimizer: ``optimizer(parameters)`` returns the optimizer; default AdamW with a learning rate of 1e-3.
         steps: number of training steps to compare.
-        fp64: compute in double precision from the start. Otherwise a difference in single precision is looked at again
-            in double precision, to tell a bug from rounding.
+        fp64: compute in double precision from the start, casts of the model's own included. Otherwise a difference in
+            single precision is looked at again in double precision, to tell a bug from rounding.
         recompute: what backward recomputes, as for ``shardgraph.compile``.
         memory: limit on the predicted peak of a rank, likewise.
         loss_chunk: bytes of a cross-entropy's logits per chunk, likewise.
@@ -164,7 +165,7 @@ def verify(
     call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
     if not fp64:
         report = trial.run(original := whole_copy(model), question(original), call, exact=False)
-        if report.ok or not _in_single_precision(model, report.plan):
+        if report.ok or not _computes_in(torch.float32, model, report.plan):
             return report
     double = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
     try:
@@ -191,17 +192,19 @@ class _Trial:
         _move_weights(original, self.seed)
         cast_buffers(original, question.plan.precision, question.plan.annotations)
         captures, loss = Captures(), self.loss_fn
+        exact = exact and _computes_in(torch.float64, original, question.plan)
         parts, _ = _cut_batch(call, question.plan.data_size)
         args, kwargs = parts[0]
-        plan = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
+        with in_double(exact):
+            plan = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
         parts, batch = _cut_batch(call, plan.data_size)
         comparison: Comparison
         if plan.pipeline is None:
-            programs = _programs(original, plan, parts[:1], captures, None)
+            programs = _programs(original, plan, parts[:1], captures, None, exact)
             comparison = Comparison(original, plan, programs, [[part] for part in parts], loss, self.seed, exact)
         else:
             cut = [microbatches(part, plan.pipeline.parts) for part in parts]
-            programs = _programs(original, plan, cut[0], captures, loss)
+            programs = _programs(original, plan, cut[0], captures, loss, exact)
             comparison = PipelineComparison(original, plan, programs, cut, loss, self.seed, exact, batches=parts)
             batch += comparison.reference
         tolerance = self.tolerance
@@ -224,10 +227,10 @@ def _adamw(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def _in_single_precision(model: nn.Module, plan: Plan) -> bool:
-    """Whether all is computed in single precision, so that double precision is the same computation."""
-    dtypes = computed_dtypes(model, plan.precision, plan.annotations).values()
-    return all(dtype is torch.float32 for dtype in dtypes)
+def _computes_in(dtype: torch.dtype, model: nn.Module, plan: Plan) -> bool:
+    """Whether all parameters are computed with in one dtype."""
+    computed = computed_dtypes(model, plan.precision, plan.annotations).values()
+    return all(each is dtype for each in computed)
 
 
 def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> Mesh:
@@ -238,11 +241,13 @@ def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> 
     return default_mesh(plan, world_size, max(world_size // 2, 1))
 
 
-def _programs(model: nn.Module, plan: Plan, parts: list[Any], captures: Captures, loss_fn: Any) -> list[Program]:
+def _programs(
+    model: nn.Module, plan: Plan, parts: list[Any], captures: Captures, loss_fn: Any, exact: bool
+) -> list[Program]:
     shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
-    built = {
-        n: lower(captures.take(Call(model, *part, loss_fn=loss_fn), plan), plan, shapes) for n, part in of_size.items()
-    }
+    with in_double(exact):
+        joints = {n: captures.take(Call(model, *part, loss_fn=loss_fn), plan) for n, part in of_size.items()}
+    built = {n: lower(joint, plan, shapes) for n, joint in joints.items()}
     return [built[batch_size(part)] for part in parts]
 
 

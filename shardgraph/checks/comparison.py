@@ -14,6 +14,7 @@ from shardgraph.capture.casting import casting, computed_dtypes
 from shardgraph.capture.numbers import as_tensor
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.coverage import Coverage
+from shardgraph.checks.double import in_double, is_coarse
 from shardgraph.checks.step import LockstepStep, Values
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
@@ -40,8 +41,8 @@ class Comparison:
 
     ``programs`` are those of each microbatch; ``parts`` has the microbatches of each data-parallel rank, as ``(args,
     kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``shown`` whether an error in the
-    gradient of a parameter would show, ``noise`` the elements of each whose weights are not compared unless ``exact``,
-    because their gradient has been rounding error.
+    gradient of a parameter would show, ``noise`` the elements of each whose weights are not compared, because their
+    gradient has been rounding error: none if ``exact``, with which all of the model is in double precision.
     """
 
     original: nn.Module
@@ -61,6 +62,7 @@ class Comparison:
         self.batch_of = [self.plan.data_rank(rank) for rank in range(self.world)]
         computed = computed_dtypes(self.original, self.plan.precision, self.plan.annotations)
         self.rounding = max((torch.finfo(dtype).eps for dtype in computed.values()), default=0.0)
+        self.rounds = not self.exact or any(is_coarse(program.joint.module) for program in self.programs)
         self.dtypes = {name: computed.get(name, p.dtype) for name, p in self.original.named_parameters()}
         self.shards = self._cut()
         self.results = self.programs[0].joint.results
@@ -74,7 +76,7 @@ class Comparison:
         """Train both until an error exceeds ``limit``; returns the first node that differs, if a node does.
 
         Raises:
-            ShardGraphError: the steps after the first need another program.
+            ShardGraphError: the steps after the first need another program, or the original's gradients are not finite.
         """
         if steps > 1 and not all(program.joint.repeats for program in self.programs):
             raise ShardGraphError(
@@ -110,6 +112,7 @@ class Comparison:
 
     def _compare_step(self, step: int, buffers: Tensors) -> None:
         expected = self._reference(step)
+        self._check_finite(step)
         outputs, gradients, written = self._run(step, buffers)
         for rank, results in enumerate(outputs):
             self._compare_outputs(rank, f"rank {rank} at step {step}", results, expected[self.batch_of[rank]])
@@ -118,6 +121,15 @@ class Comparison:
             errors = (relative_error(values[fqn], self.buffers[fqn], floor) for values in written)
             self.errors[f"buffer {fqn} after step {step}"] = max(errors)
         self._compare_gradients(step, gradients)
+
+    def _check_finite(self, step: int) -> None:
+        for fqn, parameter in self.original.named_parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                raise ShardGraphError(
+                    f"the original's gradient of {fqn} is not finite at step {step}, so nothing can be compared with "
+                    "it: give inputs, a loss and an optimizer with which the model trains"
+                    + (f", or steps={step}" if step else "")
+                )
 
     def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
         ((output, loss),), ((original, original_loss),) = results, expected
@@ -138,7 +150,7 @@ class Comparison:
                 self.errors[name] = math.inf if parameter.grad is not None or there else 0.0
                 continue
             self.errors[name] = self._error(fqn, there, parameter.grad, floor=1e-3 * largest)
-            if not self.exact:
+            if self.rounds:
                 noise = parameter.grad.abs() < max(_NOISE, self.rounding) * largest
                 self.noise[fqn] = self.noise.get(fqn, noise) | noise
             shows = _largest([parameter.grad]) > self.limit * 1e-3 * largest  # an error of its own size
@@ -178,7 +190,7 @@ class Comparison:
 
         In single precision it might as well be small, which double precision tells.
         """
-        if self.exact:
+        if not self.rounds:
             return 1e-12
         return 16 * self.rounding if self.rounding > torch.finfo(torch.float32).eps else 0.0
 
@@ -229,9 +241,9 @@ class Comparison:
         _write(self._buffers(), self.buffers)
         args, kwargs = part
         cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
-        with casting(self.original, self.plan.precision, self.plan.annotations):
+        with casting(self.original, self.plan.precision, self.plan.annotations), in_double(self.exact):
             output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
-        loss = self.loss_fn(output)
+            loss = self.loss_fn(output)
         if loss.requires_grad and weight:
             (loss * (weight / self.plan.data_size)).backward()
         written = {name: buffer.clone() for name, buffer in self._buffers().items()}
@@ -319,7 +331,8 @@ class Comparison:
 
     def _loss(self, output: Any) -> torch.Tensor:
         """The loss of a program's output."""
-        return self.loss_fn(output)
+        with in_double(self.exact):
+            return self.loss_fn(output)
 
     def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
         """Run the captured graph and the emitted ones again from the same state, and compare node by node."""

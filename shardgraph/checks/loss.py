@@ -29,9 +29,14 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _projection(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """The mean over rows of ``row @ one + sin(row @ other)``, in single precision at least."""
-    rows = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1, tensor.shape[-1] if tensor.dim() else 1)
-    rows = rows.to(torch.promote_types(tensor.dtype, torch.float32))
+    """The mean over rows of ``row @ one + sin(row @ other)``, in single precision at least; a number as it is.
+
+    A number beside other outputs is most often a loss, which parts of a batch have their share of: its sine has not.
+    """
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if not tensor.dim():
+        return tensor
+    rows = tensor.reshape(tensor.shape[0], -1, tensor.shape[-1] if tensor.dim() > 1 else 1)
     one, other = (_along(rows, 2 * number + kind) for kind in range(2))
     return (one + other.sin()).mean()
 
@@ -43,6 +48,7 @@ def _along(rows: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _direction(size: int, number: int, like: torch.Tensor) -> torch.Tensor:
-    """Fixed numbers between -1 and 1, none of them 0, over the root of ``size``."""
+    """Fixed numbers of a size between 0.5 and 1.5 and of both signs, over the root of ``size``."""
     scrambled = (torch.arange(1, size + 1, device=like.device) * 48271 + number * 16807) % _PRIME
-    return ((scrambled.to(like.dtype) + 0.25) * (2 / _PRIME) - 1) * size**-0.5
+    even = scrambled % 2 * 2 - 1
+    return (scrambled.to(like.dtype) / _PRIME + 0.5) * even * size**-0.5
