@@ -13,11 +13,11 @@ from torch import nn
 
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers, computed_dtypes
+from shardgraph.capture.double import traced_in_double
 from shardgraph.capture.private_copy import whole_copy
 from shardgraph.checks.bisect import Divergence
 from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.checks.coverage import Coverage
-from shardgraph.checks.double import in_double
 from shardgraph.checks.loss import default_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
@@ -195,7 +195,7 @@ class _Trial:
         exact = exact and _computes_in(torch.float64, original, question.plan)
         parts, _ = _cut_batch(call, question.plan.data_size)
         args, kwargs = parts[0]
-        with in_double(exact):
+        with traced_in_double(exact):
             plan = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
         parts, batch = _cut_batch(call, plan.data_size)
         comparison: Comparison
@@ -245,7 +245,7 @@ def _programs(
     model: nn.Module, plan: Plan, parts: list[Any], captures: Captures, loss_fn: Any, exact: bool
 ) -> list[Program]:
     shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
-    with in_double(exact):
+    with traced_in_double(exact):
         joints = {n: captures.take(Call(model, *part, loss_fn=loss_fn), plan) for n, part in of_size.items()}
     built = {n: lower(joint, plan, shapes) for n, joint in joints.items()}
     return [built[batch_size(part)] for part in parts]

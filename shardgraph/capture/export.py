@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from shardgraph import torch_api
 from shardgraph.capture.canonical import FusedOperators
+from shardgraph.capture.double import as_traced
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.side_effects import Effects, harmful, side_effects
 from shardgraph.errors import CaptureError
@@ -237,7 +238,7 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
 
 
 def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with FusedOperators(), warnings.catch_warnings():
+    with as_traced(), FusedOperators(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "To copy construct from a tensor")  # the tracer's own calls
         return torch_api.export_joint(captured, args, kwargs)
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shardgraph.capture.casting import casting, computed_dtypes
+from shardgraph.capture.double import in_double, is_coarse
 from shardgraph.capture.numbers import as_tensor
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.coverage import Coverage
-from shardgraph.checks.double import in_double, is_coarse
 from shardgraph.checks.step import LockstepStep, Values
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
