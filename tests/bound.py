@@ -1,93 +1,90 @@
-"""Bound graphs of all ranks of a program in one process, with what collectives mean in lockstep."""
+"""Graphs as ranks run them: bound to each rank of a mesh and called, one thread per rank, over real process groups.
+
+The groups are those of torch's own tests: collectives exchange tensors between threads of one process. So the device
+mesh, its groups by name, and the functional collectives are torch's, and the graphs are the runtime's.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from shardgraph import ir
-from shardgraph.checks.lockstep import Results, _meaning
-from shardgraph.ir.attributes import ROLE
+from shardgraph.checks.lockstep import Results
 from shardgraph.mesh import Mesh
-from shardgraph.runtime.bind import bind
+from shardgraph.runtime.executor import Bound
 
-Group = tuple[int, ...]
+_PATIENCE = 60.0  # seconds for all ranks together, after which some wait for ever
 
-
-def bound_on_every_rank(gm: fx.GraphModule, mesh: Mesh) -> list[tuple[fx.GraphModule, dict[str, Group]]]:
-    """``gm`` bound on each rank of a mesh, with the ranks of the groups that it names."""
-    return [_bound(gm, mesh, rank) for rank in range(math.prod(size for _, size in mesh))]
+T = TypeVar("T")
 
 
-def _bound(gm: fx.GraphModule, mesh: Mesh, rank: int) -> tuple[fx.GraphModule, dict[str, Group]]:
+def run_bound(graphs: Sequence[fx.GraphModule], mesh: Mesh, inputs: Sequence[Sequence[Mapping[ir.Role, Any]]]) -> Any:
+    """Run each graph, bound on every rank, on each rank's inputs by role; gives per graph each rank's results."""
+
+    def run(rank: int, device_mesh: DeviceMesh) -> list[Results]:
+        return [_call(Bound(gm, device_mesh), given[rank]) for gm, given in zip(graphs, inputs, strict=True)]
+
+    return list(zip(*on_threads(mesh, run), strict=True))
+
+
+def _call(bound: Bound, inputs: Mapping[ir.Role, Any]) -> Results:
+    values = bound([inputs[role] for role, _ in bound.inputs])
+    return [(role, value) for (role, _), value in zip(bound.results, values, strict=True)]
+
+
+def on_threads(mesh: Mesh, run: Callable[[int, DeviceMesh], T]) -> list[T]:
+    """What ``run(rank, device_mesh)`` gives on every rank of a mesh, each a thread with process groups of its own.
+
+    Raises:
+        RuntimeError: a rank failed, or some wait for ever.
+    """
     axes, sizes = zip(*mesh, strict=True)
-    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes), store=FakeStore())
+    store, results, failures = dist.HashStore(), {}, []
+    world = math.prod(sizes)
+
+    def work(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+            results[rank] = run(rank, init_device_mesh("cpu", sizes, mesh_dim_names=axes))
+        except BaseException as error:
+            failures.append((rank, error))
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes ranks that wait for this one
+        finally:
+            dist.destroy_process_group()
+
+    with _threaded_groups():
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_PATIENCE)
+        if stuck := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
+            threaded.ProcessLocalGroup.exception_handle(TimeoutError())
+            raise RuntimeError(f"ranks {stuck} wait for ever")
+    for rank, error in failures:
+        if not isinstance(error, SystemExit):  # which ends those that another one's failure woke
+            raise RuntimeError(f"rank {rank} failed") from error
+    return [results[rank] for rank in range(world)]
+
+
+@contextmanager
+def _threaded_groups() -> Iterator[None]:
+    """Within it every thread has process groups of its own."""
+    threaded._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        bound = bind(gm, init_device_mesh("cpu", sizes, mesh_dim_names=axes))
-        names = {node.args[-1] for node in ir.collectives(bound)}
-        groups = {name: torch._C._distributed_c10d._resolve_process_group(name) for name in names}
-        return bound, {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
+        yield
     finally:
-        dist.destroy_process_group()
-
-
-def run_bound(gm: fx.GraphModule, mesh: Mesh, inputs: Sequence[Mapping[ir.Role, Any]]) -> list[Results]:
-    """Run ``gm``, bound on each rank, on inputs by role: each rank up to its next collective, then what its members
-    bring to it is exchanged as :mod:`shardgraph.checks.lockstep` says. Gives each rank's results by role."""
-    runs = [
-        _run(bound, groups, given) for (bound, groups), given in zip(bound_on_every_rank(gm, mesh), inputs, strict=True)
-    ]
-    results: dict[int, Results] = {}
-    waiting: dict[int, tuple[Group, fx.Node, torch.Tensor]] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(runs)))
-    while len(results) < len(runs):
-        for rank, answer in answers.items():
-            try:
-                waiting[rank] = runs[rank].send(answer)
-            except StopIteration as ended:
-                results[rank] = ended.value
-        answers = {}
-        for group in {group for group, _, _ in waiting.values()}:
-            calls = [waiting.get(rank) for rank in group]
-            if all(call is not None and call[0] == group for call in calls):
-                nodes = [node for _, node, _ in calls]
-                assert len({(node.target, node.name) for node in nodes}) == 1, f"ranks differ: {nodes}"
-                answers |= dict(zip(group, _exchanged(nodes, [value for _, _, value in calls]), strict=True))
-        waiting = {rank: call for rank, call in waiting.items() if rank not in answers}
-        assert answers or len(results) == len(runs), f"ranks wait for ever: {waiting}"
-    return [results[rank] for rank in range(len(runs))]
-
-
-def _exchanged(nodes: Sequence[fx.Node], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if nodes[0].target is not ir.ALL_TO_ALL:
-        return _meaning(nodes[0], list(values))
-    pieces = [value.split(list(node.args[2])) for node, value in zip(nodes, values, strict=True)]
-    return [torch.cat([pieces[source][rank] for source in range(len(values))]) for rank in range(len(values))]
-
-
-def _run(
-    gm: fx.GraphModule, groups: Mapping[str, Group], inputs: Mapping[ir.Role, Any]
-) -> Iterator[tuple[Group, fx.Node, torch.Tensor]]:
-    """One rank: yields the group, the node and the value at each collective, and is sent what it receives."""
-    env: dict[fx.Node, Any] = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = inputs[ROLE.of(node)]
-        elif node.op == "get_attr":
-            env[node] = getattr(gm, node.target)
-        elif ir.is_collective(node):
-            env[node] = yield groups[node.args[-1]], node, env[node.args[0]]
-        elif node.target is ir.WAIT:
-            env[node] = env[node.args[0]]
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            with torch.no_grad():
-                env[node] = node.target(*args, **kwargs)
-    return [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in ir.outputs(gm)]
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)

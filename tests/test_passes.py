@@ -115,6 +115,14 @@ def test_no_sync_has_no_reductions_and_returns_whole_gradients():
     assert dict(ir.outputs(local))[ir.Gradient(ir.Parameter("0.weight"))].meta["val"].shape == (7, 5)
 
 
+def test_reductions_alone_are_those_of_parameters_that_have_a_gradient():
+    module = model()
+    module.register_parameter("unused", nn.Parameter(torch.ones(4)))
+    reduced = build(preset("fsdp", {"dp": 2}), module).graph("reduce")
+    assert ir.Gradient(ir.Parameter("0.weight")) in dict(ir.outputs(reduced))
+    assert ir.Gradient(ir.Parameter("unused")) not in dict(ir.outputs(reduced))
+
+
 def test_a_collective_names_its_parameter_and_the_users_line():
     text = [ir.describe_collective(node) for node in ir.collectives(build(preset("fsdp", {"dp": 2})).forward)]
     assert text[0].startswith("all_gather_into_tensor of 0.weight (4, 5) float32 over 'dp' (")

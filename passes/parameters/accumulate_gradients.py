@@ -11,7 +11,7 @@ from torch import fx
 from shardgraph.ir import Accumulated, Gradient, Parameter, Role, outputs
 from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
 from shardgraph.ir.subgraph import subgraph
-from shardgraph.passes.base import Context, Pass
+from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.parameters.rewrite import replace_results
 
@@ -65,8 +65,9 @@ class AddAccumulated(Pass):
 
 
 @dataclass(frozen=True)
-class ReduceAlone(Pass):
-    """Takes a backward graph; leaves only the reductions, of local gradients that it takes (role ``Accumulated``).
+class ReduceAlone(GraphsPass):
+    """Takes backward graphs; replaces each by a graph of its reductions alone, of local gradients that it takes (role
+    ``Accumulated``). Other gradients are no results of it.
 
     Must not change: how they are reduced.
     """
@@ -76,9 +77,9 @@ class ReduceAlone(Pass):
     provides = frozenset({"accumulated-gradients"})
     excludes = frozenset({"local-gradients", "accumulated-gradients"})
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        reduce = reductions_of(gm)
-        gm.graph = subgraph(gm, [], (), []).graph if reduce is None else reduce.graph
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        for name, gm in graphs.items():
+            graphs[name] = reductions_of(gm) or subgraph(gm, [], (), [])
 
 
 def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
