@@ -79,16 +79,19 @@ def first_divergence(
     unreduced: dict[fx.Node, list[Any]] = {}
 
     def check(node: fx.Node, reference: list[Any], values: list[Any], made_by: str | None = None) -> None:
+        compared = False
         for rank, (mine, whole) in enumerate(zip(values, reference, strict=True)):
             theirs = whole if made_by is not None else _placed(whole, node, rank, mesh)
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                compared = True
                 # A part may hold nothing but rounding, as the gradient of an attention's key bias does.
                 largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
                 if not error <= tolerance:
                     blamed = made_by or _made_by(node, agreed, saved_by)
                     raise _Diverged(Divergence(node.name, blamed, SOURCE.get(node, ""), error))
-        agreed.add(node)
+        if compared:
+            agreed.add(node)
 
     def compare(node: fx.Node, values: list[Any]) -> None:
         if any(user in MADE_BY and MADE_BY.get(user) != MADE_BY.get(node) for user in node.users):
@@ -114,7 +117,7 @@ def first_divergence(
                     own, ranks = _before_reduction(node, mesh)
                     # A reduction that is missing should have been over all ranks.
                     factors = [count / program.plan.data_size for count in (ranks, len(made))]
-                    wrong = own in unreduced and not _is_mean(unreduced[own], factors, full, tolerance)
+                    wrong = own in unreduced and not _is_right(unreduced[own], factors, full, tolerance)
                     blamed = _made_by(own if wrong else node, agreed, saved_by)
                     check(node, parts, [result[role] for result in made], blamed)
     except _Diverged as diverged:
@@ -153,8 +156,9 @@ def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Progra
             return None
         entry = program.parameters.get(REDUCES.get(node, ""))  # each rank's part of it is the gradient of a parameter
         return _mean_shards(values, entry, node, program)
-    if node in EQUALS:
-        return expected.get(EQUALS.of(node))
+    if node in EQUALS:  # of an operation with several results the first
+        values = expected.get(EQUALS.of(node))
+        return values and [value[0] if isinstance(value, (tuple, list)) else value for value in values]
     if node in MADE_BY or not all(map(is_cut, PLACEMENTS.get(node, {}).values())):
         return None
     return expected.get(node.name)
@@ -178,10 +182,12 @@ def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, int]:
     return node, ranks
 
 
-def _is_mean(
+def _is_right(
     local: list[torch.Tensor], factors: Sequence[float], expected: list[torch.Tensor], tolerance: float
 ) -> bool:
-    """Whether the mean of local gradients, times one of ``factors``, is that of the expected ones."""
+    """Whether local gradients are the expected ones, or their mean, times one of ``factors``, is that of these."""
+    if all(relative_error(mine, theirs) <= tolerance for mine, theirs in zip(local, expected, strict=True)):
+        return True  # and nothing was to be summed
     own, mean = (torch.stack([value.double() for value in values]).mean(0) for values in (local, expected))
     return any(relative_error(own * factor, mean) <= tolerance for factor in factors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -266,8 +267,19 @@ class Comparison:
             return scaled
 
         inputs = [self._inputs(self.shards, buffers, number) for number in range(len(self.programs))]
-        of_ranks = [weights[batch] for batch in self.batch_of]
-        return (outputs, *LockstepStep(self.programs, inputs, self._generators(step), tangents, of_ranks).run())
+        of_ranks, generators = [weights[batch] for batch in self.batch_of], self._generators(step)
+        self._compare_random_numbers(step, generators)
+        return (outputs, *LockstepStep(self.programs, inputs, generators, tangents, of_ranks).run())
+
+    def _compare_random_numbers(self, step: int, generators: list[torch.Tensor]) -> None:
+        """Data ranks draw different numbers. The original draws what the program does, so that no result shows it."""
+        if any(program.random for program in self.programs):
+            of_data_rank = dict(zip(self.batch_of, generators, strict=True))
+            for one, other in itertools.combinations(sorted(of_data_rank), 2):
+                equal = torch.equal(of_data_rank[one], of_data_rank[other])
+                self.errors[f"random numbers of data ranks {one} and {other} at step {step}"] = (
+                    math.inf if equal else 0.0
+                )
 
     def _inputs(self, parameters: list[Tensors], buffers: Tensors, number: int = 0) -> list[Values]:
         return [

@@ -116,15 +116,16 @@ class LockstepStep:
         return returned
 
     def _reduced(self) -> list[dict[str, torch.Tensor]]:
-        """The gradients of the step: reduced, and added up over the stages that share a parameter."""
+        """The gradients of the step: reduced, and added up over the stages that are said to share a parameter."""
         totals: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
+        owners = self.programs[0].owners
         for stage, gradients in zip(self.programs[0].stages, self.gradients, strict=True):
             if stage.reduce is not None:
                 inputs = [{Accumulated(Parameter(f)): v for f, v in mine.items()} for mine in gradients]
                 for mine, result in zip(gradients, self._run(stage.reduce, inputs), strict=True):
                     mine.update(gradients_of(result.items()))
             for total, mine in zip(totals, gradients, strict=True):
-                _add(total, mine)
+                _add(total, {fqn: value for fqn, value in mine.items() if stage.number in owners[fqn]})
         return totals
 
 
