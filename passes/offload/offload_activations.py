@@ -145,6 +145,7 @@ def _builder(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Nod
 
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
     """Record which value the copy must equal, for debugging."""
-    equals = EQUALS.get(value) if value in MADE_BY else value.name
+    captured = value not in MADE_BY and value.op != "placeholder"
+    equals = EQUALS.get(value, value.name if captured else None)
     if equals and not PLACEMENTS.get(value):
         EQUALS.set(wait, equals)

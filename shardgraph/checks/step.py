@@ -7,19 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardgraph.checks.bisect import absent_of, with_zeros
 from shardgraph.checks.lockstep import by_role, run_lockstep
-from shardgraph.ir import Accumulated, Buffer, Forwarded, Mutation, Parameter, Returned, Role, Saved, Tangent
+from shardgraph.ir import (
+    Accumulated,
+    Buffer,
+    Forwarded,
+    Mutation,
+    Parameter,
+    Returned,
+    Role,
+    Saved,
+    Tangent,
+    placeholders,
+)
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.runtime.pipeline.statistics import combined
 
 Values = dict[Role, Any]
 """What one rank has, by role."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a graph: its name, and the number of the microbatch; None once per step."""
+
+    graph: str
+    number: int | None
+
+
+Watch = Callable[[Run, fx.Node, list[Any]], None]
+"""Sees every node of every run with its values, one per rank; of ``output``, each rank's results with their roles."""
 
 
 @dataclass
@@ -30,6 +53,7 @@ class LockstepStep:
     of a stage; ``rng`` is as for :func:`shardgraph.checks.lockstep.run_lockstep`. ``tangents`` is called with the
     number of a microbatch and the results of its last stage on each rank, and returns, per rank, the gradients of the
     loss of the whole step with respect to them. ``weights`` are, per rank, what the loss of each microbatch counts for.
+    ``watch`` sees all nodes as they run.
     """
 
     programs: Sequence[Program]
@@ -37,6 +61,7 @@ class LockstepStep:
     rng: list[torch.Tensor]
     tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]]
     weights: Sequence[Sequence[float]]
+    watch: Watch = lambda run, node, values: None
 
     def __post_init__(self) -> None:
         self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
@@ -45,7 +70,9 @@ class LockstepStep:
     def run(self) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
         """``(gradients, buffers)``: each rank's gradients of its parameters, and new values of buffers, by name."""
         gathered = [
-            [Values() for _ in self.ranks] if stage.gather is None else self._run(stage.gather, self.inputs[0])
+            [Values() for _ in self.ranks]
+            if stage.gather is None
+            else self._run(Run(stage.prefix + "gather", None), stage.gather, self.inputs[0])
             for stage in self.programs[0].stages
         ]
         written = [self._microbatch(number, program, gathered) for number, program in enumerate(self.programs)]
@@ -53,9 +80,10 @@ class LockstepStep:
         return self._reduced(), [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
 
     def _run(
-        self, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
+        self, run: Run, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
     ) -> list[Values]:
-        return list(map(by_role, run_lockstep(graph, self.mesh, inputs, rng=rng)))
+        results = run_lockstep(graph, self.mesh, inputs, rng=rng, on_value=partial(self.watch, run))
+        return list(map(by_role, results))
 
     def _microbatch(self, number: int, program: Program, gathered: list[list[Values]]) -> list[dict[str, torch.Tensor]]:
         """Forward and backward of all stages; returns the buffers that forward writes on each rank."""
@@ -67,7 +95,8 @@ class LockstepStep:
                 own | whole | values
                 for own, whole, values in zip(self.inputs[number], gathered[stage.number], received, strict=True)
             ]
-            results = self._run(self._halves(number, stage).forward, inputs, self.rng)
+            halves = self._halves(number, stage)
+            results = self._run(Run(halves.name("F"), number), halves.forward, inputs, self.rng)
             saved.append([_of_kind(Saved, result) for result in results])
             received = [_of_kind(Forwarded, result) for result in results]
             for mine, result in zip(written, self._averaged(program, results), strict=True):
@@ -106,7 +135,7 @@ class LockstepStep:
         for name in [halves.name(action.kind) for action in actions if action.kind != "F"]:
             backward = program.graph(name, absent)
             inputs = [mine | with_zeros(theirs, backward) for mine, theirs in zip(saved, tangents, strict=True)]
-            for rank, result in enumerate(self._run(backward, inputs)):
+            for rank, result in enumerate(self._run(Run(name, number), backward, inputs)):
                 returned[rank] |= _of_kind(Returned, result)
                 saved[rank] |= _of_kind(Saved, result)
                 gradients = gradients_of(result.items())
@@ -121,11 +150,29 @@ class LockstepStep:
         for stage, gradients in zip(self.programs[0].stages, self.gradients, strict=True):
             if stage.reduce is not None:
                 inputs = [{Accumulated(Parameter(f)): v for f, v in mine.items()} for mine in gradients]
-                for mine, result in zip(gradients, self._run(stage.reduce, inputs), strict=True):
+                reduced = self._run(Run(stage.prefix + "reduce", None), stage.reduce, inputs)
+                for mine, result in zip(gradients, reduced, strict=True):
                     mine.update(gradients_of(result.items()))
             for total, mine in zip(totals, gradients, strict=True):
                 _add(total, mine)
         return totals
+
+
+def absent_of(tangents: Sequence[Mapping[Any, torch.Tensor | None]]) -> frozenset[Tangent]:
+    """The tangents that no rank's loss has."""
+    return frozenset(role for role in tangents[0] if all(values[role] is None for values in tangents))
+
+
+def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) -> dict[Any, torch.Tensor]:
+    """The tangents that ``gm`` takes, in the memory layout that it was traced with; zeros for None."""
+    inputs = {}
+    for role, node in placeholders(gm).items():
+        if role in tangents:
+            like, value = node.meta["val"], tangents[role]
+            inputs[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            if value is not None:
+                inputs[role].copy_(value)
+    return inputs
 
 
 def _of_kind(kind: type, values: Values) -> dict[Any, Any]:

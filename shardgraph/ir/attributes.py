@@ -145,7 +145,8 @@ def write(node: fx.Node, labels: Labels) -> None:
 def new_placeholder(graph: fx.Graph, name: str, role: Any, like: fx.Node) -> fx.Node:
     """An input of ``graph`` that stands for the value of ``like``, a node of another graph."""
     node = graph.placeholder(name)
-    write(node, carried(Change.PASSED, like) | {ROLE: role})
+    captured: Labels = {} if like in MADE_BY or like.op == "placeholder" else {EQUALS: like.name}
+    write(node, {**captured, **carried(Change.PASSED, like), ROLE: role})
     return node
 
 
