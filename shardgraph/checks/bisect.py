@@ -122,13 +122,9 @@ class _Search:
     def __post_init__(self) -> None:
         program = self.programs[0]
         self.plan, self.mesh, self.blame = program.plan, program.plan.mesh, Blame(program)
-        gradients = [gradients_of(ir.outputs(gm)) for gm in program.graphs.values()]
-        stages = (
-            [{f for each in gradients for f in each}]
-            if self.plan.pipeline is None
-            else [set(stage.trained) for stage in program.stages]
-        )
-        self.shared = {f for names in stages for f in names if sum(f in other for other in stages) > 1}
+        self.inputs = {node.name: role for role, node in ir.placeholders(program.joint.module).items()}
+        self.shared = {fqn for fqn, stages in program.owners.items() if len(stages) > 1}
+        self.suspects: dict[str, str] = {}  # who would be to blame for a gradient of the step, by parameter
 
     def compare(self, run: Run, node: fx.Node, values: list[Any]) -> None:
         if node.op == "output":
@@ -145,18 +141,16 @@ class _Search:
             self.blame.agreed.add(node)
 
     def compare_step(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Compare the gradients of the whole step: that none is missing, and the sums over stages."""
+        """Compare the gradients of the whole step: that none is missing, and each is right."""
         run = Run("reduce", None)
         for fqn, source in gradients_of(ir.outputs(self.programs[0].joint.module)).items():
             full = self._expected(run, source.name)
-            if full is None or not any(value.any() for value in full):
-                continue
-            if fqn not in gradients[0]:
-                raise _Diverged(Divergence(f"gradient of {fqn}", self.blame.of_missing(fqn), "", math.inf))
-            if fqn in self.shared:
+            blamed = partial(self.suspects.get, fqn, self.blame.of_step(fqn))
+            if full is not None and fqn not in gradients[0] and any(value.any() for value in full):
+                raise _Diverged(Divergence(f"gradient of {fqn}", blamed(), "", math.inf))
+            if full is not None and fqn in gradients[0]:
                 mine = [each[fqn] for each in gradients]
-                reference = self._mean_shards(full, fqn, mine[0].dtype)
-                self._check(source, reference, mine, lambda: "divide-into-stages", placed=True)
+                self._check(source, self._mean_shards(full, fqn, mine[0].dtype), mine, blamed, placed=True)
 
     def _check(
         self,
@@ -183,8 +177,8 @@ class _Search:
             own, ranks = _before_reduction(node, self.mesh)
             # A reduction that is missing should have been over all ranks.
             factors = [count / self.plan.data_size for count in (ranks, len(reference))]
-            open_to_doubt = full and own in self.unreduced and own not in self.blame.agreed
-            if full and open_to_doubt and not _is_mean(self.unreduced[own], factors, full, self.tolerance):
+            local = None if own in self.blame.agreed else self.unreduced.get(own)
+            if full and local and not _is_mean(local, factors, full, self.tolerance):
                 return self.blame.of(run, own)
         return self.blame.of(run, node)
 
@@ -200,15 +194,18 @@ class _Search:
             mine = [results[index][1] for results in values]
             blamed = partial(self.blame.of_result, run, role, node)
             if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):
-                if run.graph.endswith("reduce") or self.plan.pipeline is None:
-                    if role.of.fqn not in self.shared:
-                        reference = self._mean_shards(full, role.of.fqn, node.meta["val"].dtype)
-                        self._check(node, reference, mine, blamed, placed=True)
-                elif node not in MADE_BY and role.of.fqn not in self.shared:
+                fqn, shared = role.of.fqn, role.of.fqn in self.shared
+                if node not in self.blame.agreed:
+                    self.suspects[fqn] = blamed()
+                if not shared and (run.graph.endswith("reduce") or self.plan.pipeline is None):
+                    reference = self._mean_shards(full, fqn, node.meta["val"].dtype)
+                    self._check(node, reference, mine, blamed, placed=True)
+                elif not shared and node not in MADE_BY:
                     self._check(node, full, _summed(node, mine, self.mesh), blamed)
             elif isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer):
-                mean = torch.stack(full).mean(0) if full[0].is_floating_point() else full[0]
-                self._check(node, [mean] * len(full), mine, blamed, placed=True)
+                averaged = self.plan.pipeline is None and full[0].is_floating_point()
+                reference = [torch.stack(full).mean(0)] * len(full) if averaged else full
+                self._check(node, reference, mine, blamed, placed=True)
             elif isinstance(role, (ir.Output, ir.IntermediateBase)):
                 self._check(node, full, mine, blamed, placed=True)
 
@@ -232,9 +229,20 @@ class _Search:
                 return None
             return self._mean_shards(values, REDUCES.get(node, ""), node.meta["val"].dtype)
         if node in EQUALS:
-            return self._expected(run, EQUALS.of(node))
+            return self._stored(node, self._expected(run, EQUALS.of(node)))
         comparable = (is_cut(each) or isinstance(each, Partial) for each in PLACEMENTS.get(node, {}).values())
         return None if node in MADE_BY or not all(comparable) else self._expected(run, node.name)
+
+    def _stored(self, node: fx.Node, values: list[Any] | None) -> list[Any] | None:
+        """The values; of a parameter that is saved as it is stored, each rank's shard."""
+        role = self.inputs.get(EQUALS.of(node))
+        if values is None or not isinstance(role, ir.Parameter) or not isinstance(ROLE.get(node), ir.Saved):
+            return values
+        placed = _placed(values[0], node, 0, self.mesh)
+        if placed.shape == node.meta["val"].shape:
+            return values
+        shards = shards_of(values[0].to(node.meta["val"].dtype), self.programs[0].parameters[role.fqn], self.mesh)
+        return None if PLACEMENTS.get(node) else shards
 
     def _mean_shards(self, values: list[torch.Tensor], fqn: str, dtype: torch.dtype) -> list[torch.Tensor]:
         """Each rank's part of the mean over ranks, in ``dtype``: of the gradient of a parameter if ``fqn`` is one."""

@@ -46,6 +46,40 @@ class Blame:
 
         If all that was compared and is from the capture, it is the pass that last wrote the node where it is.
         """
+        return self._maker(node) or self._writer(run, node)
+
+    def of_result(self, run: Run, role: Any, node: fx.Node) -> str:
+        """The pass that made a graph return ``node`` as ``role``, from which it differs."""
+        maker = None if node in self.agreed else self._maker(node)
+        if maker is not None:
+            return maker
+        plan = self.program.plan
+        divides = "partition" if plan.pipeline is None else "divide-into-stages"
+        if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):
+            if REDUCES.get(node) == role.of.fqn:
+                return MADE_BY.of(node)
+            if plan.pipeline is None:
+                return divides
+            return "reduce-once" if run.graph.endswith("reduce") else "keep-gradients-local"
+        averages = plan.pipeline is None and plan.data_size > 1 and node.meta["val"].is_floating_point()
+        return "average-buffers" if averages and isinstance(role, ir.Mutation) else divides
+
+    def of_step(self, fqn: str) -> str:
+        """The pass that lost a stage's gradient of a parameter, each of those that are there being right."""
+        if self.program.plan.pipeline is None:
+            return "partition"
+        stages = [self.program.stages[number] for number in self.program.owners[fqn]]
+        return "drop-untrained" if any(self._dropped(stage.prefix) for stage in stages) else "divide-into-stages"
+
+    def _dropped(self, prefix: str) -> bool:
+        """Whether a forward graph of a stage has no backward."""
+        graphs = self.program.graphs
+        return any(
+            prefix + of + "forward" in graphs and prefix + of + "backward" not in graphs for of in ("", "recompute/")
+        )
+
+    def _maker(self, node: fx.Node) -> str | None:
+        """The pass that made the node or, walking back over what was not compared, the first that made something."""
         seen, pending = {node}, [node]
         while pending:
             each = pending.pop(0)
@@ -56,35 +90,14 @@ class Blame:
                 if isinstance(source, fx.Node) and source not in seen and source not in self.agreed:
                     seen.add(source)
                     pending.append(source)
-        return self._writer(run, node)
-
-    def of_result(self, run: Run, role: Any, node: fx.Node) -> str:
-        """The pass that made a graph return ``node`` as ``role``, from which it differs."""
-        if node not in self.agreed and (node in MADE_BY or node.op != "placeholder"):
-            return self.of(run, node)
-        plan = self.program.plan
-        divides = "partition" if plan.pipeline is None else "divide-into-stages"
-        if isinstance(role, ir.Gradient):
-            reduced = run.graph.endswith("reduce") or plan.pipeline is None
-            if node in REDUCES and isinstance(role.of, ir.Parameter) and REDUCES.of(node) == role.of.fqn:
-                return MADE_BY.of(node)
-            return (divides if plan.pipeline is None else "reduce-once") if reduced else "keep-gradients-local"
-        averages = isinstance(role, ir.Mutation) and node.meta["val"].is_floating_point() and plan.data_size > 1
-        return "average-buffers" if averages else divides
-
-    def of_missing(self, fqn: str) -> str:
-        """The pass that lost the gradient of a parameter that no graph returns."""
-        if self.program.plan.pipeline is None:
-            return "partition"
-        stages = [stage for stage in self.program.stages if fqn in stage.parameters]
-        lost = any(stage.kept.backward is None for stage in stages)
-        return "drop-untrained" if lost else "keep-gradients-local"
+        return None
 
     def _writer(self, run: Run, node: fx.Node) -> str:
         plan, kind = self.program.plan, run.graph.rpartition("/")[2]
         given = _GIVEN_BY.get(type(ROLE.get(node)))
         if given is not None:
-            return given
+            lost = given == "reduce-once" and self._dropped(run.graph.removesuffix(kind))
+            return "drop-untrained" if lost else given
         again = "/recompute/" in run.graph
         if kind != "forward" and RECOMPUTE.get(node):
             return "recompute-stage" if again else "recompute"

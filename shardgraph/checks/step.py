@@ -77,7 +77,8 @@ class LockstepStep:
         ]
         written = [self._microbatch(number, program, gathered) for number, program in enumerate(self.programs)]
         start = {role.fqn: value for role, value in self.inputs[0][0].items() if isinstance(role, Buffer)}
-        return self._reduced(), [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
+        buffers = [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
+        return self._reduced(), buffers if self.programs[0].plan.pipeline is None else _averaged(buffers)
 
     def _run(
         self, run: Run, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
@@ -99,7 +100,7 @@ class LockstepStep:
             results = self._run(Run(halves.name("F"), number), halves.forward, inputs, self.rng)
             saved.append([_of_kind(Saved, result) for result in results])
             received = [_of_kind(Forwarded, result) for result in results]
-            for mine, result in zip(written, self._averaged(program, results), strict=True):
+            for mine, result in zip(written, results, strict=True):
                 mine |= {
                     role.of.fqn: v for role, v in _of_kind(Mutation, result).items() if isinstance(role.of, Buffer)
                 }
@@ -107,17 +108,6 @@ class LockstepStep:
         for stage in reversed(program.stages):
             tangents = self._backward(number, stage, saved[stage.number], tangents)
         return written
-
-    def _averaged(self, program: Program, results: list[Values]) -> list[Values]:
-        """The results with buffers as the runtime of a pipeline averages them; without one, the graph does."""
-        if program.plan.pipeline is None:
-            return results
-        means = {
-            role: torch.stack([result[role] for result in results]).mean(0)
-            for role, value in _of_kind(Mutation, results[0]).items()
-            if value.is_floating_point()
-        }
-        return [result | means for result in results]
 
     def _halves(self, number: int, stage: StageProgram) -> Halves:
         pipeline = stage.program.plan.pipeline
@@ -156,6 +146,16 @@ class LockstepStep:
             for total, mine in zip(totals, gradients, strict=True):
                 _add(total, mine)
         return totals
+
+
+def _averaged(buffers: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The buffers after a step as the runtime of a pipeline averages them over ranks; without one, the graph does."""
+    means = {
+        name: torch.stack([each[name] for each in buffers]).mean(0)
+        for name, value in buffers[0].items()
+        if value.is_floating_point()
+    }
+    return [each | means for each in buffers]
 
 
 def absent_of(tangents: Sequence[Mapping[Any, torch.Tensor | None]]) -> frozenset[Tangent]:
