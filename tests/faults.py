@@ -25,6 +25,7 @@ from shardgraph.ir.copies import WAIT_COPY
 from shardgraph.mesh import axes_of, size_along
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.program import Program
+from shardgraph.plans.precision import AS_STORED
 
 aten = torch.ops.aten
 SCALES = {aten.div.Tensor, aten.mul.Tensor, aten.mul.Scalar}
@@ -168,6 +169,13 @@ def _rounded(node: fx.Node) -> None:
     _instead(node, there_and_back)
 
 
+def _rounds(site: Site) -> str | None:
+    """Of a program in its stored precision: where a plan rounds itself, one more rounding is within its tolerance."""
+    here = site.result is None and site.node in MADE_BY and site.node.users and site.node.target in WAITS
+    exact = site.program.plan.precision == AS_STORED
+    return MADE_BY.of(site.node) if here and exact and _floating(site.node) else None
+
+
 def _other_axis(site: Site) -> str | None:
     """Another group of mesh axes, with as many ranks as that of a collective."""
     if not ir.is_collective(site.node) or site.node.target is ir.send:
@@ -243,9 +251,7 @@ NODES: dict[str, Fault] = {
             node, "args", tuple(each + 1 if isinstance(each, (int, float)) else each for each in node.args)
         ),
     ),
-    "rounded to bfloat16": _written(
-        lambda node: node.target in {*WAITS, aten._to_copy.default} and _floating(node), _rounded
-    ),
+    "rounded to bfloat16": Fault(_rounds, lambda site: _rounded(site.node)),
     "another part": _written(
         lambda node: node.target in ON_A_PART and _has_rows(node.args[0]),
         lambda node: node.update_arg(0, _rolled(node, node.args[0], 1)),
@@ -354,7 +360,7 @@ RESULTS: dict[str, Fault] = {
         lambda site: _gives(site) and _partner(site) is not None and _gives(site), _exchange
     ),
     "a result lost": Fault(_gives, lambda site: _return(site, torch.zeros_like)),
-    "a result scaled": Fault(_gives, lambda site: _return(site, aten.mul.Tensor, 0.99)),
+    "a result scaled": Fault(_gives, lambda site: _return(site, aten.mul.Tensor, 2)),
     "a mutation lost": Fault(_mutation, _lose_mutation),
     "another gradient is reduced": Fault(_accumulated, _exchange_inputs),
     "a trained stage dropped": Fault(_untrained, lambda site: site.program.graphs.pop(site.graph)),
@@ -371,7 +377,8 @@ def _copied_by(site: Site) -> str | None:
     if site.kind == "backward":
         if RECOMPUTE.get(site.node):
             return "recompute-stage" if again else "recompute"
-        return "partition"
+        # Where operators are sharded, not every operand can be compared, and what is computed from it is blamed.
+        return None if site.program.plan.operators or site.program.plan.experts else "partition"
     if site.kind == "forward" and site.program.plan.pipeline is not None:
         return "copy-to-recompute" if again else "divide-into-stages"
     return None

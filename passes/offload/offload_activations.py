@@ -10,7 +10,7 @@ from torch import fx
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Forwarded, Saved, outputs, set_outputs
-from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
+from shardgraph.ir.attributes import EQUALS, GIVEN_BY, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.builder import Builder
@@ -107,6 +107,7 @@ def _copy_away(
             copies[value] = latest[after] = wait
             each.placeholder.meta["val"] = wait.meta["val"]
             ON_HOST.set(each.placeholder, True)
+            GIVEN_BY.set(each.placeholder, wait.name)
     set_outputs(gm, [(role, copies.get(node, node) if isinstance(role, Saved) else node) for role, node in outputs(gm)])
 
 

@@ -16,7 +16,7 @@ from shardgraph import ir
 from shardgraph.checks.blame import Blame
 from shardgraph.checks.lockstep import along, by_role, run_lockstep
 from shardgraph.checks.step import LockstepStep, Run, Values, with_zeros
-from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, ROLE, ROLES, SOURCE
+from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, ROLE, ROLES, SHARD_OF, SOURCE
 from shardgraph.mesh import Mesh, coordinates, group_along
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.passes.sharding.placements import cut_of, is_cut
@@ -70,8 +70,9 @@ def first_divergence(
 
     ``programs``, ``whole`` and ``local`` are those of each microbatch; see :class:`LockstepStep` for the others. Nodes
     of the captured graph keep their names through the passes. A node made by a pass is compared if the pass recorded
-    what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is. What graphs
-    take from each other and what they return is compared too. Returns None if all comparable values agree.
+    what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is, ``SHARD_OF``
+    the parameter. What graphs take from each other and what they return is compared too. Returns None if all comparable
+    values agree.
     """
     rng = generators()
     parts = enumerate(zip(programs, whole, strict=True))
@@ -122,7 +123,8 @@ class _Search:
     def __post_init__(self) -> None:
         program = self.programs[0]
         self.plan, self.mesh, self.blame = program.plan, program.plan.mesh, Blame(program)
-        self.inputs = {node.name: role for role, node in ir.placeholders(program.joint.module).items()}
+        inputs = ir.placeholders(program.joint.module).items()
+        self.parameters = {role.fqn: node.name for role, node in inputs if isinstance(role, ir.Parameter)}
         self.shared = {fqn for fqn, stages in program.owners.items() if len(stages) > 1}
         self.suspects: dict[str, str] = {}  # who would be to blame for a gradient of the step, by parameter
 
@@ -137,7 +139,8 @@ class _Search:
         own = node.op == "placeholder" and not isinstance(ROLE.get(node), _GIVEN)
         reference = None if own or node.target in _UNWRITTEN else self._reference(run, node)
         if reference is not None:
-            self._check(node, reference, _summed(node, values, self.mesh), lambda: self._blamed(run, node, reference))
+            blamed, placed = partial(self._blamed, run, node), node in SHARD_OF
+            self._check(node, reference, _summed(node, values, self.mesh), blamed, placed)
             self.blame.agreed.add(node)
 
     def compare_step(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -170,17 +173,25 @@ class _Search:
                 if not error <= self.tolerance:
                     raise _Diverged(Divergence(node.name, blamed(), SOURCE.get(node, ""), error))
 
-    def _blamed(self, run: Run, node: fx.Node, reference: list[Any]) -> str:
-        """The pass that made a node differ: of a reduced gradient maybe not its reduction, but the gradient."""
-        if node in REDUCES and node in MEAN_OF:
-            full = self._expected(run, MEAN_OF.of(node))
-            own, ranks = _before_reduction(node, self.mesh)
-            # A reduction that is missing should have been over all ranks.
-            factors = [count / self.plan.data_size for count in (ranks, len(reference))]
-            local = None if own in self.blame.agreed else self.unreduced.get(own)
-            if full and local and not _is_mean(local, factors, full, self.tolerance):
-                return self.blame.of(run, own)
-        return self.blame.of(run, node)
+    def _blamed(self, run: Run, node: fx.Node) -> str:
+        full = self._expected(run, MEAN_OF.of(node)) if node in MEAN_OF else None
+        return self._unreduced_blamed(run, node, full) or self.blame.of(run, node)
+
+    def _unreduced_blamed(self, run: Run, node: fx.Node, full: list[Any] | None) -> str | None:
+        """The pass that made the gradient of which a node is the reduced one, if that is wrong already."""
+        if full is None or node not in REDUCES:
+            return None
+        own, ranks = _before_reduction(node, self.mesh)
+        local = None if own in self.blame.agreed else self.unreduced.get(own)
+        if local is None:
+            return None
+        if local[0].shape != full[0].shape:  # of the rank's own experts, summed over all tokens
+            parts = self._mean_shards(full, REDUCES.of(node), local[0].dtype)
+            errors = [relative_error(a / self.plan.data_size, b) for a, b in zip(local, parts, strict=True)]
+            return self.blame.of(run, own) if ranks == 1 and max(errors) > self.tolerance else None
+        # A reduction that is missing should have been over all ranks.
+        factors = [count / self.plan.data_size for count in (ranks, len(full))]
+        return None if _is_mean(local, factors, full, self.tolerance) else self.blame.of(run, own)
 
     def _compare_results(self, run: Run, output: fx.Node, values: list[Any]) -> None:
         captured = dict(ir.outputs(self.programs[run.number or 0].joint.module))
@@ -199,7 +210,10 @@ class _Search:
                     self.suspects[fqn] = blamed()
                 if not shared and (run.graph.endswith("reduce") or self.plan.pipeline is None):
                     reference = self._mean_shards(full, fqn, node.meta["val"].dtype)
-                    self._check(node, reference, mine, blamed, placed=True)
+                    maker = self._unreduced_blamed(run, node, full)
+                    self._check(
+                        node, reference, mine, blamed if maker is None else lambda maker=maker: maker, placed=True
+                    )
                 elif not shared and node not in MADE_BY:
                     self._check(node, full, _summed(node, mine, self.mesh), blamed)
             elif isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer):
@@ -228,21 +242,15 @@ class _Search:
             if not values or not isinstance(values[0], torch.Tensor):
                 return None
             return self._mean_shards(values, REDUCES.get(node, ""), node.meta["val"].dtype)
-        if node in EQUALS:
-            return self._stored(node, self._expected(run, EQUALS.of(node)))
-        comparable = (is_cut(each) or isinstance(each, Partial) for each in PLACEMENTS.get(node, {}).values())
-        return None if node in MADE_BY or not all(comparable) else self._expected(run, node.name)
-
-    def _stored(self, node: fx.Node, values: list[Any] | None) -> list[Any] | None:
-        """The values; of a parameter that is saved as it is stored, each rank's shard."""
-        role = self.inputs.get(EQUALS.of(node))
-        if values is None or not isinstance(role, ir.Parameter) or not isinstance(ROLE.get(node), ir.Saved):
-            return values
-        placed = _placed(values[0], node, 0, self.mesh)
-        if placed.shape == node.meta["val"].shape:
-            return values
-        shards = shards_of(values[0].to(node.meta["val"].dtype), self.programs[0].parameters[role.fqn], self.mesh)
-        return None if PLACEMENTS.get(node) else shards
+        if node in SHARD_OF:
+            values = self._expected(run, self.parameters[SHARD_OF.of(node)])
+            return self._mean_shards(values, SHARD_OF.of(node), node.meta["val"].dtype) if values else None
+        comparable = (
+            is_cut(placement) or (isinstance(placement, Partial) and axis != self.plan.experts)
+            for axis, placement in PLACEMENTS.get(node, {}).items()
+        )
+        name = EQUALS.get(node, None if node in MADE_BY else node.name)
+        return self._expected(run, name) if name is not None and all(comparable) else None
 
     def _mean_shards(self, values: list[torch.Tensor], fqn: str, dtype: torch.dtype) -> list[torch.Tensor]:
         """Each rank's part of the mean over ranks, in ``dtype``: of the gradient of a parameter if ``fqn`` is one."""

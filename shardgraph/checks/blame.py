@@ -9,7 +9,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.checks.step import Run
-from shardgraph.ir.attributes import MADE_BY, PLACEMENTS, RECOMPUTE, REDUCES, ROLE
+from shardgraph.ir.attributes import GIVEN_BY, MADE_BY, PLACEMENTS, RECOMPUTE, REDUCES, ROLE
 from shardgraph.passes.program import Program
 
 _GIVEN_BY: dict[type[ir.Role], str] = {
@@ -85,7 +85,11 @@ class Blame:
             each = pending.pop(0)
             if each in MADE_BY:
                 return MADE_BY.of(each)
-            sources = [self._giver.get(each)] if each.op == "placeholder" else each.all_input_nodes
+            giver = self._giver.get(each)
+            given_by = _GIVEN_BY.get(type(ROLE.get(each)))
+            if given_by != "reduce-once" and isinstance(giver, fx.Node) and GIVEN_BY.of(each) != giver.name:
+                return given_by
+            sources = [giver] if each.op == "placeholder" else each.all_input_nodes
             for source in sources:
                 if isinstance(source, fx.Node) and source not in seen and source not in self.agreed:
                     seen.add(source)
