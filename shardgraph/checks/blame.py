@@ -39,6 +39,9 @@ class Blame:
         """Note that a graph has returned ``value``, a node, as ``role``."""
         if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):
             role = ir.Accumulated(role.of)
+            earlier = self._given.get(_key(run, role))
+            if value in self.agreed and earlier is not None and earlier not in self.agreed:
+                return  # of another microbatch, which is the one to doubt
         self._given[_key(run, role)] = value
 
     def of(self, run: Run, node: fx.Node) -> str:
