@@ -374,11 +374,13 @@ def _copied_by(site: Site) -> str | None:
     if site.result is not None or site.node.op != "call_function" or site.node in MADE_BY or not site.node.users:
         return None
     again = "/recompute/" in site.graph
+    plan = site.program.plan
+    if plan.operators or plan.experts:
+        return None  # not every operand can be compared there, and what is computed from it is blamed
     if site.kind == "backward":
         if RECOMPUTE.get(site.node):
             return "recompute-stage" if again else "recompute"
-        # Where operators are sharded, not every operand can be compared, and what is computed from it is blamed.
-        return None if site.program.plan.operators or site.program.plan.experts else "partition"
+        return "partition"
     if site.kind == "forward" and site.program.plan.pipeline is not None:
         return "copy-to-recompute" if again else "divide-into-stages"
     return None

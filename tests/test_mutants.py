@@ -16,6 +16,12 @@ QUICK = 2  # mutants of each pass in the fast suite
 FAST = ("hsdp-2x2", "tp+sp-2", "fsdp-2-recompute", "fsdp-2-offload", "pp+zero2-2x2")
 
 
+def alike(case: str, verdict: str, made_by: str) -> bool:
+    """Whether verify cannot tell the passes apart: a shard that is saved may be one that no captured value is."""
+    sharded = any(each in case for each in ("tp", "cp")) and {verdict, made_by} == {"shard-operators", "partition"}
+    return sharded or {verdict, made_by} <= ALIKE
+
+
 def cases(*per_pass: int) -> list[Any]:
     """All cases, each with these numbers of mutants of a pass; slow but for ``FAST`` ones with ``QUICK``."""
     return [
@@ -43,7 +49,7 @@ def test_every_fault_that_makes_a_difference_is_found_and_blamed_on_its_pass(cas
     wrong = {
         str(mutant): verdict
         for mutant, verdict in verdicts.items()
-        if verdict not in ("refused", mutant.made_by) and not {verdict, mutant.made_by} <= ALIKE
+        if verdict not in ("refused", mutant.made_by) and not alike(case.id, verdict, mutant.made_by)
     }
     assert wrong == {}
 
@@ -72,4 +78,8 @@ def test_all_mutants_in_the_table_that_differ_were_found_and_blamed_or_refused()
     rows = [(name, made_by, *map(int, numbers)) for name, made_by, *numbers in mutation.read()]
     assert rows
     assert [row for row in rows if row[4] != row[3]] == []
-    assert [row for row in rows if row[6] + row[5] != row[4] and row[1] not in ALIKE] == []
+    assert [
+        row
+        for row in rows
+        if row[6] + row[5] != row[4] and not alike(row[0], "shard-operators", row[1]) and row[1] not in ALIKE
+    ] == []

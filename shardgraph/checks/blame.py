@@ -82,12 +82,14 @@ class Blame:
         )
 
     def _maker(self, node: fx.Node) -> str | None:
-        """The pass that made the node or, walking back over what was not compared, the first that made something."""
-        seen, pending = {node}, [node]
+        """The pass that made the node or, walking back over what was not compared, the first that made something.
+
+        A graph that takes another value than it was made to take is certain to be wrong, whoever made the rest.
+        """
+        seen, pending, maker = {node}, [node], None
         while pending:
             each = pending.pop(0)
-            if each in MADE_BY:
-                return MADE_BY.of(each)
+            maker = maker or MADE_BY.get(each)
             giver = self._giver.get(each)
             given_by = _GIVEN_BY.get(type(ROLE.get(each)))
             if given_by != "reduce-once" and isinstance(giver, fx.Node) and GIVEN_BY.of(each) != giver.name:
@@ -97,7 +99,7 @@ class Blame:
                 if isinstance(source, fx.Node) and source not in seen and source not in self.agreed:
                     seen.add(source)
                     pending.append(source)
-        return None
+        return maker
 
     def _writer(self, run: Run, node: fx.Node) -> str:
         plan, kind = self.program.plan, run.graph.rpartition("/")[2]
