@@ -297,14 +297,14 @@ _PAGE = """# Mutants
 Programs in which one pass has made a mistake, made by `tests/faults.py`: a collective dropped, doubled, over another
 axis or in another order; a wrong scale, dtype, part or padding; a stale gather, or one that is read before it has
 arrived; random numbers drawn again; a mutation lost; values that graphs exchange swapped, lost or scaled; an operation
-on another operand. *Made* are up to 20 mutants of each pass and program, of as many kinds as there are. *Differ* are
+on another operand. *Made* are up to 6 mutants of each pass and program, of as many kinds as there are. *Differ* are
 those that an independent run of all ranks, stages and microbatches in double precision shows to be wrong
 (`tests/judge.py`: a difference of 1e-9 for one of 3 seeds). *Found* are those of them that `verify` does not let pass;
 *refused* are those among these that cannot be run, where it raises an error, and *blamed* those that it blames on the
 pass that made the mistake. No program without a mistake is a false alarm, of `verify` or of the judge:
 `tests/test_mutants.py` checks that too.
 
-The figures are from `python -m tests.mutation`, which runs for an hour or so. It takes the names of programs too.
+The figures are from `python -m tests.mutation --per-pass 6`; without the option it is 20 each.
 
 {summary}
 
