@@ -10,7 +10,7 @@ from torch import fx
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Forwarded, Saved, outputs, set_outputs
-from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
+from shardgraph.ir.attributes import EQUALS, GIVEN_BY, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.builder import Builder
@@ -107,6 +107,7 @@ def _copy_away(
             copies[value] = latest[after] = wait
             each.placeholder.meta["val"] = wait.meta["val"]
             ON_HOST.set(each.placeholder, True)
+            GIVEN_BY.set(each.placeholder, wait.name)
     set_outputs(gm, [(role, copies.get(node, node) if isinstance(role, Saved) else node) for role, node in outputs(gm)])
 
 
@@ -145,6 +146,7 @@ def _builder(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Nod
 
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
     """Record which value the copy must equal, for debugging."""
-    equals = EQUALS.get(value) if value in MADE_BY else value.name
+    captured = value not in MADE_BY and value.op != "placeholder"
+    equals = EQUALS.get(value, value.name if captured else None)
     if equals and not PLACEMENTS.get(value):
         EQUALS.set(wait, equals)

@@ -22,7 +22,8 @@ class AverageBuffers(Pass):
     Each rank computes the new value from its part of the batch; floating-point values are then averaged over all
     data-parallel ranks, so that evaluation and checkpoints do not depend on the rank. With equal batches the mean of
     running means is the running mean of the whole batch. Integers (a count of batches) are the same on every rank
-    already. Must not change: what forward returns.
+    already. In a pipeline, whose statistics are combined over microbatches first, the runtime averages once per step,
+    and nothing is changed here. Must not change: what forward returns.
     """
 
     name = "average-buffers"
@@ -30,7 +31,7 @@ class AverageBuffers(Pass):
     excludes = frozenset({"averaged-buffers", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if context.plan.data_size == 1:
+        if context.plan.data_size == 1 or context.plan.pipeline is not None:
             return
 
         def average(fqn: str, value: fx.Node) -> fx.Node:

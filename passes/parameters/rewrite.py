@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from shardgraph.ir import Gradient, Mutation, outputs, set_outputs
-from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SOURCE, SUBJECT
+from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, PLACEMENTS, RECOMPUTE, SHARD_OF, SOURCE, SUBJECT
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import Builder
 
@@ -25,7 +25,7 @@ def insert_before_use(
     """Let ``users`` of the parameter ``fqn`` use what ``make`` builds from ``node``, right before the first of them.
 
     The new nodes are repeated in backward if the parameter is resharded after forward. ``equal`` says that the result
-    has the value that ``node`` had in the captured graph.
+    has the value that ``node`` had in the captured graph; else it has each rank's shard.
     """
     if not users:
         return
@@ -36,6 +36,8 @@ def insert_before_use(
     if equal:
         EQUALS.set(value, node.name)
         PLACEMENTS.set(value, PLACEMENTS.get(node, {}))
+    else:
+        SHARD_OF.set(value, fqn)
     for user in users:
         user.replace_input_with(node, value)
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.errors import PlanError
-from shardgraph.ir.attributes import VALUE, Change, carried, write
+from shardgraph.ir.attributes import MADE_BY, VALUE, Change, carried, write
 from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass
 from shardgraph.passes.pipeline.assign import Assignment, assign_stages
@@ -139,7 +139,7 @@ def _sum(gm: fx.GraphModule, assignment: Assignment, number: int, terms: list[fx
     for term in terms[1:]:
         with gm.graph.inserting_before(gm.graph.output_node()):
             added = gm.graph.call_function(aten.add.Tensor, (total, term))
-        write(added, carried(Change.MERGED, total, term) | {VALUE: term.meta["val"]})
+        write(added, carried(Change.MERGED, total, term) | {VALUE: term.meta["val"], MADE_BY: DivideIntoStages.name})
         assignment.home[added] = number
         total = added
     return total

@@ -37,7 +37,6 @@ from shardgraph.torch_api import pytree
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-
 _COVERED = 0.99
 """The share of the elements that the loss reaches whose weights must be compared."""
 

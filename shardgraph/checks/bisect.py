@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Partial
 
 from shardgraph import ir
+from shardgraph.checks.blame import Blame
 from shardgraph.checks.lockstep import along, by_role, run_lockstep
-from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, ROLE, SOURCE
+from shardgraph.checks.step import LockstepStep, Run, Values, with_zeros
+from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, ROLE, ROLES, SHARD_OF, SOURCE
 from shardgraph.mesh import Mesh, coordinates, group_along
-from shardgraph.passes.program import Program
+from shardgraph.passes.program import Program, gradients_of
 from shardgraph.passes.sharding.placements import cut_of, is_cut
 from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.shards import part_of
+
+Tangents = Callable[[int, list[Values]], list[dict[ir.Tangent, Any]]]
 
 
 @dataclass(frozen=True)
@@ -43,103 +49,229 @@ _UNWRITTEN = {
 }
 """Operations whose values are whatever the memory held."""
 
+_GIVEN = (ir.Saved, ir.Gathered, ir.Forwarded, ir.Returned, ir.Accumulated)
+"""The roles of inputs that other graphs of the program give."""
+
 
 class _Diverged(Exception):
     """Ends the run of a graph; its argument is the divergence."""
 
 
 def first_divergence(
-    program: Program,
-    whole: list[Mapping[Any, Any]],
-    local: list[Mapping[Any, Any]],
-    evaluate: Callable[[Mapping[Any, Any], int], tuple[Any, Any, dict[Any, Any]]],
+    programs: Sequence[Program],
+    whole: Sequence[Sequence[Values]],
+    local: Sequence[Sequence[Values]],
+    tangents: Tangents,
+    weights: Sequence[Sequence[float]],
     generators: Callable[[], list[torch.Tensor]],
     tolerance: float,
 ) -> Divergence | None:
-    """Run the captured graph on ``whole`` inputs and the emitted graphs on ``local`` ones; compare node by node.
+    """Run the captured graph on ``whole`` inputs and a step of the program on ``local`` ones; compare node by node.
 
-    Nodes of the captured graph keep their names through the passes. A node made by a pass is compared if the pass
-    recorded what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is.
-    The gradients that come out are compared too. ``evaluate`` returns ``(output, loss, tangents)`` for a rank's
-    results. Returns None if all comparable values agree.
+    ``programs``, ``whole`` and ``local`` are those of each microbatch; see :class:`LockstepStep` for the others. Nodes
+    of the captured graph keep their names through the passes. A node made by a pass is compared if the pass recorded
+    what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is, ``SHARD_OF``
+    the parameter. What graphs take from each other and what they return is compared too. Returns None if all comparable
+    values agree.
     """
-    joint, mesh, alone = program.joint.module, program.plan.mesh, (("rank", len(whole)),)
-    expected: dict[str, list[Any]] = {}
-    whole = [_as_captured(inputs, joint) for inputs in whole]
+    rng = generators()
+    parts = enumerate(zip(programs, whole, strict=True))
+    expected = [_captured(program, inputs, rng, number, tangents) for number, (program, inputs) in parts]
+    search = _Search(programs, expected, weights, tolerance)
+    try:
+        step = LockstepStep(programs, local, generators(), tangents, weights, search.compare)
+        search.compare_step(step.run()[0])
+    except _Diverged as diverged:
+        found: Divergence = diverged.args[0]
+        return found
+    return None
+
+
+def _captured(
+    program: Program, inputs: Sequence[Values], rng: list[torch.Tensor], number: int, tangents: Tangents
+) -> dict[str, list[Any]]:
+    """The values of the captured graph's nodes for a microbatch, one per rank, by name."""
+    joint, alone = program.joint.module, (("rank", len(inputs)),)
+    whole = [_as_captured(each, joint) for each in inputs]
     zeros = with_zeros({role: None for role in ir.placeholders(joint) if isinstance(role, ir.Tangent)}, joint)
-    results = run_lockstep(joint, alone, [inputs | zeros for inputs in whole], rng=generators())
-    tangents = [evaluate(by_role(result), rank)[2] for rank, result in enumerate(results)]
-    joint_inputs = [inputs | with_zeros(t, joint) for inputs, t in zip(whole, tangents, strict=True)]
+    results = run_lockstep(joint, alone, [each | zeros for each in whole], rng=list(rng))
+    ways = tangents(number, list(map(by_role, results)))
+    values: dict[str, list[Any]] = {}
     run_lockstep(
-        joint, alone, joint_inputs, rng=generators(), on_value=lambda node, values: expected.update({node.name: values})
+        joint,
+        alone,
+        [each | with_zeros(way, joint) for each, way in zip(whole, ways, strict=True)],
+        rng=rng,
+        on_value=lambda node, per_rank: values.update({node.name: per_rank}),
     )
+    return values
 
-    agreed: set[fx.Node] = set()
-    saved_by: dict[Any, Any] = {}  # the nodes of forward whose values backward takes, by role
-    unreduced: dict[fx.Node, list[Any]] = {}
 
-    def check(node: fx.Node, reference: list[Any], values: list[Any], made_by: str | None = None) -> None:
+@dataclass
+class _Search:
+    """Compares the nodes of a step as they run; raises _Diverged at the first that differs.
+
+    ``expected`` has the captured values of each microbatch, ``unreduced`` those that another pass goes on with.
+    """
+
+    programs: Sequence[Program]
+    expected: Sequence[Mapping[str, list[Any]]]
+    weights: Sequence[Sequence[float]]
+    tolerance: float
+    unreduced: dict[fx.Node, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.programs[0]
+        self.plan, self.mesh, self.blame = program.plan, program.plan.mesh, Blame(program)
+        inputs = ir.placeholders(program.joint.module).items()
+        self.parameters = {role.fqn: node.name for role, node in inputs if isinstance(role, ir.Parameter)}
+        self.shared = {fqn for fqn, stages in program.owners.items() if len(stages) > 1}
+        self.suspects: dict[str, str] = {}  # who would be to blame for a gradient of the step, by parameter
+
+    def compare(self, run: Run, node: fx.Node, values: list[Any]) -> None:
+        if node.op == "output":
+            self._compare_results(run, node, values)
+            return
+        if node.op == "placeholder":
+            self.blame.take(run, node)
+        if any(user in MADE_BY and MADE_BY.get(user) != MADE_BY.get(node) for user in node.users):
+            self.unreduced[node] = values
+        own = node.op == "placeholder" and not isinstance(ROLE.get(node), _GIVEN)
+        reference = None if own or node.target in _UNWRITTEN else self._reference(run, node)
+        if reference is not None:
+            blamed, placed = partial(self._blamed, run, node), node in SHARD_OF
+            if self._check(node, reference, _summed(node, values, self.mesh), blamed, placed):
+                self.blame.agreed.add(node)
+
+    def compare_step(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Compare the gradients of the whole step: that none is missing, and each is right."""
+        run = Run("reduce", None)
+        for fqn, source in gradients_of(ir.outputs(self.programs[0].joint.module)).items():
+            full = self._expected(run, source.name)
+            blamed = partial(self.suspects.get, fqn, self.blame.of_step(fqn))
+            if full is not None and fqn not in gradients[0] and any(value.any() for value in full):
+                raise _Diverged(Divergence(f"gradient of {fqn}", blamed(), "", math.inf))
+            if full is not None and fqn in gradients[0]:
+                mine = [each[fqn] for each in gradients]
+                self._check(source, self._mean_shards(full, fqn, mine[0].dtype), mine, blamed, placed=True)
+
+    def _check(
+        self,
+        node: fx.Node,
+        reference: list[Any],
+        values: list[Any],
+        blamed: Callable[[], str],
+        placed: bool = False,
+    ) -> bool:
+        """Whether there was something to compare; ``placed`` says that the reference is each rank's part already."""
         compared = False
         for rank, (mine, whole) in enumerate(zip(values, reference, strict=True)):
-            theirs = whole if made_by is not None else _placed(whole, node, rank, mesh)
+            theirs = whole if placed else _placed(whole, node, rank, self.mesh)
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
                 compared = True
                 # A part may hold nothing but rounding, as the gradient of an attention's key bias does.
                 largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
-                if not error <= tolerance:
-                    blamed = made_by or _made_by(node, agreed, saved_by)
-                    raise _Diverged(Divergence(node.name, blamed, SOURCE.get(node, ""), error))
-        if compared:
-            agreed.add(node)
+                if not error <= self.tolerance:
+                    raise _Diverged(Divergence(node.name, blamed(), SOURCE.get(node, ""), error))
+        return compared
 
-    def compare(node: fx.Node, values: list[Any]) -> None:
-        if any(user in MADE_BY and MADE_BY.get(user) != MADE_BY.get(node) for user in node.users):
-            unreduced[node] = values
-        reference = _reference(node, expected, program)
-        if reference is not None and node.op != "placeholder" and node.target not in _UNWRITTEN:
-            check(node, reference, values)
+    def _blamed(self, run: Run, node: fx.Node) -> str:
+        full = self._expected(run, MEAN_OF.of(node)) if node in MEAN_OF else None
+        return self._unreduced_blamed(run, node, full) or self.blame.of(run, node)
 
-    try:
-        forward = run_lockstep(program.forward, mesh, local, rng=generators(), on_value=compare)
-        saved_by.update(ir.outputs(program.forward))
-        if program.backward is not None:
-            backward = program.graph("backward", absent_of(tangents))
-            saved = [{role: v for role, v in result if isinstance(role, ir.Saved)} for result in forward]
-            inputs = [values | with_zeros(t, backward) for values, t in zip(saved, tangents, strict=True)]
-            results = run_lockstep(backward, mesh, inputs, on_value=compare)
-            made = [by_role(result) for result in results]
-            captured = dict(ir.outputs(joint))
-            for role, node in ir.outputs(backward):
-                if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and isinstance(node, fx.Node):
-                    full = expected[captured[role].name]
-                    parts = _mean_shards(full, program.parameters[role.of.fqn], node, program)
-                    own, ranks = _before_reduction(node, mesh)
-                    # A reduction that is missing should have been over all ranks.
-                    factors = [count / program.plan.data_size for count in (ranks, len(made))]
-                    wrong = own in unreduced and not _is_right(unreduced[own], factors, full, tolerance)
-                    blamed = _made_by(own if wrong else node, agreed, saved_by)
-                    check(node, parts, [result[role] for result in made], blamed)
-    except _Diverged as diverged:
-        return diverged.args[0]
-    return None
+    def _unreduced_blamed(self, run: Run, node: fx.Node, full: list[Any] | None) -> str | None:
+        """The pass that made the gradient of which a node is the reduced one, if that is wrong already."""
+        if full is None or node not in REDUCES:
+            return None
+        own, ranks = _before_reduction(node, self.mesh)
+        local = None if own in self.blame.agreed else self.unreduced.get(own)
+        if local is None:
+            return None
+        if local[0].shape != full[0].shape:  # of the rank's own experts, summed over all tokens
+            parts = self._mean_shards(full, REDUCES.of(node), local[0].dtype)
+            errors = [relative_error(a / self.plan.data_size, b) for a, b in zip(local, parts, strict=True)]
+            return self.blame.of(run, own) if ranks == 1 and max(errors) > self.tolerance else None
+        # A reduction that is missing should have been over all ranks.
+        factors = [count / self.plan.data_size for count in (ranks, len(full))]
+        return None if _is_right(local, factors, full, self.tolerance) else self.blame.of(run, own)
+
+    def _compare_results(self, run: Run, output: fx.Node, values: list[Any]) -> None:
+        captured = dict(ir.outputs(self.programs[run.number or 0].joint.module))
+        results: Any = output.args[0]
+        for index, (role, node) in enumerate(zip(ROLES.of(output), results, strict=True)):
+            self.blame.give(run, role, node)
+            source = captured.get(role)
+            full = self._expected(run, source.name) if isinstance(source, fx.Node) else None
+            if full is None or not isinstance(node, fx.Node):
+                continue
+            mine = [results[index][1] for results in values]
+            blamed = partial(self.blame.of_result, run, role, node)
+            if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):
+                fqn, shared = role.of.fqn, role.of.fqn in self.shared
+                if node not in self.blame.agreed:
+                    self.suspects[fqn] = blamed()
+                if not shared and (run.graph.endswith("reduce") or self.plan.pipeline is None):
+                    reference = self._mean_shards(full, fqn, node.meta["val"].dtype)
+                    maker = self._unreduced_blamed(run, node, full)
+                    self._check(
+                        node, reference, mine, blamed if maker is None else lambda maker=maker: maker, placed=True
+                    )
+                elif not shared and node not in MADE_BY:
+                    self._check(node, full, _summed(node, mine, self.mesh), blamed)
+            elif isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer):
+                averaged = self.plan.pipeline is None and full[0].is_floating_point()
+                reference = [torch.stack(full).mean(0)] * len(full) if averaged else full
+                self._check(node, reference, mine, blamed, placed=True)
+            elif isinstance(role, (ir.Output, ir.IntermediateBase)):
+                self._check(node, full, mine, blamed, placed=True)
+
+    def _expected(self, run: Run, name: str) -> list[Any] | None:
+        """A captured value for a run, on every rank; for a graph that reduces, the sum over microbatches."""
+        if run.number is not None:
+            return self.expected[run.number].get(name)
+        values = [each.get(name) for each in self.expected]
+        if any(value is None for value in values) or not run.graph.endswith("reduce"):
+            return values[0]
+        return [
+            sum(value[rank] for number, value in enumerate(values) if value is not None and weights[number])
+            for rank, weights in enumerate(self.weights)
+        ]
+
+    def _reference(self, run: Run, node: fx.Node) -> list[Any] | None:
+        """The node's expected value per rank; None if none is recorded."""
+        if node in MEAN_OF:
+            values = self._expected(run, MEAN_OF.of(node))
+            if not values or not isinstance(values[0], torch.Tensor):
+                return None
+            return self._mean_shards(values, REDUCES.get(node, ""), node.meta["val"].dtype)
+        if node in SHARD_OF:
+            values = self._expected(run, self.parameters[SHARD_OF.of(node)])
+            return self._mean_shards(values, SHARD_OF.of(node), node.meta["val"].dtype) if values else None
+        comparable = (
+            is_cut(placement) or (isinstance(placement, Partial) and axis != self.plan.experts)
+            for axis, placement in PLACEMENTS.get(node, {}).items()
+        )
+        name = EQUALS.get(node, None if node in MADE_BY else node.name)
+        values = self._expected(run, name) if name is not None and all(comparable) else None
+        if values is None or node not in EQUALS:
+            return values
+        return [value[0] if isinstance(value, (tuple, list)) else value for value in values]  # the first of several
+
+    def _mean_shards(self, values: list[torch.Tensor], fqn: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Each rank's part of the mean over ranks, in ``dtype``: of the gradient of a parameter if ``fqn`` is one."""
+        mean = torch.stack([value.to(dtype) for value in values]).mean(0)
+        entry = self.programs[0].parameters.get(fqn)
+        return [mean] * len(values) if entry is None else shards_of(mean, entry, self.mesh)
 
 
-def absent_of(tangents: list[Mapping[Any, torch.Tensor | None]]) -> frozenset[ir.Tangent]:
-    """The tangents that no rank's loss has."""
-    return frozenset(role for role in tangents[0] if all(values[role] is None for values in tangents))
-
-
-def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) -> dict[Any, torch.Tensor]:
-    """The tangents that ``gm`` takes, in the memory layout that it was traced with; zeros for None."""
-    inputs = {}
-    for role, node in ir.placeholders(gm).items():
-        if role in tangents:
-            like, value = node.meta["val"], tangents[role]
-            inputs[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-            if value is not None:
-                inputs[role].copy_(value)
-    return inputs
+def _summed(node: fx.Node, values: list[Any], mesh: Mesh) -> list[Any]:
+    """The values, summed over the axes along which they are partial."""
+    for axis, placement in PLACEMENTS.get(node, {}).items():
+        if isinstance(placement, Partial) and isinstance(values[0], torch.Tensor):
+            groups = [group_along(mesh, axis, rank) for rank in range(len(values))]
+            values = [torch.stack([values[rank] for rank in group]).sum(0) for group in groups]
+    return values
 
 
 def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any]:
@@ -148,28 +280,12 @@ def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any
     return {r: value.to(nodes[r].meta["val"].dtype) if r in nodes else value for r, value in inputs.items()}
 
 
-def _reference(node: fx.Node, expected: Mapping[str, list[Any]], program: Program) -> list[Any] | None:
-    """The node's expected value per rank; None if none is recorded."""
-    if node in MEAN_OF:
-        values = expected.get(MEAN_OF.of(node))
-        if not values or not isinstance(values[0], torch.Tensor):
-            return None
-        entry = program.parameters.get(REDUCES.get(node, ""))  # each rank's part of it is the gradient of a parameter
-        return _mean_shards(values, entry, node, program)
-    if node in EQUALS:  # of an operation with several results the first
-        values = expected.get(EQUALS.of(node))
-        return values and [value[0] if isinstance(value, (tuple, list)) else value for value in values]
-    if node in MADE_BY or not all(map(is_cut, PLACEMENTS.get(node, {}).values())):
-        return None
-    return expected.get(node.name)
-
-
-def _mean_shards(
-    values: list[torch.Tensor], entry: ParameterPlan | None, node: fx.Node, program: Program
-) -> list[torch.Tensor]:
-    """Each rank's part of the mean over ranks, in the dtype of the node that has it."""
-    mean = torch.stack([value.to(node.meta["val"].dtype) for value in values]).mean(0)
-    return [mean] * len(values) if entry is None else shards_of(mean, entry, program.plan.mesh)
+def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
+    """The part of a value that the node gives on a rank, where axes of operators cut it."""
+    for axis, placement in PLACEMENTS.get(node, {}).items():
+        if isinstance(value, torch.Tensor) and is_cut(placement):
+            value = ir.take_part(value, *cut_of(placement), *along(mesh, axis, rank))
+    return value
 
 
 def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, int]:
@@ -190,29 +306,6 @@ def _is_right(
         return True  # and nothing was to be summed
     own, mean = (torch.stack([value.double() for value in values]).mean(0) for values in (local, expected))
     return any(relative_error(own * factor, mean) <= tolerance for factor in factors)
-
-
-def _made_by(node: fx.Node, agreed: Set[fx.Node], saved_by: Mapping[Any, Any]) -> str:
-    """The pass that made a node that differs, or of what it is computed from the latest that was not compared."""
-    seen, pending = {node}, [node]
-    while pending:
-        each = pending.pop(0)
-        if each in MADE_BY:
-            return MADE_BY.of(each)
-        sources = [saved_by.get(ROLE.get(each))] if each.op == "placeholder" else each.all_input_nodes
-        for source in sources:
-            if isinstance(source, fx.Node) and source not in seen and source not in agreed:
-                seen.add(source)
-                pending.append(source)
-    return "capture"
-
-
-def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
-    """The part of a value that the node gives on a rank, where axes of operators cut it."""
-    for axis, placement in PLACEMENTS.get(node, {}).items():
-        if isinstance(value, torch.Tensor) and is_cut(placement):
-            value = ir.take_part(value, *cut_of(placement), *along(mesh, axis, rank))
-    return value
 
 
 def shards_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh) -> list[torch.Tensor]:

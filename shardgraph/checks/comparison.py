@@ -255,21 +255,20 @@ class Comparison:
     ) -> tuple[list[list[tuple[Any, torch.Tensor]]], list[Tensors], list[Tensors]]:
         """One step of the program: ``(output, loss)`` of each rank's microbatches, its gradients and its buffers."""
         outputs: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in range(self.world)]
-        weights = [self._weights(rank, len(parts)) for rank, parts in enumerate(self.parts)]
+        weights = self._weights_of_ranks()
 
         def tangents(number: int, results: list[Values]) -> list[dict[Tangent, Any]]:
             scaled = []
             for rank, result in enumerate(results):
                 output, loss, gradients = self._evaluate(result, rank, number)
                 outputs[rank].append((output, loss))
-                weight = weights[self.batch_of[rank]][number]
-                scaled.append({role: None if g is None else g * weight for role, g in gradients.items()})
+                scaled.append(_scaled(gradients, weights[rank][number]))
             return scaled
 
         inputs = [self._inputs(self.shards, buffers, number) for number in range(len(self.programs))]
-        of_ranks, generators = [weights[batch] for batch in self.batch_of], self._generators(step)
+        generators = self._generators(step)
         self._compare_random_numbers(step, generators)
-        return (outputs, *LockstepStep(self.programs, inputs, generators, tangents, of_ranks).run())
+        return (outputs, *LockstepStep(self.programs, inputs, generators, tangents, weights).run())
 
     def _compare_random_numbers(self, step: int, generators: list[torch.Tensor]) -> None:
         """Data ranks draw different numbers. The original draws what the program does, so that no result shows it."""
@@ -277,9 +276,13 @@ class Comparison:
             of_data_rank = dict(zip(self.batch_of, generators, strict=True))
             for one, other in itertools.combinations(sorted(of_data_rank), 2):
                 equal = torch.equal(of_data_rank[one], of_data_rank[other])
-                self.errors[f"random numbers of data ranks {one} and {other} at step {step}"] = (
-                    math.inf if equal else 0.0
-                )
+                name = f"random numbers of data ranks {one} and {other} at step {step}"
+                self.errors[name] = math.inf if equal else 0.0
+
+    def _weights_of_ranks(self) -> list[list[float]]:
+        """What the loss of each microbatch counts for on each rank."""
+        weights = [self._weights(batch, len(parts)) for batch, parts in enumerate(self.parts)]
+        return [weights[batch] for batch in self.batch_of]
 
     def _inputs(self, parameters: list[Tensors], buffers: Tensors, number: int = 0) -> list[Values]:
         return [
@@ -347,11 +350,23 @@ class Comparison:
             return self.loss_fn(output)
 
     def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
-        """Run the captured graph and the emitted ones again from the same state, and compare node by node."""
-        (program,) = self.programs
+        """Run the captured graphs and the program again from the same state, and compare node by node."""
         _write(dict(self.original.named_parameters()), parameters)
-        whole, local = self._inputs([parameters] * self.world, buffers), self._inputs(self._cut(), buffers)
-        return first_divergence(program, whole, local, self._evaluate, lambda: self._generators(step), limit)
+        numbers, shards, weights = range(len(self.programs)), self._cut(), self._weights_of_ranks()
+
+        def tangents(number: int, results: list[Values]) -> list[dict[Tangent, Any]]:
+            gradients = (self._evaluate(result, rank, number)[2] for rank, result in enumerate(results))
+            return [_scaled(each, mine[number]) for each, mine in zip(gradients, weights, strict=True)]
+
+        return first_divergence(
+            self.programs,
+            [self._inputs([parameters] * self.world, buffers, number) for number in numbers],
+            [self._inputs(shards, buffers, number) for number in numbers],
+            tangents,
+            weights,
+            lambda: self._generators(step),
+            limit,
+        )
 
 
 @dataclass
@@ -396,8 +411,9 @@ class PipelineComparison(Comparison):
     def _loss(self, output: Any) -> torch.Tensor:
         return output
 
-    def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
-        return None
+
+def _scaled(gradients: Mapping[Tangent, Any], weight: float) -> dict[Tangent, Any]:
+    return {role: None if gradient is None else gradient * weight for role, gradient in gradients.items()}
 
 
 def _detached(values: Any) -> Any:

@@ -42,7 +42,7 @@ def run_lockstep(
         inputs: per rank, the value of every placeholder by role.
         rng: per rank, the state of its CPU generator before the graph runs; updated in place. None: all ranks
             draw from the default generator.
-        on_value: sees every node with its values, one per rank.
+        on_value: sees every node with its values, one per rank; of the output node, each rank's results.
 
     Raises:
         CollectiveError: ranks pass tensors of different shapes to a collective.
@@ -77,9 +77,10 @@ class _Lockstep(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> list[Any]:
         ranks = range(len(self.inputs))
+        values: list[Any]
         if node.op == "output":
-            return [[(role, self._on(rank, value)) for role, value in ir.outputs(self.module)] for rank in ranks]
-        if node.op == "placeholder":
+            values = [[(role, self._on(rank, value)) for role, value in ir.outputs(self.module)] for rank in ranks]
+        elif node.op == "placeholder":
             values = [inputs[ROLE.of(node)] for inputs in self.inputs]
         elif node.op == "get_attr":
             values = [getattr(self.module, str(node.target))] * len(ranks)

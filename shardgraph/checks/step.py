@@ -7,19 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardgraph.checks.bisect import absent_of, with_zeros
 from shardgraph.checks.lockstep import by_role, run_lockstep
-from shardgraph.ir import Accumulated, Buffer, Forwarded, Mutation, Parameter, Returned, Role, Saved, Tangent
+from shardgraph.ir import (
+    Accumulated,
+    Buffer,
+    Forwarded,
+    Mutation,
+    Parameter,
+    Returned,
+    Role,
+    Saved,
+    Tangent,
+    placeholders,
+)
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.runtime.pipeline.statistics import combined
 
 Values = dict[Role, Any]
 """What one rank has, by role."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a graph: its name, and the number of the microbatch; None once per step."""
+
+    graph: str
+    number: int | None
+
+
+Watch = Callable[[Run, fx.Node, list[Any]], None]
+"""Sees every node of every run with its values, one per rank; of ``output``, each rank's results with their roles."""
 
 
 @dataclass
@@ -30,6 +53,7 @@ class LockstepStep:
     of a stage; ``rng`` is as for :func:`shardgraph.checks.lockstep.run_lockstep`. ``tangents`` is called with the
     number of a microbatch and the results of its last stage on each rank, and returns, per rank, the gradients of the
     loss of the whole step with respect to them. ``weights`` are, per rank, what the loss of each microbatch counts for.
+    ``watch`` sees all nodes as they run.
     """
 
     programs: Sequence[Program]
@@ -37,6 +61,7 @@ class LockstepStep:
     rng: list[torch.Tensor]
     tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]]
     weights: Sequence[Sequence[float]]
+    watch: Watch = lambda run, node, values: None
 
     def __post_init__(self) -> None:
         self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
@@ -45,17 +70,21 @@ class LockstepStep:
     def run(self) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
         """``(gradients, buffers)``: each rank's gradients of its parameters, and new values of buffers, by name."""
         gathered = [
-            [Values() for _ in self.ranks] if stage.gather is None else self._run(stage.gather, self.inputs[0])
+            [Values() for _ in self.ranks]
+            if stage.gather is None
+            else self._run(Run(stage.prefix + "gather", None), stage.gather, self.inputs[0])
             for stage in self.programs[0].stages
         ]
         written = [self._microbatch(number, program, gathered) for number, program in enumerate(self.programs)]
         start = {role.fqn: value for role, value in self.inputs[0][0].items() if isinstance(role, Buffer)}
-        return self._reduced(), [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
+        buffers = [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
+        return self._reduced(), buffers if self.programs[0].plan.pipeline is None else _averaged(buffers)
 
     def _run(
-        self, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
+        self, run: Run, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
     ) -> list[Values]:
-        return list(map(by_role, run_lockstep(graph, self.mesh, inputs, rng=rng)))
+        results = run_lockstep(graph, self.mesh, inputs, rng=rng, on_value=partial(self.watch, run))
+        return list(map(by_role, results))
 
     def _microbatch(self, number: int, program: Program, gathered: list[list[Values]]) -> list[dict[str, torch.Tensor]]:
         """Forward and backward of all stages; returns the buffers that forward writes on each rank."""
@@ -67,10 +96,11 @@ class LockstepStep:
                 own | whole | values
                 for own, whole, values in zip(self.inputs[number], gathered[stage.number], received, strict=True)
             ]
-            results = self._run(self._halves(number, stage).forward, inputs, self.rng)
+            halves = self._halves(number, stage)
+            results = self._run(Run(halves.name("F"), number), halves.forward, inputs, self.rng)
             saved.append([_of_kind(Saved, result) for result in results])
             received = [_of_kind(Forwarded, result) for result in results]
-            for mine, result in zip(written, self._averaged(program, results), strict=True):
+            for mine, result in zip(written, results, strict=True):
                 mine |= {
                     role.of.fqn: v for role, v in _of_kind(Mutation, result).items() if isinstance(role.of, Buffer)
                 }
@@ -78,17 +108,6 @@ class LockstepStep:
         for stage in reversed(program.stages):
             tangents = self._backward(number, stage, saved[stage.number], tangents)
         return written
-
-    def _averaged(self, program: Program, results: list[Values]) -> list[Values]:
-        """The results with buffers as the runtime of a pipeline averages them; without one, the graph does."""
-        if program.plan.pipeline is None:
-            return results
-        means = {
-            role: torch.stack([result[role] for result in results]).mean(0)
-            for role, value in _of_kind(Mutation, results[0]).items()
-            if value.is_floating_point()
-        }
-        return [result | means for result in results]
 
     def _halves(self, number: int, stage: StageProgram) -> Halves:
         pipeline = stage.program.plan.pipeline
@@ -106,7 +125,7 @@ class LockstepStep:
         for name in [halves.name(action.kind) for action in actions if action.kind != "F"]:
             backward = program.graph(name, absent)
             inputs = [mine | with_zeros(theirs, backward) for mine, theirs in zip(saved, tangents, strict=True)]
-            for rank, result in enumerate(self._run(backward, inputs)):
+            for rank, result in enumerate(self._run(Run(name, number), backward, inputs)):
                 returned[rank] |= _of_kind(Returned, result)
                 saved[rank] |= _of_kind(Saved, result)
                 gradients = gradients_of(result.items())
@@ -122,11 +141,39 @@ class LockstepStep:
         for stage, gradients in zip(self.programs[0].stages, self.gradients, strict=True):
             if stage.reduce is not None:
                 inputs = [{Accumulated(Parameter(f)): v for f, v in mine.items()} for mine in gradients]
-                for mine, result in zip(gradients, self._run(stage.reduce, inputs), strict=True):
+                reduced = self._run(Run(stage.prefix + "reduce", None), stage.reduce, inputs)
+                for mine, result in zip(gradients, reduced, strict=True):
                     mine.update(gradients_of(result.items()))
             for total, mine in zip(totals, gradients, strict=True):
                 _add(total, {fqn: value for fqn, value in mine.items() if stage.number in owners[fqn]})
         return totals
+
+
+def _averaged(buffers: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The buffers after a step as the runtime of a pipeline averages them over ranks; without one, the graph does."""
+    means = {
+        name: torch.stack([each[name] for each in buffers]).mean(0)
+        for name, value in buffers[0].items()
+        if value.is_floating_point()
+    }
+    return [each | means for each in buffers]
+
+
+def absent_of(tangents: Sequence[Mapping[Any, torch.Tensor | None]]) -> frozenset[Tangent]:
+    """The tangents that no rank's loss has."""
+    return frozenset(role for role in tangents[0] if all(values[role] is None for values in tangents))
+
+
+def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) -> dict[Any, torch.Tensor]:
+    """The tangents that ``gm`` takes, in the memory layout that it was traced with; zeros for None."""
+    inputs = {}
+    for role, node in placeholders(gm).items():
+        if role in tangents:
+            like, value = node.meta["val"], tangents[role]
+            inputs[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            if value is not None:
+                inputs[role].copy_(value)
+    return inputs
 
 
 def _of_kind(kind: type, values: Values) -> dict[Any, Any]:

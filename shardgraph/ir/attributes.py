@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError
+from shardgraph.ir.roles import Parameter
 
 T = TypeVar("T")
 
@@ -89,6 +90,8 @@ MADE_BY = Attribute[str]("made_by", str, "the pass that made the node; captured 
 
 # Equality with values of the captured graph, for comparisons
 EQUALS = Attribute[str]("equals", str, "the captured node whose value it has", _COPIED | {Change.PASSED})
+SHARD_OF = Attribute[str]("shard_of", str, "the parameter whose shard it is on every rank", _COPIED | {Change.PASSED})
+GIVEN_BY = Attribute[str]("given_by", str, "the node of another graph whose value an input is", _COPIED)
 MEAN_OF = Attribute[str]("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
 CAST_OF = Attribute[str]("cast_of", str, "the captured gradient that it casts", _COPIED)
 PLACEMENTS = Attribute[Mapping[str, Any]](
@@ -145,7 +148,11 @@ def write(node: fx.Node, labels: Labels) -> None:
 def new_placeholder(graph: fx.Graph, name: str, role: Any, like: fx.Node) -> fx.Node:
     """An input of ``graph`` that stands for the value of ``like``, a node of another graph."""
     node = graph.placeholder(name)
-    write(node, carried(Change.PASSED, like) | {ROLE: role})
+    stored = ROLE.get(like)
+    meaning: Labels = {} if like in MADE_BY else {EQUALS: like.name}
+    if isinstance(stored, Parameter):
+        meaning = {SHARD_OF: stored.fqn}
+    write(node, {**meaning, **carried(Change.PASSED, like), ROLE: role, GIVEN_BY: like.name})
     return node
 
 

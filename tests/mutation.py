@@ -1,0 +1,350 @@
+"""Which mutants of which programs are made, and what ``verify`` says of those that differ.
+
+``python -m tests.mutation [ID ...]`` tries up to 20 mutants of each pass in these cases (all without an ID) and writes
+``docs/mutants.csv`` and the table in ``docs/mutants.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardgraph
+from shardgraph import Offload, Pipeline, Plan, Precision, preset
+from shardgraph.passes.lowering import passes_of
+from shardgraph.passes.placing import placing_passes
+from shardgraph.passes.program import Program
+from tests.judge import differs
+from tests.mutants import Mutant, chosen
+from tests.zoo import make
+
+PER_PASS = 20
+WITH = {
+    "shard-operators": "tp+sp-2",
+    "divide-experts": "ep-2",
+    "chunk-loss": "fsdp-2-loss-chunk",
+    "slice-before-scores": "fsdp-2-loss-chunk",
+    "recompute": "fsdp-2-recompute",
+    "shard-parameters": "hsdp-2x2",
+    "mixed-precision": "fsdp-2-precision",
+    "offload-parameters": "fsdp-2-offload",
+    "reduce-gradients": "hsdp-2x2",
+    "offload-gradients": "fsdp-2-offload",
+    "average-buffers": "ddp-2",
+    "partition": "hsdp-2x2",
+    "offload-activations": "fsdp-2-offload",
+    "divide-into-stages": "pp+fsdp-2x2-checkpoint",
+    "copy-to-recompute": "pp+fsdp-2x2-checkpoint",
+    "recompute-stage": "pp+fsdp-2x2-checkpoint",
+    "gather-once": "pp+zero2-2x2",
+    "reduce-once": "pp+fsdp-2x2-checkpoint",
+    "keep-gradients-local": "pp+fsdp-2x2-checkpoint",
+    "drop-untrained": "pp+fsdp-2x2-checkpoint",
+}
+"""A case in which each pass has mutants."""
+WITHOUT = {
+    "check-program": "changes nothing: it refuses programs",
+    "remove-constraints": "puts the operand of an identity in its place, and only where a model has annotations",
+    "mark-scores": "marks the losses that may be computed in chunks; another choice gives the same values",
+    "mark-offloaded": "marks what is moved to the host if it is saved; another choice gives the same values",
+    "overlap-collectives": "reorders: a graph that is valid in two orders has the same values in both",
+    "overlap-copies": "reorders, likewise",
+}
+"""Passes that cannot make a fault that shows in a value, with the reason."""
+DOCS = Path(__file__).parents[1] / "docs"
+HEADER = ["program", "pass", "made", "differ", "found", "refused", "blamed"]
+
+ALIKE = {"slice-before-scores", "chunk-loss"}
+"""Passes that are not told apart: the second goes on with what the first wrote, and no captured value is between."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the zoo under a plan; ``dropout`` if its random numbers are drawn."""
+
+    model: str
+    plan: str
+    mesh: tuple[tuple[str, int], ...]
+    pipeline: Pipeline | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    dropout: bool = False
+    rows: int = 12
+    remark: str = ""
+
+    @property
+    def passes(self) -> list[str]:
+        """The names of all passes that lower the case, whatever they find to do."""
+        options = dict(self.options)
+        offload = {"offload": Offload.of(options["offload"])} if "offload" in options else {}
+        chunk = {"loss_chunk": options["loss_chunk"]} if "loss_chunk" in options else {}
+        plan = replace(preset(self.plan, self.mesh, self.pipeline), **offload, **chunk)
+        return [each.name for each in [*placing_passes(plan), *chain(*passes_of(plan).values())]]
+
+    @property
+    def id(self) -> str:
+        return "-".join(filter(None, [self.plan, "x".join(str(size) for _, size in self.mesh), self.remark]))
+
+
+def _case(model: str, plan: str, remark: str = "", *, pipeline: Any = None, dropout: bool = False, rows: int = 12,
+          options: Mapping[str, Any] | None = None, **mesh: int) -> Case:  # fmt: skip
+    return Case(model, plan, tuple(mesh.items()), pipeline, tuple((options or {}).items()), dropout, rows, remark)
+
+
+_SINGLE = Precision(parameters="float32", reduce="float32")
+CASES = [
+    _case("tied-transformer", "fsdp", dp=2),
+    _case("tied-transformer", "zero2", dp=3),
+    _case("tied-transformer", "hsdp", dp_replicate=2, dp_shard=2),
+    _case("conv-batch-norm", "ddp", dp=2),
+    _case("tied-transformer", "tp", tp=2),
+    _case("tied-transformer", "tp+sp", tp=2),
+    _case("tied-transformer", "cp", cp=2),
+    _case("tied-transformer", "fsdp+tp", dp=2, tp=2),
+    _case("mixture", "ep", ep=2, rows=4),
+    _case("tied-transformer", "fsdp", "recompute", options={"recompute": "full"}, dropout=True, dp=2),
+    _case("tied-transformer", "zero2", "selective", options={"recompute": "selective"}, dp=2),
+    _case("next-token", "fsdp", "loss-chunk", options={"loss_chunk": 2000}, rows=8, dp=2),
+    _case("tied-transformer", "fsdp", "offload", options={"offload": "all"}, dp=2),
+    _case("tied-transformer", "fsdp", "precision", options={"precision": _SINGLE}, dp=2),
+    _case("tied-transformer", "pp", pipeline=Pipeline(2, "gpipe"), pp=2),
+    _case("tied-transformer", "pp+fsdp", pipeline=Pipeline(2, "1f1b"), pp=2, dp=2),
+    _case("tied-transformer", "pp+zero2", pipeline=Pipeline(2, "1f1b"), pp=2, dp=2),
+    _case("conv-batch-norm", "pp+ddp", pipeline=Pipeline(2, "1f1b"), pp=2, dp=2),
+    _case("tied-transformer", "pp+fsdp", "checkpoint", pipeline=Pipeline(2, "1f1b", checkpoint="except_last"),
+          dropout=True, pp=2, dp=2),
+    _case("tied-transformer", "pp+tp", pipeline=Pipeline(2, "1f1b"), pp=2, tp=2),
+]  # fmt: skip
+
+
+class NextToken(nn.Module):
+    """A language model that predicts each next token, and gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(61, 16), nn.Linear(16, 16), nn.Linear(16, 61)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.hidden(self.embedding(ids)).tanh())
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _made(case: Case) -> Any:
+    if case.model == "next-token":
+        return NextToken(), ((torch.randint(0, 61, (case.rows, 9)),), {})
+    return make(case.model, case.rows)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in the programs of pipelines: the model's own, or a mean that depends on every output."""
+    return output["loss"] if isinstance(output, dict) else output.sin().mean() + output.square().mean()
+
+
+@dataclass
+class Subject:
+    """A case made: the model in double precision, its inputs, its program, and what ``verify`` says of that."""
+
+    case: Case
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    plan: Plan | None = None
+    program: Program | None = None
+    report: Any = None
+    verdicts: dict[Mutant, str] = field(default_factory=dict)
+
+    @property
+    def loss_fn(self) -> Any:
+        return loss_of if self.case.pipeline is not None else None
+
+    def verify(self) -> Any:
+        options = dict(self.case.options)
+        plan: Any = self.plan or self.case.plan
+        pipeline = None if self.plan is not None else self.case.pipeline
+        if self.plan is not None:
+            options = {}
+        return shardgraph.verify(
+            self.model, self.args, plan, mesh=dict(self.case.mesh) if self.plan is None else None, pipeline=pipeline,
+            example_kwargs=self.kwargs, loss_fn=self.loss_fn, fp64=True, **options,
+        )  # fmt: skip
+
+    def differs(self, program: Program) -> bool:
+        """Whether a program differs from the model, by the judge; one that cannot be run does."""
+        try:
+            seeds = range(3)
+            return any(differs(program, self.model, self.args, self.kwargs, seed, self.loss_fn) for seed in seeds)
+        except (RuntimeError, KeyError, shardgraph.ShardGraphError):
+            return True
+
+    def found(self, mutant: Mutant) -> str:
+        """What verify says of a mutant: "missed", "refused", or the pass that it blames."""
+        with _lowered(lambda *_, **__: mutant.of(self.program)):
+            try:
+                report = self.verify()
+            except (RuntimeError, KeyError, shardgraph.ShardGraphError):
+                return "refused"
+        if report.ok:
+            return "missed"
+        return report.first_divergence.made_by if report.first_divergence else "nothing"
+
+
+@contextmanager
+def _lowered(lower: Any) -> Iterator[None]:
+    """Within, ``verify`` takes for its program what ``lower`` returns."""
+    module = importlib.import_module("shardgraph.api.verify")
+    before, module.lower = module.lower, lower
+    try:
+        yield
+    finally:
+        module.lower = before
+
+
+@cache
+def subject(case: Case) -> Subject:
+    """A case, with the program that verify makes of it."""
+    torch.manual_seed(0)
+    model, (args, kwargs) = _made(case)
+    model = model.double() if case.dropout or "batch-norm" in case.model else model.double().eval()
+    args = tuple(x.double() if x.is_floating_point() else x for x in args)
+    made = Subject(case, model, args, kwargs)
+    build = importlib.import_module("shardgraph.api.verify").lower
+
+    def kept(*args: Any, **kwargs: Any) -> Program:
+        made.program = build(*args, **kwargs)
+        return made.program
+
+    with _lowered(kept):
+        made.report = made.verify()
+    made.plan = made.report.plan
+    return made
+
+
+def tried(case: Case, per_pass: int) -> tuple[list[Mutant], dict[Mutant, str]]:
+    """The mutants chosen of a case, and what verify says of those that differ."""
+    made = subject(case)
+    mutants = chosen(made.program, 0, per_pass)
+    return mutants, {mutant: made.found(mutant) for mutant in mutants if made.differs(mutant.of(made.program))}
+
+
+def rows_of(case: Case, per_pass: int) -> list[list[Any]]:
+    """The rows of the table for a case, one for each pass."""
+    mutants, verdicts = tried(case, per_pass)
+    rows = []
+    for made_by, made in sorted(Counter(mutant.made_by for mutant in mutants).items()):
+        own = {mutant: verdict for mutant, verdict in verdicts.items() if mutant.made_by == made_by}
+        for mutant, verdict in own.items():
+            if verdict not in (made_by, "refused"):
+                print(f"{case.id}: {mutant}: {verdict}", flush=True)
+        refused = sum(verdict == "refused" for verdict in own.values())
+        found = sum(verdict != "missed" for verdict in own.values())
+        blamed = sum(verdict == made_by for verdict in own.values())
+        rows.append([case.id, made_by, made, len(own), found, refused, blamed])
+    return rows
+
+
+def read() -> list[list[str]]:
+    """The rows of the table that were last measured."""
+    file = DOCS / "mutants.csv"
+    return list(csv.reader(file.read_text().splitlines()))[1:] if file.exists() else []
+
+
+def write(rows: list[list[Any]]) -> None:
+    """Replace the rows of the same cases in the file and in the document."""
+    fresh = {str(row[0]) for row in rows}
+    order = {case.id: i for i, case in enumerate(CASES)}
+    kept = [row for row in read() if row[0] not in fresh and row[0] in order]
+    every = sorted([*kept, *([str(each) for each in row] for row in rows)], key=lambda row: (order[row[0]], row[1]))
+    with (DOCS / "mutants.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([HEADER, *every])
+    (DOCS / "mutants.md").write_text(document(every))
+
+
+def document(rows: list[list[str]]) -> str:
+    """The page with the table."""
+    sums: dict[str, list[int]] = {}
+    for _, made_by, *numbers in rows:
+        total = sums.setdefault(made_by, [0] * len(numbers))
+        sums[made_by] = [a + int(b) for a, b in zip(total, numbers, strict=True)]
+    everything = [sum(column) for column in zip(*sums.values(), strict=True)]
+    by_pass = [[made_by, *numbers] for made_by, numbers in sorted(sums.items())]
+    return _PAGE.format(
+        summary=_table(["pass", *HEADER[2:]], [*by_pass, ["all", *everything]]),
+        rows=_table(HEADER, rows),
+        without="\n".join(f"* `{name}`: {why}." for name, why in WITHOUT.items()),
+    )
+
+
+def _table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [header, ["---"] * 1 + ["---:" if each in HEADER[2:] else "---" for each in header[1:]], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+_PAGE = """# Mutants
+
+Programs in which one pass has made a mistake, made by `tests/faults.py`: a collective dropped, doubled, over another
+axis or in another order; a wrong scale, dtype, part or padding; a stale gather, or one that is read before it has
+arrived; random numbers drawn again; a mutation lost; values that graphs exchange swapped, lost or scaled; an operation
+on another operand. *Made* are up to 6 mutants of each pass and program, of as many kinds as there are. *Differ* are
+those that an independent run of all ranks, stages and microbatches in double precision shows to be wrong
+(`tests/judge.py`: a difference of 1e-9 for one of 3 seeds). *Found* are those of them that `verify` does not let pass;
+*refused* are those among these that cannot be run, where it raises an error, and *blamed* those that it blames on the
+pass that made the mistake. No program without a mistake is a false alarm, of `verify` or of the judge:
+`tests/test_mutants.py` checks that too.
+
+The figures are from `python -m tests.mutation --per-pass 6`; without the option it is 20 each.
+
+{summary}
+
+`slice-before-scores` and `chunk-loss` are not told apart: the second goes on with what the first wrote, and no value of
+the model is between them. Nor are, in some cases, `partition` and `shard-operators`, where a shard is saved to which no
+value of the model is equal. The rows in which fewer are blamed than found are these.
+
+Without mutants, since they can make no mistake that a value shows:
+
+{without}
+
+What no value shows, `verify` cannot see: an order in which collectives block for ever (`check-program` refuses it), and
+an output that is a copy where the model returns an alias, which differs once the caller writes to it.
+
+## By program
+
+A program is a plan, the sizes of its mesh, and an option.
+
+{rows}
+"""
+
+
+def main() -> None:
+    from tests.captures import sharing_captures
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="ID", help="all without one")
+    parser.add_argument("--per-pass", type=int, default=PER_PASS, help="at most so many mutants of a pass and case")
+    asked = parser.parse_args()
+    of = {case.id: case for case in CASES}
+    with sharing_captures():
+        for case in [of[name] for name in asked.cases] or CASES:
+            start = time.perf_counter()
+            made = subject(case)
+            assert made.report.ok, made.report
+            assert not made.differs(made.program), f"false alarm of the judge on {case.id}"
+            write(rows := rows_of(case, asked.per_pass))
+            sums = [sum(row[i] for row in rows) for i in range(2, 7)]
+            print(f"{case.id}: {sums} in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
