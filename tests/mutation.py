@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -283,7 +284,9 @@ def document(rows: list[list[str]]) -> str:
     return _PAGE.format(
         summary=_table(["pass", *HEADER[2:]], [*by_pass, ["all", *everything]]),
         rows=_table(HEADER, rows),
-        without="\n".join(f"* `{name}`: {why}." for name, why in WITHOUT.items()),
+        without="\n".join(
+            textwrap.fill(f"* `{name}`: {why}.", 99, subsequent_indent="  ") for name, why in WITHOUT.items()
+        ),
     )
 
 
@@ -294,30 +297,33 @@ def _table(header: list[str], rows: list[list[Any]]) -> str:
 
 _PAGE = """# Mutants
 
-Programs in which one pass has made a mistake, made by `tests/faults.py`: a collective dropped, doubled, over another
-axis or in another order; a wrong scale, dtype, part or padding; a stale gather, or one that is read before it has
-arrived; random numbers drawn again; a mutation lost; values that graphs exchange swapped, lost or scaled; an operation
-on another operand. *Made* are up to 6 mutants of each pass and program, of as many kinds as there are. *Differ* are
-those that an independent run of all ranks, stages and microbatches in double precision shows to be wrong
-(`tests/judge.py`: a difference of 1e-9 for one of 3 seeds). *Found* are those of them that `verify` does not let pass;
-*refused* are those among these that cannot be run, where it raises an error, and *blamed* those that it blames on the
-pass that made the mistake. No program without a mistake is a false alarm, of `verify` or of the judge:
-`tests/test_mutants.py` checks that too.
+Programs in which one pass has made a mistake, made by `tests/faults.py`: a collective dropped,
+doubled, over another axis or in another order; a wrong scale, dtype, part or padding; a stale
+gather, or one that is read before it has arrived; random numbers drawn again; a mutation lost;
+values that graphs exchange swapped, lost or scaled; an operation on another operand. *Made* are up
+to 6 mutants of each pass and program, of as many kinds as there are. *Differ* are those that an
+independent run of all ranks, stages and microbatches in double precision shows to be wrong
+(`tests/judge.py`: a difference of 1e-9 for one of 3 seeds). *Found* are those of them that
+`verify` does not let pass; *refused* are those among these that cannot be run, where it raises an
+error, and *blamed* those that it blames on the pass that made the mistake. No program without a
+mistake is a false alarm, of `verify` or of the judge: `tests/test_mutants.py` checks that too.
 
 The figures are from `python -m tests.mutation --per-pass 6`; without the option it is 20 each.
 
 {summary}
 
-`slice-before-scores` and `chunk-loss` are not told apart: the second goes on with what the first wrote, and no value of
-the model is between them. Nor are, in some cases, `partition` and `shard-operators`, where a shard is saved to which no
-value of the model is equal. The rows in which fewer are blamed than found are these.
+`slice-before-scores` and `chunk-loss` are not told apart: the second goes on with what the first
+wrote, and no value of the model is between them. Nor are, in some cases, `partition` and
+`shard-operators`, where a shard is saved to which no value of the model is equal. The rows in
+which fewer are blamed than found are these.
 
 Without mutants, since they can make no mistake that a value shows:
 
 {without}
 
-What no value shows, `verify` cannot see: an order in which collectives block for ever (`check-program` refuses it), and
-an output that is a copy where the model returns an alias, which differs once the caller writes to it.
+What no value shows, `verify` cannot see: an order in which collectives block for ever
+(`check-program` refuses it), and an output that is a copy where the model returns an alias, which
+differs once the caller writes to it.
 
 ## By program
 

@@ -29,6 +29,8 @@ KEPT = {  # besides by copies, which keep everything
     "subject": EVERYWHERE,
     "made_by": {"REWRITTEN", "DIVIDED"},
     "equals": {"PASSED"},
+    "shard_of": {"PASSED"},
+    "given_by": set(),
     "mean_of": set(),
     "cast_of": set(),
     "placements": {"PASSED", "REWRITTEN", "DIVIDED"},
