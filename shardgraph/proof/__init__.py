@@ -1,0 +1,1 @@
+"""The symbolic proof that a program computes what the captured graph does, without running either."""

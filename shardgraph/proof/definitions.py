@@ -1,0 +1,433 @@
+"""Operations that are written in terms of others, the same on both sides of a proof."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from shardgraph.ir.attributes import EQUALS, MADE_BY
+from shardgraph.proof.held import Held, UntypedError, divided, of_term, patterns, whole_size
+from shardgraph.proof.labels import Label, Pattern, Rule, apply, elementwise, jointly, linear
+from shardgraph.proof.rules import RULES, pointwise
+from shardgraph.proof.shards import unpadded
+from shardgraph.proof.terms import Terms, joined, regrouped, repeated
+
+
+class Typing(Protocol):
+    """What definitions take from :class:`shardgraph.proof.typing.Typing`."""
+
+    terms: Terms
+    data: frozenset[str]
+    drawn: int
+
+
+aten = torch.ops.aten
+
+Defined = Callable[..., Any]
+DEFINED: dict[Any, Defined] = {}
+"""By operation: its result for the typing, the node and the arguments."""
+
+
+def define(*targets: Any) -> Callable[[Defined], Defined]:
+    """Register a definition for operations."""
+
+    def register(function: Defined) -> Defined:
+        DEFINED.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+def captured(node: fx.Node) -> str:
+    """The name that a node's value had in the captured graph, if a pass or its name says so; it is not trusted."""
+    return EQUALS.get(node) or ("" if node in MADE_BY else node.name)
+
+
+# -- numbers and sums ------------------------------------------------------------------------------------------
+
+
+def _floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _pointwise(typing: Typing, node: fx.Node, *args: Any, **kwargs: Any) -> Held:
+    return pointwise(typing.terms, node.target, args, kwargs)
+
+
+@define(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(typing: Typing, node: fx.Node, one: Any, other: Any) -> Held:
+    if isinstance(other, Held) and isinstance(one, Held):
+        return _pointwise(typing, node, one, other)
+    held, number = (one, other) if isinstance(one, Held) else (other, one)
+    return held.scaled(number) if _floating(node) else _pointwise(typing, node, held, number)
+
+
+@define(aten.div.Tensor, aten.div.Scalar)
+def _div(typing: Typing, node: fx.Node, one: Held, other: Any) -> Held:
+    if isinstance(other, Held) or not other:
+        return _pointwise(typing, node, one, other)
+    return one.scaled(1 / other)
+
+
+@define(aten.neg.default)
+def _neg(typing: Typing, node: fx.Node, held: Held) -> Held:
+    return held.scaled(-1) if _floating(node) else _pointwise(typing, node, held)
+
+
+@define(aten._to_copy.default)
+def _cast(typing: Typing, node: fx.Node, held: Held, **kwargs: Any) -> Held:
+    """A cast among floating dtypes is numeric, which is not what is proved."""
+    dtype, before = kwargs.get("dtype"), node.args[0].meta["val"].dtype
+    if dtype is None or dtype == before or (dtype.is_floating_point and before.is_floating_point):
+        return held
+    return _pointwise(typing, node, held, str(dtype))
+
+
+@define(aten.add.Tensor, aten.sub.Tensor)
+def _add(typing: Typing, node: fx.Node, one: Any, other: Any, alpha: float = 1) -> Held:
+    if not (isinstance(one, Held) and isinstance(other, Held)) or not _floating(node):
+        return _pointwise(typing, node, one, other, alpha)
+    sign = alpha if node.target is aten.add.Tensor else -alpha
+    return added(typing, one, other.scaled(sign))
+
+
+def added(typing: Typing, one: Held, other: Held) -> Held:
+    """The sum of two values: sums of the same values in any order are one term."""
+    if not one.factor or not other.factor:
+        zero, rest = (one, other) if not one.factor else (other, one)
+        if rest.shape[max(len(rest.dims) - len(zero.dims), 0) :] == zero.shape:
+            return rest
+    rank = max(len(one.dims), len(other.dims))
+    shape = tuple(max(a, b) for a, b in zip(_wide(one, rank), _wide(other, rank), strict=True))
+    summands = sorted((*_summands(one, shape), *_summands(other, shape)), key=lambda h: (h.term.number, str(h.dims)))
+    summands = _collected(summands)
+    if any(each.summed != summands[0].summed for each in summands):
+        raise UntypedError("one is summed over batches and the other is not")
+    summed = summands[0].summed
+    scale = summands[0].factor
+    summands = [replace(each, factor=each.factor / scale, summed=frozenset()) for each in summands]
+    if len(summands) == 1:
+        return replace(summands[0], factor=scale, summed=summed)
+    factors = [each.factor for each in summands]
+    plain = [replace(each, factor=1.0) for each in summands]
+    result = elementwise(typing.terms, "sum", plain, factors, jointly(*range(len(summands))))
+    return replace(result, factor=scale, summed=result.summed | summed)
+
+
+def _wide(held: Held, rank: int) -> tuple[int, ...]:
+    return (*(1,) * (rank - len(held.dims)), *held.shape)
+
+
+def _summands(held: Held, shape: Sequence[int]) -> list[Held]:
+    """What a sum is of, if it is one as it was made; else the value."""
+    missing = len(shape) - len(held.dims)
+    if held.term.operation == ("sum", 0) and not missing and held.shape == tuple(shape):
+        views, factors = held.term.operands
+        whole = of_term(held.term)
+        if tuple(map(_sources, held.dims)) == tuple(map(_sources, whole.dims)):
+            return [
+                replace(
+                    held,
+                    term=view.term,
+                    factor=held.factor * factor,
+                    dims=tuple(_like(own, dim) for own, dim in zip(view.dims, held.dims, strict=True)),
+                )
+                for view, factor in zip(views, factors, strict=True)
+            ]
+    dims = [*[()] * missing, *held.dims]
+    wide = [
+        (*dim, *repeated(size)) if own == 1 and size > 1 else dim
+        for dim, own, size in zip(dims, _wide(held, len(shape)), shape, strict=True)
+    ]
+    return [held.with_dims(wide)]
+
+
+def _sources(dim: Any) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(atom.source for atom in dim if not isinstance(atom.source, str)))
+
+
+def _like(view: Any, dim: Any) -> Any:
+    """The whole dimension of a summand, divided as that of the sum is."""
+    pattern = patterns(dim)
+    if all(atom.source is None for atom in view):
+        return repeated(_local_size(pattern))
+    pieces = regrouped(view, [size for kind, size, _ in pattern if kind != "batch"])
+    if pieces is None:
+        raise UntypedError("a sum is divided where its summands are not")
+    result, rest = [], iter(pieces)
+    for kind, size, axis in pattern:
+        if kind == "batch":
+            result += list(divided(0, [(kind, size, axis)]))
+            continue
+        piece = next(rest)
+        if kind == "mark" and len(piece) != 1:
+            raise UntypedError("a sum is divided where its summands are not")
+        if kind == "mark" and piece[0].source is None:
+            continue
+        result += [atom._replace(axis=axis) if kind == "mark" else atom for atom in piece]
+    return joined(result)
+
+
+def _collected(summands: list[Held]) -> list[Held]:
+    """Equal ones as one."""
+    result: list[Held] = []
+    for each in summands:
+        if result and replace(result[-1], factor=1.0) == replace(each, factor=1.0):
+            result[-1] = replace(each, factor=result[-1].factor + each.factor)
+        else:
+            result.append(each)
+    return result
+
+
+@define(aten.mean.dim, aten.mean.default)
+def _mean(typing: Typing, node: fx.Node, held: Held, dims: Any = None, keep: bool = False, **_: Any) -> Held:
+    """A sum over the number of elements."""
+    count = math.prod(held.shape[dim] for dim in _reduced(held, dims))
+    return _sum(typing, node, held, dims, keep).scaled(1 / count)
+
+
+@define(aten.sum.default, aten.sum.dim_IntList)
+def _sum(typing: Typing, node: fx.Node, held: Held, dims: Any = None, keep: bool = False, **_: Any) -> Held:
+    """A sum over elements that repeat is a multiple; sums of summands over batches are too."""
+    over = _reduced(held, dims)
+    again = {dim for dim in over if held.dims[dim] and all(atom.source is None for atom in held.dims[dim])}
+    factor = math.prod(held.shape[dim] for dim in again)
+    held = held.with_dims([() if k in again else dim for k, dim in enumerate(held.dims)])
+    labels: list[Label] = [f"d{k}" if dim else None for k, dim in enumerate(held.dims)]
+    results: list[Label] = [
+        1 if label is None or k in over else label for k, label in enumerate(labels) if keep or k not in over
+    ]
+    reduced = {f"d{k}": "sum" for k in over if labels[k] is not None}
+    rule = Rule([labels], [results], reduced, jointly(0))
+    if not reduced:
+        return held.scaled(factor).with_dims([dim for k, dim in enumerate(held.dims) if keep or k not in over])
+    (result,) = apply(
+        typing.terms, "sum of elements", [replace(held, summed=frozenset())], [sorted(reduced), keep], rule
+    )
+    return replace(result, summed=result.summed | held.summed).scaled(factor)
+
+
+def _reduced(held: Held, dims: Any) -> set[int]:
+    rank = len(held.dims)
+    every = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    return {dim % rank for dim in every} if rank else set()
+
+
+@define(aten.addmm.default)
+def _addmm(typing: Typing, node: fx.Node, bias: Held, left: Held, right: Held, **kwargs: Any) -> Held:
+    (product,) = apply(typing.terms, aten.mm.default, *RULES[aten.mm.default](left, right))
+    return added(typing, product.scaled(kwargs.get("alpha", 1)), bias.scaled(kwargs.get("beta", 1)))
+
+
+# -- tensors without operands ----------------------------------------------------------------------------------
+
+
+def filled(typing: Typing, shape: Sequence[int], value: Any) -> Held:
+    """A tensor of one number."""
+    factor = float(value) if math.isfinite(value) else 1.0
+    term = typing.terms.make("one", [] if math.isfinite(value) else [str(value)], ())
+    return Held(term, factor, tuple(map(repeated, shape)))
+
+
+@define(aten.full.default)
+def _full(typing: Typing, node: fx.Node, shape: Sequence[int], value: Any, **_: Any) -> Held:
+    return filled(typing, shape, value)
+
+
+@define(aten.scalar_tensor.default)
+def _scalar(typing: Typing, node: fx.Node, value: Any, **_: Any) -> Held:
+    return filled(typing, (), value)
+
+
+@define(aten.full_like.default)
+def _full_like(typing: Typing, node: fx.Node, held: Held, value: Any, **_: Any) -> Held:
+    return filled(typing, held.shape, value)
+
+
+@define(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def _zeros(typing: Typing, node: fx.Node, *_: Any, **__: Any) -> Held:
+    return filled(typing, node.meta["val"].shape, 0)
+
+
+@define(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def _ones(typing: Typing, node: fx.Node, *_: Any, **__: Any) -> Held:
+    return filled(typing, node.meta["val"].shape, 1)
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------
+
+
+@define(aten.slice.Tensor)
+def _slice(
+    typing: Typing,
+    node: fx.Node,
+    held: Held,
+    dim: int = 0,
+    start: int | None = 0,
+    end: int | None = None,
+    step: int = 1,
+) -> Held:
+    size = held.shape[dim]
+    first, last = (
+        min(max(each + size if each < 0 else each, 0), size) for each in (start or 0, size if end is None else end)
+    )
+    if (first, last, step) == (0, size, 1):
+        return held
+    if dim == 0 and (first, step) == (0, 1) and (rows := unpadded(held, last)) is not None:
+        return rows
+    return _piece(typing, held, dim % len(held.dims), first, max(-(-(last - first) // step), 0), step)
+
+
+@define(aten.select.int)
+def _select(typing: Typing, node: fx.Node, held: Held, dim: int, index: int) -> Held:
+    dim %= len(held.dims)
+    piece = _piece(typing, held, dim, index % held.shape[dim], 1, 1)
+    return piece.with_dims([own for k, own in enumerate(piece.dims) if k != dim])
+
+
+@define(aten.split.Tensor)
+def _split(typing: Typing, node: fx.Node, held: Held, size: int, dim: int = 0) -> list[Held]:
+    dim, total = dim % len(held.dims), held.shape[dim]
+    return [_piece(typing, held, dim, at, min(size, total - at), 1) for at in range(0, total, size)]
+
+
+@define(aten.split_with_sizes.default)
+def _split_with_sizes(typing: Typing, node: fx.Node, held: Held, sizes: Sequence[int], dim: int = 0) -> list[Held]:
+    dim, starts = dim % len(held.dims), [sum(sizes[:k]) for k in range(len(sizes))]
+    return [_piece(typing, held, dim, at, size, 1) for at, size in zip(starts, sizes, strict=True)]
+
+
+def _piece(typing: Typing, held: Held, dim: int, start: int, size: int, step: int) -> Held:
+    """Elements of a dimension; of one that ranks share, if each has its part of them."""
+    pattern = patterns(held.dims[dim])
+    begin, length = start, size
+    kept: Pattern = (("own", size, None),)
+    if any(kind != "own" for kind, _, _ in pattern):
+        below, inner = _local_size(pattern[1:]), whole_size(pattern[1:])
+        in_blocks = pattern[0][0] == "own" and step == 1 and start % below == size % below == 0
+        if not in_blocks or any(kind == "batch" for kind, _, _ in pattern):
+            raise UntypedError(f"elements {start} to {start + size} are taken of a dimension that ranks share")
+        begin, length = start // below * inner, size // below * inner
+        kept = (("own", size // below, None), *pattern[1:])
+    labels: list[Label] = [f"d{k}" for k in range(len(held.dims))]
+    rule = Rule([labels], [[length if k == dim else label for k, label in enumerate(labels)]], linear=jointly(0))
+    constants = [dim, begin, length, step]
+    (piece,) = apply(typing.terms, "piece", [replace(held, summed=frozenset())], constants, rule)
+    dims = [divided(k, kept) if k == dim else own for k, own in enumerate(piece.dims)]
+    return replace(piece, dims=tuple(dims), summed=piece.summed | held.summed)
+
+
+def _local_size(pattern: Any) -> int:
+    return whole_size([each for each in pattern if each[0] == "own"])
+
+
+@define(aten.cat.default)
+def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -> Held:
+    tensors = [each for each in tensors if 0 not in each.shape] or list(tensors)
+    if len(tensors) == 1:
+        return tensors[0]
+    dim %= len(tensors[0].dims)
+    labels: list[Label] = [f"d{k}" for k in range(len(tensors[0].dims))]
+    divisions = [patterns(each.dims[dim]) for each in tensors]
+    total: Any = (("own", sum(map(_local_size, divisions)), None),)
+    if any(kind != "own" for pattern in divisions for kind, _, _ in pattern):
+        if len(set(divisions)) > 1 or any(kind == "batch" for kind, _, _ in divisions[0]):
+            raise UntypedError("pieces are joined that ranks share unlike")
+        total = (("own", len(tensors), None), *divisions[0])
+    operands = [
+        [f"piece{i}" if k == dim else label if each.dims[k] else None for k, label in enumerate(labels)]
+        for i, each in enumerate(tensors)
+    ]
+    results: list[Label] = [
+        whole_size(total) if k == dim else label if any(label in each for each in operands) else 1
+        for k, label in enumerate(labels)
+    ]
+    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))))
+    (result,) = apply(typing.terms, "cat", list(tensors), dim, rule)
+    return replace(result, dims=tuple(divided(k, total) if k == dim else own for k, own in enumerate(result.dims)))
+
+
+# -- random numbers --------------------------------------------------------------------------------------------
+
+
+@define(aten.native_dropout.default)
+def _dropout(typing: Typing, node: fx.Node, held: Held, probability: float, training: bool | None) -> list[Held]:
+    """A mask, drawn in the order of memory for all elements, and the product with it."""
+    if held.marks or held.partial or any(isinstance(atom.source, str) for dim in held.dims for atom in dim):
+        raise UntypedError("random numbers are drawn for a part, or a summand, of a value")
+    if training is False:
+        raise UntypedError("dropout that is not in training")
+    strides = node.args[0].meta["val"].stride()
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    typing.drawn += 1
+    sizes = [held.shape[dim] for dim in order]
+    drawn = of_term(typing.terms.make("dropout mask", [typing.drawn, probability], sizes, typing.data))
+    mask = drawn.with_dims([drawn.dims[order.index(dim)] for dim in range(len(order))])
+    product = pointwise(typing.terms, aten.mul.Tensor, (held, mask), {})
+    return [product.scaled(0.0 if probability == 1 else 1 / (1 - probability)), mask]
+
+
+# -- images ----------------------------------------------------------------------------------------------------
+
+
+def _channels(groups: int, transposed: bool) -> tuple[list[Label], list[Label]]:
+    """Labels of the first two dimensions of images, and of weights."""
+    if groups != 1:
+        return ["n", None], [None, None]
+    return ["n", "c"], ["c", "o"] if transposed else ["o", "c"]
+
+
+@define(aten.convolution.default)
+def _convolution(typing: Typing, node: fx.Node, images: Held, weight: Held, bias: Held | None, *rest: Any) -> Held:
+    *_, transposed, _, groups = rest
+    places, size = [None] * (len(images.dims) - 2), node.meta["val"].shape
+    of_images, of_weight = _channels(groups, transposed)
+    outs: Label = "o" if groups == 1 else size[1]
+    rule = Rule(
+        [[*of_images, *places], [*of_weight, *places]],
+        [["n", outs, *size[2:]]],
+        {"c": "sum"} if groups == 1 else {},
+        linear(0, 1),
+    )
+    (result,) = apply(typing.terms, aten.convolution.default, [images, weight], rest, rule)
+    if bias is None:
+        return result
+    return added(typing, result, bias.with_dims([bias.dims[0], *[()] * len(places)]))
+
+
+@define(aten.convolution_backward.default)
+def _convolution_backward(
+    typing: Typing, node: fx.Node, gradient: Held, images: Held, weight: Held, _sizes: Any, *rest: Any
+) -> list[Held | None]:
+    *options, transposed, padding, groups, wanted = rest
+    constants = [*options, transposed, padding, groups]
+    places = [None] * (len(images.dims) - 2)
+    of_images, of_weight = _channels(groups, transposed)
+    outs: Label = "o" if groups == 1 else None
+    results: list[Held | None] = [None, None, None]
+    if wanted[0]:
+        ins: Label = "c" if groups == 1 else images.shape[1]
+        rule = Rule(
+            [["n", outs, *places], [*of_weight, *places]],
+            [["n", ins, *images.shape[2:]]],
+            {"o": "sum"} if groups == 1 else {},
+            linear(0, 1),
+        )
+        shape = [*images.shape[2:]]
+        (results[0],) = apply(typing.terms, "gradient of images", [gradient, weight], [constants, shape], rule)
+    if wanted[1]:
+        sizes: list[Label] = list(of_weight) if groups == 1 else list(weight.shape[:2])
+        rule = Rule(
+            [["n", outs, *places], [*of_images, *places]], [[*sizes, *weight.shape[2:]]], {"n": "sum"}, linear(0, 1)
+        )
+        shape = [*weight.shape[2:]]
+        (results[1],) = apply(typing.terms, "gradient of filters", [gradient, images], [constants, shape], rule)
+    if wanted[2]:
+        results[2] = _sum(typing, node, gradient, [0, *range(2, len(gradient.dims))])
+    return results

@@ -1,0 +1,193 @@
+"""Operations by labels: which dimensions of operands and results run together, as in Einstein's notation.
+
+A dimension of ranks' coordinates goes through an operation if its label is one that the operation treats element by
+element, or that it sums over, and all operands with the label are divided alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardgraph.proof.held import Held, UntypedError, divided, of_term, patterns, whole_size
+from shardgraph.proof.terms import Atom, Terms, View, repeated
+
+Label = str | int | None
+"""None: a dimension that the operation needs whole. A number: one of a result that has this size on every rank."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``operands`` and ``results`` have a label for each dimension.
+
+    ``reduced`` are the labels that a result has not, with the operation by which ranks' results are combined. An
+    operation is linear in each set of operands in ``linear``: in all of a set together. ``wholes`` are labels that may
+    not be divided.
+    """
+
+    operands: Sequence[Sequence[Label]]
+    results: Sequence[Sequence[Label]]
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    linear: Sequence[frozenset[int]] = ()
+
+
+def linear(*positions: int) -> tuple[frozenset[int], ...]:
+    """Linear in each of these operands alone."""
+    return tuple(frozenset({position}) for position in positions)
+
+
+def jointly(*positions: int) -> tuple[frozenset[int], ...]:
+    """Linear in these operands together."""
+    return (frozenset(positions),)
+
+
+Pattern = tuple[tuple[str, int, str | None], ...]
+
+
+def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any, rule: Rule) -> list[Held]:
+    """The results of an operation on what ranks hold.
+
+    Raises:
+        UntypedError: the ranks' results are not parts, or summands, of the whole operation's.
+    """
+    tensors = [lifted(terms, each) for each in tensors]
+    pattern = _patterns(tensors, rule)
+    factor, tensors = _pulled(tensors, rule)
+    _same_batches(tensors, pattern)
+    operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
+    results = []
+    for index, labels in enumerate(rule.results):
+        summed, reduced = _reduced(pattern, {label: how for label, how in rule.reduced.items() if label not in labels})
+        partial = reduced | _partial(tensors, rule, {axis for axis, _ in reduced})
+        sizes = [_size(pattern, label) for label in labels]
+        term = terms.make((operation, index), [operands, constants], sizes)
+        own = [(("own", size, None),) for size in sizes]
+        dims = [divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)]
+        results.append(Held(term, factor, tuple(dims), partial, summed))
+    return results
+
+
+def _whole(held: Held, labels: Sequence[Label], pattern: Mapping[Any, Pattern]) -> View:
+    """The whole operand; one that repeats along a dimension repeats as often as the others have elements there."""
+    dims = [
+        repeated(whole_size(pattern[label])) if label is not None and _repeats(dim) else dim
+        for label, dim in zip(labels, held.view.dims, strict=True)
+    ]
+    return replace(held.view, dims=tuple(dims))
+
+
+def _repeats(dim: Sequence[Atom]) -> bool:
+    return all(atom.source is None for atom in dim)
+
+
+def elementwise(
+    terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any, linear_in: Sequence[frozenset[int]] = ()
+) -> Held:
+    """An operation of the elements at one place of all operands, which broadcast.
+
+    Along a dimension that all operands repeat, the result does.
+    """
+    rank = max((len(each.dims) for each in tensors), default=0)
+    wide = [each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in tensors]
+    sizes = [max((each.shape[k] for each in wide), default=1) for k in range(rank)]
+    bare = [each.with_dims([() if _repeats(dim) else dim for dim in each.dims]) for each in wide]
+    labels: list[list[Label]] = [[f"d{k}" if dim else None for k, dim in enumerate(each.dims)] for each in bare]
+    results: list[Label] = [f"d{k}" if any(own[k] for own in labels) else 1 for k in range(rank)]
+    (result,) = apply(terms, operation, bare, constants, Rule(labels, [results], linear=linear_in))
+    again = [
+        repeated(size) if label == 1 else dim for dim, label, size in zip(result.dims, results, sizes, strict=True)
+    ]
+    return result.with_dims(again)
+
+
+def lifted(terms: Terms, held: Held) -> Held:
+    """A sum over batches as a term of its own, for operations that are not linear in it."""
+    if held.uneven is not None:
+        raise UntypedError("ranks hold unequal numbers of its rows")
+    if not held.summed:
+        return held
+    view = of_term(held.term).view
+    term = terms.make("sum over batches", [view, sorted(held.summed)], held.term.shape, fixed=held.summed)
+    return replace(held, term=term, summed=frozenset())
+
+
+def _patterns(tensors: Sequence[Held], rule: Rule) -> dict[Any, Pattern]:
+    found: dict[Any, Pattern] = {}
+    loose: dict[Any, int] = {}
+    for tensor, labels in zip(tensors, rule.operands, strict=True):
+        for dim, label in zip(tensor.dims, labels, strict=True):
+            pattern = patterns(dim)
+            if label is None:
+                if any(kind != "own" for kind, _, _ in pattern):
+                    raise UntypedError(f"a dimension that the operation needs whole is divided: {_written(pattern)}")
+            elif _repeats(dim):
+                loose[label] = whole_size(pattern)
+            elif found.setdefault(label, pattern) != pattern:
+                raise UntypedError(f"operands are divided unlike: {_written(found[label])} and {_written(pattern)}")
+    for label, size in loose.items():
+        if label not in found:
+            found[label] = (("own", size, None),) if size > 1 else ()
+        elif size not in (1, _local(found[label])):
+            raise UntypedError(f"operands have {size} and {_local(found[label])} elements along one dimension")
+    return found
+
+
+def _local(pattern: Pattern) -> int:
+    return whole_size([each for each in pattern if each[0] == "own"])
+
+
+def _size(pattern: Mapping[Any, Pattern], label: Label) -> int:
+    return label if isinstance(label, int) else whole_size(pattern[label]) if label in pattern else 1
+
+
+def _reduced(
+    pattern: Mapping[Any, Pattern], over: Mapping[str, str]
+) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+    """The batches summed over, and the axes along which a result is partial."""
+    summed, partial = set(), set()
+    for label, how in over.items():
+        for kind, _, axis in pattern.get(label, ()):
+            if kind == "batch":
+                if how != "sum":
+                    raise UntypedError(f"a {how} is taken over batches")
+                summed.add(axis)
+            elif kind == "mark":
+                partial.add((axis, how))
+    return frozenset(summed), frozenset(partial)
+
+
+def _pulled(tensors: Sequence[Held], rule: Rule) -> tuple[float, list[Held]]:
+    """Factors in which the operation is linear, and operands without them."""
+    factor, without = 1.0, list(tensors)
+    for together in rule.linear:
+        factors = {without[position].factor for position in together if without[position].factor}
+        if len(factors) == 1:
+            (own,) = factors
+            factor *= own
+            for position in together:
+                each = without[position]
+                without[position] = replace(each, factor=each.factor / own)
+    return factor, without
+
+
+def _partial(tensors: Sequence[Held], rule: Rule, reduced: set[str]) -> frozenset[tuple[str, str]]:
+    partial: set[tuple[str, str]] = set()
+    for axis, how in frozenset().union(*(tensor.partial for tensor in tensors)):
+        those = {position for position, tensor in enumerate(tensors) if (axis, how) in tensor.partial}
+        zeros = {position for position, tensor in enumerate(tensors) if not tensor.factor}
+        if how != "sum" or axis in reduced or not any(those <= set(each) <= those | zeros for each in rule.linear):
+            raise UntypedError(f"it is not linear in a value that is partial along {axis!r}")
+        partial.add((axis, how))
+    return frozenset(partial)
+
+
+def _same_batches(tensors: Sequence[Held], pattern: Mapping[str, Pattern]) -> None:
+    here = {axis for each in pattern.values() for kind, _, axis in each if kind == "batch"}
+    for tensor in tensors:
+        if here & tensor.batches:
+            raise UntypedError("one operand has all ranks' batches and another its own")
+
+
+def _written(pattern: Pattern) -> str:
+    return " x ".join(f"{size}{f' along {axis}' if axis else ''}" for _, size, axis in pattern) or "1"

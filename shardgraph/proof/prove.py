@@ -1,0 +1,204 @@
+"""``shardgraph.prove``: that a program computes what the captured graph does, by its text alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.ir.attributes import MADE_BY, SOURCE
+from shardgraph.mesh import size_along
+from shardgraph.passes.program import Program, StageProgram
+from shardgraph.proof.definitions import added
+from shardgraph.proof.held import Held, UntypedError, of_term
+from shardgraph.proof.shards import stored
+from shardgraph.proof.terms import Terms
+from shardgraph.proof.typing import Typing
+
+
+@dataclass(frozen=True)
+class Unproved:
+    """A node, or a result, that is not shown to be what it must be; with the pass that made it and the user's line."""
+
+    what: str
+    why: str
+    made_by: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        by = f", made by {self.made_by}" if self.made_by else ""
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.what}{by}{where}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """``results`` is the number of results that were compared, ``terms`` the number of values that they consist of.
+
+    ``wrong`` are results that are another value than they must be, ``untyped`` the nodes of which it is not known what
+    they are, and the results that depend on them.
+    """
+
+    results: int
+    terms: int
+    wrong: tuple[Unproved, ...]
+    untyped: tuple[Unproved, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result is proved."""
+        return bool(self.results) and not self.wrong and not self.untyped
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"proved: {self.results:,} results of {self.terms:,} values"
+        said = [f"NOT PROVED: {len(self.wrong)} of {self.results:,} results are wrong, {len(self.untyped)} not known"]
+        said += [f"  {each}" for each in (*self.wrong[:10], *self.untyped[:10])]
+        return "\n".join(said)
+
+
+def prove(program: Program) -> Proof:
+    """Prove that ``program`` gives what the captured graph gives, on every rank, for all weights and inputs.
+
+    Every value of the program is typed: which value of the captured graph it is, and how the ranks of the mesh hold it
+    (whole, divided, as summands, or each for its batch). Outputs must be the captured ones, gradients the mean of the
+    captured ones over data-parallel ranks, held as their parameters are. Nothing runs, so sizes do not matter.
+
+    What is only numeric (a dtype, the order of a sum) is not proved: see :func:`shardgraph.verify`.
+    """
+    return _Proving(program).proof()
+
+
+class _Proving:
+    def __init__(self, program: Program) -> None:
+        self.program, self.mesh = program, program.plan.mesh
+        self.data = {axis: size for axis, size in program.plan.data_mesh if size > 1}
+        self.terms = Terms()
+        self.wrong: list[Unproved] = []
+        self.unknown: list[Unproved] = []
+        self.results = 0
+
+    def proof(self) -> Proof:
+        joint = self.program.joint.module
+        whole = self._typing({})
+        self.captured = whole.run(joint, self._captured)
+        self.unknown += [self._of_node(node, why) for node, why in whole.untyped]
+        if not self.unknown:
+            values = {n.name: n.meta.get("val") for n in joint.graph.nodes}
+            self.shapes = {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)}
+            self._stages()
+        return Proof(self.results, len(self.terms), tuple(self.wrong), tuple(self.unknown))
+
+    def _typing(self, shapes: Any) -> Typing:
+        return Typing(self.terms, lambda group: size_along(self.mesh, group), frozenset(self.data), shapes)
+
+    def _captured(self, role: ir.Role, node: fx.Node) -> Any:
+        """What an input of the captured graph is."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return value
+        varies = self.data if isinstance(role, (ir.Input, ir.Tangent)) else ()
+        return of_term(self.terms.make("input", [repr(role)], value.shape, varies))
+
+    def _stages(self) -> None:
+        totals: dict[str, Held] = {}
+        received: dict[ir.Role, Any] = {}
+        typing = self._typing(self.shapes)
+        saved: list[dict[ir.Role, Any]] = []
+        for stage in self.program.stages:
+            given = {} if stage.gather is None else self._run(typing, stage.gather, {})
+            results = self._run(typing, stage.kept.forward, {**given, **received})
+            saved.append(results)
+            received = {role: value for role, value in results.items() if isinstance(role, ir.Forwarded)}
+            self._compare_forward(results)
+        returned: dict[ir.Role, Any] = {}
+        for stage, own in zip(reversed(self.program.stages), reversed(saved), strict=True):
+            if stage.kept.backward is not None:
+                results = self._run(typing, stage.kept.backward, {**own, **returned})
+                returned = {role: value for role, value in results.items() if isinstance(role, ir.Returned)}
+                self._collect(typing, stage, results, totals)
+        self.unknown += [self._of_node(node, why) for node, why in typing.untyped]
+        self._compare_gradients(totals)
+
+    def _run(self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any]) -> dict[ir.Role, Any]:
+        def inputs(role: ir.Role, node: fx.Node) -> Any:
+            if role in given:
+                return given[role]
+            if isinstance(role, ir.Parameter):
+                return self._stored(role, node)
+            if isinstance(role, (ir.Buffer, ir.Input, ir.Tangent)):
+                return self._captured(role, node)
+            raise UntypedError(f"no graph before it gives {role}")
+
+        return typing.run(gm, inputs)
+
+    def _stored(self, role: ir.Parameter, node: fx.Node) -> Held:
+        full = of_term(self.terms.make("input", [repr(role)], self.program.shapes[role.fqn]))
+        return stored(self.terms, full, self.program.parameters[role.fqn], self.mesh)
+
+    def _collect(self, typing: Typing, stage: StageProgram, results: dict[Any, Any], totals: dict[str, Held]) -> None:
+        own = {r: v for r, v in results.items() if isinstance(r, ir.Gradient) and isinstance(r.of, ir.Parameter)}
+        if stage.reduce is not None:
+            given = {ir.Accumulated(role.of): value for role, value in own.items()}
+            own |= self._run(typing, stage.reduce, given)
+        for role, value in own.items():
+            totals[role.of.fqn] = self._total(typing, totals[role.of.fqn], value) if role.of.fqn in totals else value
+        for role, value in results.items():
+            if isinstance(role, ir.Gradient) and not isinstance(role.of, ir.Parameter):
+                self._compare(role, value, self.captured[role])
+
+    def _total(self, typing: Typing, one: Any, other: Any) -> Any:
+        """The sum of two stages' gradients of a parameter, of which neither knows the other's."""
+        if one is None or other is None or one.uneven or other.uneven:
+            return None
+        return added(typing, one, other)
+
+    def _compare_forward(self, results: dict[ir.Role, Any]) -> None:
+        for role, value in results.items():
+            if isinstance(role, (ir.Output, ir.IntermediateBase)):
+                self._compare(role, value, self.captured[role])
+            elif isinstance(role, ir.Mutation):
+                expected = self.captured[role]
+                in_graph = self.program.plan.pipeline is None  # whose runtime averages buffers after a step
+                averaged = in_graph and isinstance(role.of, ir.Buffer) and isinstance(expected, Held)
+                self._compare(role, value, self._mean(expected) if averaged else expected)
+
+    def _compare_gradients(self, totals: dict[str, Held]) -> None:
+        for role, gradient in self.captured.items():
+            if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and gradient is not None:
+                entry = self.program.parameters[role.of.fqn]
+                self._compare(role, totals.get(role.of.fqn), stored(self.terms, self._mean(gradient), entry, self.mesh))
+
+    def _mean(self, held: Held) -> Held:
+        """The mean over data-parallel ranks."""
+        axes = held.term.varies & frozenset(self.data)
+        size = 1
+        for axis in axes:
+            size *= self.data[axis]
+        return replace(held, factor=held.factor / size, summed=axes)
+
+    def _compare(self, role: ir.Role, value: Any, expected: Any) -> None:
+        self.results += 1
+        if value is None and expected is not None:
+            self.unknown.append(Unproved(str(role), "it follows from what is not known"))
+        elif (isinstance(expected, Held) and not _same(value, expected)) or (
+            not isinstance(expected, Held) and value != expected
+        ):
+            self.wrong.append(Unproved(str(role), f"it is {value}, and {expected} would be right"))
+
+    def _of_node(self, node: fx.Node, why: str) -> Unproved:
+        return Unproved(node.name, why, MADE_BY.get(node, ""), SOURCE.get(node, ""))
+
+
+def _same(value: Any, expected: Held) -> bool:
+    """Whether ranks hold the same; where their coordinates stand among the dimensions moves no element."""
+    if not isinstance(value, Held) or abs(value.factor - expected.factor) > 1e-9 * abs(expected.factor):
+        return False
+    if (value.term, value.partial, value.uneven) != (expected.term, expected.partial, expected.uneven):
+        return False
+    local = ([[atom for atom in dim if atom.axis is None] for dim in each.dims] for each in (value, expected))
+    one, other = local
+    return one == other and value.marks == expected.marks and value.summed == expected.summed

@@ -1,0 +1,137 @@
+"""Types every node of a graph: what each rank holds of which term."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.ir import Role, outputs
+from shardgraph.ir.attributes import ROLE
+from shardgraph.proof import definitions
+from shardgraph.proof.collectives import EXCHANGES
+from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
+from shardgraph.proof.labels import apply, lifted
+from shardgraph.proof.moves import MOVES
+from shardgraph.proof.rules import RULES, pointwise
+from shardgraph.proof.terms import Terms
+from shardgraph.torch_api import pytree
+
+Ranks = Callable[[str], int]
+Typed = Any
+"""What ranks hold, a number, or a list of these; None: not known."""
+
+
+@dataclass
+class Typing:
+    """Types graphs one after another, with terms in common.
+
+    ``shapes`` are those of whole values, by the name of the node that had them in the captured graph; they only say
+    where a dimension that ranks share stands. ``untyped`` are the nodes of whose operands all are known and whose
+    result is not, with the reason.
+    """
+
+    terms: Terms
+    ranks: Ranks
+    data: frozenset[str]
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    untyped: list[tuple[fx.Node, str]] = field(default_factory=list)
+    drawn: int = 0
+
+    def run(self, gm: fx.GraphModule, inputs: Callable[[Role, fx.Node], Held]) -> dict[Role, Typed]:
+        """What ranks hold of a graph's results, by role."""
+        known: dict[fx.Node, Typed] = {}
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                continue
+            try:
+                known[node] = self._typed(gm, node, known, inputs)
+            except UntypedError as error:
+                self.untyped.append((node, str(error)))
+                known[node] = None
+        return {role: known.get(value) if isinstance(value, fx.Node) else value for role, value in outputs(gm) if role}
+
+    def _typed(
+        self, gm: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Typed], inputs: Callable[[Role, fx.Node], Held]
+    ) -> Typed:
+        if node.op == "placeholder":
+            return inputs(ROLE.of(node), node)
+        if node.op == "get_attr":
+            return of_term(self._constant(getattr(gm, str(node.target))))
+        if any(known[each] is None for each in node.all_input_nodes):
+            return None
+        args, kwargs = pytree.tree_map_only(fx.Node, known.__getitem__, (node.args, dict(node.kwargs)))
+        value = self._called(node, args, kwargs)
+        return self._checked(node, value)
+
+    def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Typed:
+        target: Any = node.target
+        if target is operator.getitem:
+            if args[0][args[1]] is None:
+                raise UntypedError("a result of an operation that is not known")
+            return args[0][args[1]]
+        if target in MOVES:
+            return MOVES[target](*args, **kwargs)
+        if target in EXCHANGES:
+            return EXCHANGES[target](self.terms, self.ranks, *args, **kwargs)
+        if target in definitions.DEFINED:
+            return definitions.DEFINED[target](self, node, *args, **kwargs)
+        try:
+            return self._ruled(target, args, kwargs)
+        except UntypedError:
+            if not all(each.replicated for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Held)):
+                raise
+        return self._opaque(node, args, kwargs)
+
+    def _ruled(self, target: Any, args: Any, kwargs: Any) -> Typed:
+        if target in RULES:
+            tensors, constants, rule = RULES[target](*args, **kwargs)
+            results = apply(self.terms, target, tensors, constants, rule)
+            return results if len(rule.results) > 1 else results[0]
+        tags = getattr(target, "tags", ())
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+            return pointwise(self.terms, target, args, kwargs)
+        raise UntypedError(f"there is no rule for {target} of what ranks do not have whole")
+
+    def _opaque(self, node: fx.Node, args: Any, kwargs: Any) -> Typed:
+        """An operation of which nothing is known: the same on ranks that have the same operands, whole."""
+        whole = pytree.tree_map_only(Held, lambda held: lifted(self.terms, held).view, (args, kwargs))
+        tags = getattr(node.target, "tags", ())
+        varies: frozenset[str] = frozenset()
+        if torch.Tag.nondeterministic_seeded in tags:
+            self.drawn += 1
+            whole, varies = (*whole, self.drawn), self.data
+        value = node.meta.get("val")
+        if value is None:
+            raise UntypedError(f"{node.target} has no sizes")
+        if isinstance(value, torch.Tensor):
+            return of_term(self.terms.make((node.target, 0), whole, value.shape, varies))
+        return [
+            of_term(self.terms.make((node.target, index), whole, each.shape, varies))
+            if isinstance(each, torch.Tensor)
+            else each
+            for index, each in enumerate(value)
+        ]
+
+    def _constant(self, value: torch.Tensor) -> Any:
+        text = str(value.tolist()) if value.numel() < 10_000 else id(value)
+        return self.terms.make("constant", [str(value.dtype), text], value.shape)
+
+    def _checked(self, node: fx.Node, value: Typed) -> Typed:
+        """The value, if its sizes are the node's; what ranks share is put where the captured graph had it."""
+        if not isinstance(value, Held):
+            return value
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor) and tuple(fake.shape) != value.shape:
+            raise UntypedError(f"it is {list(fake.shape)}, and {list(value.shape)} would be right")
+        if not value.marks or any(isinstance(atom.source, str) for dim in value.dims for atom in dim):
+            return value
+        shape = self.shapes.get(definitions.captured(node))
+        if shape is None or len(shape) != len(value.dims):
+            return replace(value, dims=tidy(value.dims))
+        dims = sized(value.dims, shape) or sized(tidy(value.dims), shape)
+        return value if dims is None else replace(value, dims=dims)
