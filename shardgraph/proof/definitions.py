@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir.attributes import EQUALS, MADE_BY
-from shardgraph.proof.held import Held, UntypedError, divided, of_term, patterns, whole_size
+from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, whole_size
 from shardgraph.proof.labels import Label, Pattern, Rule, apply, elementwise, jointly, linear
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
@@ -312,7 +312,7 @@ def _piece(typing: Typing, held: Held, dim: int, start: int, size: int, step: in
         below, inner = _local_size(pattern[1:]), whole_size(pattern[1:])
         in_blocks = pattern[0][0] == "own" and step == 1 and start % below == size % below == 0
         if not in_blocks or any(kind == "batch" for kind, _, _ in pattern):
-            raise UntypedError(f"elements {start} to {start + size} are taken of a dimension that ranks share")
+            raise MixedError(f"elements {start} to {start + size} are taken of a dimension that ranks share")
         begin, length = start // below * inner, size // below * inner
         kept = (("own", size // below, None), *pattern[1:])
     labels: list[Label] = [f"d{k}" for k in range(len(held.dims))]
@@ -336,12 +336,14 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
     labels: list[Label] = [f"d{k}" for k in range(len(tensors[0].dims))]
     divisions = [patterns(each.dims[dim]) for each in tensors]
     total: Any = (("own", sum(map(_local_size, divisions)), None),)
-    if any(kind != "own" for pattern in divisions for kind, _, _ in pattern):
+    shared = any(kind != "own" for pattern in divisions for kind, _, _ in pattern)
+    if shared:
         if len(set(divisions)) > 1 or any(kind == "batch" for kind, _, _ in divisions[0]):
             raise UntypedError("pieces are joined that ranks share unlike")
         total = (("own", len(tensors), None), *divisions[0])
+    named = list(enumerate(labels))
     operands = [
-        [f"piece{i}" if k == dim else label if each.dims[k] else None for k, label in enumerate(labels)]
+        [("piece" if shared else f"piece{i}") if k == dim else label if each.dims[k] else None for k, label in named]
         for i, each in enumerate(tensors)
     ]
     results: list[Label] = [

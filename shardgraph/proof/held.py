@@ -13,6 +13,10 @@ class UntypedError(Exception):
     """A value of which it is not known what it is; the message says why."""
 
 
+class MixedError(UntypedError):
+    """What a rank computes needs elements that other ranks have."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What each rank has of ``factor`` times a term.

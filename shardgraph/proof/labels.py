@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardgraph.proof.held import Held, UntypedError, divided, of_term, patterns, whole_size
+from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, whole_size
 from shardgraph.proof.terms import Atom, Terms, View, repeated
 
 Label = str | int | None
@@ -53,6 +53,7 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     """
     tensors = [lifted(terms, each) for each in tensors]
     pattern = _patterns(tensors, rule)
+    _check_axes(tensors, pattern)
     factor, tensors = _pulled(tensors, rule)
     _same_batches(tensors, pattern)
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
@@ -120,7 +121,7 @@ def _patterns(tensors: Sequence[Held], rule: Rule) -> dict[Any, Pattern]:
             pattern = patterns(dim)
             if label is None:
                 if any(kind != "own" for kind, _, _ in pattern):
-                    raise UntypedError(f"a dimension that the operation needs whole is divided: {_written(pattern)}")
+                    raise MixedError(f"a dimension that the operation needs whole is divided: {_written(pattern)}")
             elif _repeats(dim):
                 loose[label] = whole_size(pattern)
             elif found.setdefault(label, pattern) != pattern:
@@ -177,9 +178,20 @@ def _partial(tensors: Sequence[Held], rule: Rule, reduced: set[str]) -> frozense
         those = {position for position, tensor in enumerate(tensors) if (axis, how) in tensor.partial}
         zeros = {position for position, tensor in enumerate(tensors) if not tensor.factor}
         if how != "sum" or axis in reduced or not any(those <= set(each) <= those | zeros for each in rule.linear):
-            raise UntypedError(f"it is not linear in a value that is partial along {axis!r}")
+            raise MixedError(f"it is not linear in a value that is partial along {axis!r}")
         partial.add((axis, how))
     return frozenset(partial)
+
+
+def _check_axes(tensors: Sequence[Held], pattern: Mapping[Any, Pattern]) -> None:
+    """Along one axis ranks have parts of one dimension, or summands."""
+    divided_along = [axis for own in pattern.values() for kind, _, axis in own if kind != "own"]
+    summands_along = {axis for tensor in tensors for axis, _ in tensor.partial}
+    for axis in divided_along:
+        if divided_along.count(axis) > 1:
+            raise MixedError(f"a rank has one part of two dimensions, which lack those with others' parts along {axis!r}")
+        if axis in summands_along:
+            raise MixedError(f"ranks have parts of one operand and summands of another along {axis!r}")
 
 
 def _same_batches(tensors: Sequence[Held], pattern: Mapping[str, Pattern]) -> None:
