@@ -106,6 +106,17 @@ REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
         "computes with .*, which comes from the",
     ),
     "a normalization over the batch": (lambda o, t: (o - o.mean()).square().mean(), "a value of the whole batch"),
+    "similarities of rows": (
+        lambda o, t: (o.mean(1) @ o.mean(1).T).logsumexp(1).mean(),
+        "rows of a batch are not computed apart",
+    ),
+    "a mean over rows of each feature": (lambda o, t: (o - o.mean(0)).square().mean(), "summands of another"),
+    "a softmax over rows": (lambda o, t: o.softmax(0)[:, 0].square().sum(), "needs whole is divided"),
+    "another row": (lambda o, t: (o - o[:1]).square().mean(), "are taken of a dimension that"),
+    "a sum over rows, then over elements": (
+        lambda o, t: o.mean(0, keepdim=True).expand(6, -1, -1).sum(),
+        "summed over",
+    ),
     "a sum and a constant": (lambda o, t: o.square().sum() + SPREAD.sum(), "what is the same for all"),
     "a sum and a mean": (lambda o, t: o.square().sum() + o.mean(), "a sum and a mean over rows, which weigh"),
     "a mean over tokens and one over rows": (lambda o, t: cross_entropy()(o, t) + o.mean(), "counted elements and a"),

@@ -29,6 +29,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.plans.shards import named_shapes
+from shardgraph.proof.microbatches import rows_of
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches
 from shardgraph.search.decide import decide
 from shardgraph.search.machine import default_mesh
@@ -246,6 +247,9 @@ def _programs(
     shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
     with traced_in_double(exact):
         joints = {n: captures.take(Call(model, *part, loss_fn=loss_fn), plan) for n, part in of_size.items()}
+    if plan.pipeline is not None:
+        for joint in joints.values():
+            rows_of(joint).raise_if_mixed()
     built = {n: lower(joint, plan, shapes) for n, joint in joints.items()}
     return [built[batch_size(part)] for part in parts]
 

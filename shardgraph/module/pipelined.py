@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.passes.program import Program
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
+from shardgraph.proof.microbatches import rows_of
 from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.failure import report_failure
 from shardgraph.runtime.pipeline.microbatches import batch_size, can_merge, merged, microbatches
@@ -107,7 +109,8 @@ class PipelinedModule(ShardedModule):
         key = tuple(executors)
         if key not in self._mergeable:
             shapes = output_shapes(self.original, *call, self._state.device)
-            self._mergeable[key] = can_merge([executor.program for executor in executors], shapes)
+            programs = [executor.program for executor in executors]
+            self._mergeable[key] = can_merge(programs, shapes) and not any(rows_of(p.joint).mixed for p in programs)
         return self._mergeable[key]
 
     def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
@@ -127,6 +130,10 @@ class PipelinedModule(ShardedModule):
         program = super()._program(call, show)
         if call.loss_fn is not None:
             program.losses  # noqa: B018  # raises if those of microbatches cannot be added up
+            rows = rows_of(program.joint)
+            rows.raise_if_mixed()
+            for line in rows.warnings():
+                warnings.warn(line, stacklevel=2)
         for fqn in self.owners:
             used, had = (self.pipeline.places_of(owners[fqn]) for owners in (program.owners, self.owners))
             if missing := set(used) - set(had):

@@ -13,6 +13,7 @@ from torch import fx
 from shardgraph.ir.attributes import EQUALS, MADE_BY
 from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, whole_size
 from shardgraph.proof.labels import Label, Pattern, Rule, apply, elementwise, jointly, linear
+from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
 from shardgraph.proof.terms import Terms, joined, regrouped, repeated
@@ -91,6 +92,8 @@ def _cast(typing: Typing, node: fx.Node, held: Held, **kwargs: Any) -> Held:
 
 @define(aten.add.Tensor, aten.sub.Tensor)
 def _add(typing: Typing, node: fx.Node, one: Any, other: Any, alpha: float = 1) -> Held:
+    if isinstance(other, int) and other == 0:
+        return one
     if not (isinstance(one, Held) and isinstance(other, Held)) or not _floating(node):
         return _pointwise(typing, node, one, other, alpha)
     sign = alpha if node.target is aten.add.Tensor else -alpha
@@ -353,6 +356,29 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
     rule = Rule(operands, [results], linear=jointly(*range(len(tensors))))
     (result,) = apply(typing.terms, "cat", list(tensors), dim, rule)
     return replace(result, dims=tuple(divided(k, total) if k == dim else own for k, own in enumerate(result.dims)))
+
+
+@define(aten.stack.default)
+def _stack(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -> Held:
+    return _cat(typing, node, [unsqueeze(each, dim) for each in tensors], dim)
+
+
+@define(aten.copy.default)
+def _copy(typing: Typing, node: fx.Node, over: Held, held: Held, *_: Any) -> Held:
+    """The second, as often as the first has elements."""
+    return expand(held, over.shape)
+
+
+@define(aten.constant_pad_nd.default)
+def _pad(typing: Typing, node: fx.Node, held: Held, widths: Sequence[int], value: float = 0) -> Held:
+    """Elements before and after; the widths of the last dimension are first."""
+    rank, size = len(held.dims), node.meta["val"].shape
+    padded = {rank - 1 - k // 2 for k, width in enumerate(widths) if width}
+    operand = [None if k in padded else f"d{k}" for k in range(rank)]
+    result = [size[k] if k in padded else f"d{k}" for k in range(rank)]
+    constants, by_zeros = [list(widths), value], linear(0) if not value else ()
+    (padding,) = apply(typing.terms, node.target, [held], constants, Rule([operand], [result], linear=by_zeros))
+    return padding
 
 
 # -- random numbers --------------------------------------------------------------------------------------------

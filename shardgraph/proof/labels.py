@@ -6,7 +6,7 @@ element, or that it sums over, and all operands with the label are divided alike
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,8 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     Raises:
         UntypedError: the ranks' results are not parts, or summands, of the whole operation's.
     """
-    tensors = [lifted(terms, each) for each in tensors]
+    again = _repeated_along(tensors, rule)
+    tensors = [_once(lifted(terms, each), own, again) for each, own in zip(tensors, rule.operands, strict=True)]
     pattern = _patterns(tensors, rule)
     _check_axes(tensors, pattern)
     factor, tensors = _pulled(tensors, rule)
@@ -59,14 +60,35 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
     results = []
     for index, labels in enumerate(rule.results):
+        _check_kept(pattern, {*labels, *rule.reduced})
         summed, reduced = _reduced(pattern, {label: how for label, how in rule.reduced.items() if label not in labels})
         partial = reduced | _partial(tensors, rule, {axis for axis, _ in reduced})
         sizes = [_size(pattern, label) for label in labels]
         term = terms.make((operation, index), [operands, constants], sizes)
         own = [(("own", size, None),) for size in sizes]
-        dims = [divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)]
+        dims = [
+            repeated(again[label]) if label in again else divided(k, pattern.get(label, own[k]))
+            for k, label in enumerate(labels)
+        ]
         results.append(Held(term, factor, tuple(dims), partial, summed))
     return results
+
+
+def _repeated_along(tensors: Sequence[Held], rule: Rule) -> dict[Label, int]:
+    """The sizes of labels along which all operands repeat, so that results do."""
+    sizes: dict[Label, int] = {}
+    varying: set[Label] = {None, *rule.reduced}
+    for tensor, labels in zip(tensors, rule.operands, strict=True):
+        for dim, label, size in zip(tensor.dims, labels, tensor.shape, strict=True):
+            if _repeats(dim):
+                sizes[label] = max(size, sizes.get(label, 1))
+            else:
+                varying.add(label)
+    return {label: size for label, size in sizes.items() if label not in varying}
+
+
+def _once(held: Held, labels: Sequence[Label], again: Mapping[Label, int]) -> Held:
+    return held.with_dims([() if label in again else dim for dim, label in zip(held.dims, labels, strict=True)])
 
 
 def _whole(held: Held, labels: Sequence[Label], pattern: Mapping[Any, Pattern]) -> View:
@@ -85,21 +107,12 @@ def _repeats(dim: Sequence[Atom]) -> bool:
 def elementwise(
     terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any, linear_in: Sequence[frozenset[int]] = ()
 ) -> Held:
-    """An operation of the elements at one place of all operands, which broadcast.
-
-    Along a dimension that all operands repeat, the result does.
-    """
+    """An operation of the elements at one place of all operands, which broadcast."""
     rank = max((len(each.dims) for each in tensors), default=0)
     wide = [each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in tensors]
-    sizes = [max((each.shape[k] for each in wide), default=1) for k in range(rank)]
-    bare = [each.with_dims([() if _repeats(dim) else dim for dim in each.dims]) for each in wide]
-    labels: list[list[Label]] = [[f"d{k}" if dim else None for k, dim in enumerate(each.dims)] for each in bare]
-    results: list[Label] = [f"d{k}" if any(own[k] for own in labels) else 1 for k in range(rank)]
-    (result,) = apply(terms, operation, bare, constants, Rule(labels, [results], linear=linear_in))
-    again = [
-        repeated(size) if label == 1 else dim for dim, label, size in zip(result.dims, results, sizes, strict=True)
-    ]
-    return result.with_dims(again)
+    labels: list[Label] = [f"d{k}" for k in range(rank)]
+    (result,) = apply(terms, operation, wide, constants, Rule([labels] * len(wide), [labels], linear=linear_in))
+    return result
 
 
 def lifted(terms: Terms, held: Held) -> Held:
@@ -189,9 +202,15 @@ def _check_axes(tensors: Sequence[Held], pattern: Mapping[Any, Pattern]) -> None
     summands_along = {axis for tensor in tensors for axis, _ in tensor.partial}
     for axis in divided_along:
         if divided_along.count(axis) > 1:
-            raise MixedError(f"a rank has one part of two dimensions, which lack those with others' parts along {axis!r}")
+            raise MixedError(f"a rank has its part of two dimensions, not the elements of others' parts along {axis!r}")
         if axis in summands_along:
             raise MixedError(f"ranks have parts of one operand and summands of another along {axis!r}")
+
+
+def _check_kept(pattern: Mapping[Any, Pattern], kept: Collection[Label]) -> None:
+    for label, own in pattern.items():
+        if label not in kept and any(kind != "own" for kind, _, _ in own):
+            raise MixedError(f"a result lacks a dimension that is divided: {_written(own)}")
 
 
 def _same_batches(tensors: Sequence[Held], pattern: Mapping[str, Pattern]) -> None:

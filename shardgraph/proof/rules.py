@@ -95,6 +95,15 @@ RULES[aten.amax.default] = _extremum("max")
 RULES[aten.amin.default] = _extremum("min")
 
 
+@rule(aten.argmax.default, aten.argmin.default)
+def _place_of_extremum(held: Held, dim: int | None = None, keep: bool = False) -> Ruled:
+    rank = len(held.dims)
+    over = set(range(rank)) if dim is None else {dim % rank}
+    labels: list[Label] = [None if k in over else f"d{k}" for k in range(rank)]
+    kept: list[Label] = [1 if k in over else f"d{k}" for k in range(rank) if keep or k not in over]
+    return [held], [sorted(over), keep], Rule([labels], [kept])
+
+
 @rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 def _softmax(held: Held, dim: int, *rest: Any) -> Ruled:
     labels = names(held)
@@ -237,6 +246,14 @@ def _index(held: Held, indices: Sequence[Held | None]) -> Ruled:
 # -- pieces put back -----------------------------------------------------------------------------------------
 
 
+@rule(aten.slice_scatter.default)
+def _slice_scatter(held: Held, piece: Held, dim: int = 0, *bounds: Any) -> Ruled:
+    dim %= len(held.dims)
+    labels: list[Label] = [None if k == dim else f"d{k}" for k in range(len(held.dims))]
+    results: list[Label] = [held.shape[dim] if k == dim else f"d{k}" for k in range(len(held.dims))]
+    return [held, piece], [dim, *bounds], Rule([labels, labels], [results], linear=jointly(0, 1))
+
+
 @rule(aten.slice_backward.default)
 def _slice_backward(gradient: Held, sizes: Sequence[int], dim: int, *bounds: Any) -> Ruled:
     dim %= len(sizes)
@@ -260,11 +277,15 @@ def _select_backward(gradient: Held, sizes: Sequence[int], dim: int, index: int)
 
 @rule(aten.nll_loss_forward.default)
 def _nll(scores: Held, target: Held, weight: Held | None, reduction: int, ignored: int) -> Ruled:
-    if weight is not None or len(scores.dims) != 2:
-        raise UntypedError("a loss with weights of classes")
-    if reduction == 2:
-        return [scores, target], [reduction, ignored], Rule([["n", None], ["n"]], [[], []], {"n": "sum"}, linear(0))
-    return [scores, target], [reduction, ignored], Rule([[None, None], [None]], [[], []])
+    if len(scores.dims) != 2:
+        raise UntypedError("a loss of one row")
+    rows: Label = None if reduction == 1 else "n"
+    tensors = [scores, target, *([] if weight is None else [weight])]
+    operands: list[list[Label]] = [[rows, None], [rows], [None]]
+    results: list[list[Label]] = [["n"] if reduction == 0 else [], []]
+    over = {} if reduction == 1 else {"n": "sum"}
+    # Not linear in the scores: the second result, a sum of weights, does not depend on them.
+    return tensors, [reduction, ignored], Rule(operands[: len(tensors)], results, over)
 
 
 @rule(aten.nll_loss_backward.default)

@@ -1,0 +1,51 @@
+"""Elements looked up by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from shardgraph.proof.definitions import Typing, define
+from shardgraph.proof.held import Held
+from shardgraph.proof.labels import apply
+from shardgraph.proof.rules import RULES
+from shardgraph.proof.terms import Atom, repeated
+
+aten = torch.ops.aten
+
+
+@define(aten.index.Tensor)
+def index(typing: Typing, node: fx.Node, held: Held, indices: Sequence[Held | None]) -> Held:
+    """Dimensions that are all looked up at their own positions stay as they are."""
+    given = {dim: each for dim, each in enumerate(indices) if each is not None}
+    own = [_own_positions(each, held.shape[dim]) for dim, each in given.items()]
+    width = {len(each.dims) for each in given.values()}
+    if None in own or len(set(own)) < len(own) or len(width) > 1:
+        (result,) = apply(typing.terms, aten.index.Tensor, *RULES[aten.index.Tensor](held, indices))
+        return result
+    places = [repeated(max(sizes)) for sizes in zip(*(each.shape for each in given.values()), strict=True)]
+    for dim, place in zip(given, own, strict=True):
+        places[place] = held.dims[dim]
+    rest = [dim for k, dim in enumerate(held.dims) if k not in given]
+    neighbours = list(given) == list(range(min(given), max(given) + 1))
+    front = min(given) if neighbours else 0  # where the looked-up dimensions go
+    return held.with_dims([*rest[:front], *places, *rest[front:]])
+
+
+_COUNTS = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+"""By operation: which argument is the end."""
+
+
+def _own_positions(held: Held, size: int) -> int | None:
+    """The dimension along which an index counts 0, 1, ... up to ``size``; None if it is any other."""
+    operation = held.term.operation
+    if held.factor != 1 or held.partial or not isinstance(operation, tuple) or operation[0] not in _COUNTS:
+        return None
+    end, arguments = _COUNTS[operation[0]], held.term.operands[0]
+    starts_at_0 = end == 0 or arguments[0] == 0
+    if not starts_at_0 or arguments[end] != size or (len(arguments) > 2 and arguments[2] != 1):
+        return None
+    along = [k for k, dim in enumerate(held.dims) if dim]
+    return along[0] if len(along) == 1 and held.dims[along[0]] == (Atom(0, 1, size),) else None
