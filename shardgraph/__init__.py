@@ -11,6 +11,7 @@ from shardgraph import nn
 from shardgraph.api.analyze import analyze
 from shardgraph.api.annotate import annotate
 from shardgraph.api.compile import compile
+from shardgraph.api.prove import prove
 from shardgraph.api.verify import verify
 from shardgraph.api.visualize import visualize
 from shardgraph.calibration import calibrate
@@ -55,6 +56,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.plans.presets import preset
+from shardgraph.proof.prove import Proof
 from shardgraph.report.analysis import Analysis
 from shardgraph.runtime.launch import launch
 
@@ -83,6 +85,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Precision",
+    "Proof",
     "RandomStateError",
     "RankMismatchError",
     "Rate",
@@ -102,6 +105,7 @@ __all__ = [
     "output",
     "precision",
     "preset",
+    "prove",
     "recompute",
     "replicate",
     "reshard",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class _Lowering:
 
     def _operation(self, node: fx.Node) -> None:
         option = self.chosen[node]
+        if ir.is_wait(node):  # nothing may use a collective's result before: it is placed again after the wait
+            started = next(iter(self.shards[value_of(operands(node)[0])]))
+            option = replace(option, operands=(started,), results=(started,))
         labels = carried(Change.DIVIDED, node)
         self.write.labels = labels | {SUBJECT: f"{node.name} of {module_of(node) or 'the model'}"}
         shards = [self._placed(value, placement) for value, placement in placed_operands(node, option)]

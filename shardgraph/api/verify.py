@@ -30,6 +30,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.plans.shards import named_shapes
 from shardgraph.proof.microbatches import rows_of
+from shardgraph.proof.prove import Proof, prove
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches
 from shardgraph.search.decide import decide
 from shardgraph.search.machine import default_mesh
@@ -50,7 +51,8 @@ class Report:
     largest magnitude; and at least to a thousandth of the largest of its kind in the model, since a tensor whose true
     value is zero (the bias of an attention key) holds only rounding error. Gradients, weights and buffers are compared
     on every rank. ``coverage`` says what share of the parameters that is. ``settled``: single precision differed
-    by more than the tolerance, or could not be compared, and the errors are those of double precision.
+    by more than the tolerance, or could not be compared, and the errors are those of double precision. ``proof`` is
+    what follows from the program's text alone; see :func:`shardgraph.prove`.
     """
 
     plan: Plan
@@ -59,6 +61,7 @@ class Report:
     errors: Mapping[str, float]
     batch: str
     coverage: Coverage
+    proof: Proof
     first_divergence: Divergence | None = None
     settled: bool = False
 
@@ -69,8 +72,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within the tolerance, and at least 99% of what the loss reaches was compared."""
-        return self.worst[1] <= self.tolerance and self.coverage.share >= _COVERED
+        """Whether every error is within the tolerance, and at least 99% of what the loss reaches was compared.
+
+        By the program's text nothing may be wrong either; what is not known by it does not count.
+        """
+        return self.worst[1] <= self.tolerance and self.coverage.share >= _COVERED and not self.proof.wrong
 
     def raise_if_failed(self) -> None:
         """Raise ShardGraphError with this report when it is not ok."""
@@ -79,13 +85,14 @@ class Report:
 
     def __str__(self) -> str:
         name, error = self.worst
-        equal = error <= self.tolerance
+        equal = error <= self.tolerance and not self.proof.wrong
         verdict = "equal" if self.ok else "NOT EQUAL" if not equal else "NOT SHOWN EQUAL, too little was compared"
         lines = [
             f"{verdict}: plan {self.plan.name} on {self.plan.world_size} ranks, {self.steps} steps, {self.batch}",
             f"  largest relative error {error:.2e} (tolerance {self.tolerance:.0e}): {name}; "
             f"{len(self.errors)} tensors compared",
             f"  {self.coverage}",
+            f"  by its text {self.proof.summary}",
         ]
         if self.settled:
             lines.append("  in double precision: in single precision rounding alone was larger than the tolerance")
@@ -211,7 +218,8 @@ class _Trial:
         if tolerance is None:
             tolerance = max((_TOLERANCES.get(dtype, 1e-4) for dtype in comparison.dtypes.values()), default=1e-4)
         divergence = comparison.train(self.optimizer, self.steps, tolerance)
-        return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, divergence)
+        proof = prove(programs[0])
+        return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, proof, divergence)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.progress import Progress
+from shardgraph.proof.prove import prove
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import Executor, State
@@ -286,7 +287,7 @@ class ShardedModule(nn.Module):
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
         self._state.layout.look_up()
         with self._setup.agreement.on_all_ranks("the compiled program") as lines:
-            with Progress(self.plan.name, STAGES, self._setup.progress) as show:
+            with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
                 program = self._build(leaves, spec, loss_fn, show)
             digest = hashlib.sha256(program.text.encode()).hexdigest()
             lines.append(f"{len(program.text.splitlines())} nodes, digest {digest}")
@@ -311,7 +312,10 @@ class ShardedModule(nn.Module):
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         show("capture")
         joint = self._setup.captures.take(call, self.plan)
-        return lower(joint, self.plan, named_shapes(call.model), show)
+        program = lower(joint, self.plan, named_shapes(call.model), show)
+        show("prove")
+        prove(program).raise_if_wrong()
+        return program
 
     def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:
         """For each call, all that its program depends on."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MADE_BY, SOURCE
 from shardgraph.mesh import size_along
 from shardgraph.passes.program import Program, StageProgram
@@ -38,26 +39,38 @@ class Unproved:
 class Proof:
     """``results`` is the number of results that were compared, ``terms`` the number of values that they consist of.
 
-    ``wrong`` are results that are another value than they must be, ``untyped`` the nodes of which it is not known what
-    they are, and the results that depend on them.
+    ``wrong`` are results that are the right value and that ranks hold wrongly: as summands, twice, or another rank's
+    part. ``unknown`` are the results that are not shown to be right, and before them the nodes that are the reason: of
+    which it is not known what they are, or that are written otherwise than the captured graph.
     """
 
     results: int
     terms: int
     wrong: tuple[Unproved, ...]
-    untyped: tuple[Unproved, ...]
+    unknown: tuple[Unproved, ...]
 
     @property
     def ok(self) -> bool:
         """Whether every result is proved."""
-        return bool(self.results) and not self.wrong and not self.untyped
+        return bool(self.results) and not self.wrong and not self.unknown
 
-    def __str__(self) -> str:
+    def raise_if_wrong(self) -> None:
+        """Raise ShardGraphError with this proof if a result is wrong; what is not known does not count."""
+        if self.wrong:
+            raise ShardGraphError(f"the program is not the model, which is a fault of shardgraph: {self}")
+
+    @property
+    def summary(self) -> str:
+        """One line."""
         if self.ok:
             return f"proved: {self.results:,} results of {self.terms:,} values"
-        said = [f"NOT PROVED: {len(self.wrong)} of {self.results:,} results are wrong, {len(self.untyped)} not known"]
-        said += [f"  {each}" for each in (*self.wrong[:10], *self.untyped[:10])]
-        return "\n".join(said)
+        if self.wrong:
+            return f"WRONG: {len(self.wrong)} of {self.results:,} results"
+        return f"not proved: {self.unknown[0]}"
+
+    def __str__(self) -> str:
+        shown = (*self.wrong[:10], *self.unknown[:10])
+        return "\n".join([self.summary, *(f"  {each}" for each in shown)])
 
 
 def prove(program: Program) -> Proof:
@@ -120,8 +133,8 @@ class _Proving:
                 results = self._run(typing, stage.kept.backward, {**own, **returned})
                 returned = {role: value for role, value in results.items() if isinstance(role, ir.Returned)}
                 self._collect(typing, stage, results, totals)
-        self.unknown += [self._of_node(node, why) for node, why in typing.untyped]
         self._compare_gradients(totals)
+        self.unknown[:0] = [self._of_node(node, why) for node, why in typing.untyped]
 
     def _run(self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any]) -> dict[ir.Role, Any]:
         def inputs(role: ir.Role, node: fx.Node) -> Any:
@@ -182,12 +195,18 @@ class _Proving:
 
     def _compare(self, role: ir.Role, value: Any, expected: Any) -> None:
         self.results += 1
-        if value is None and expected is not None:
-            self.unknown.append(Unproved(str(role), "it follows from what is not known"))
-        elif (isinstance(expected, Held) and not _same(value, expected)) or (
-            not isinstance(expected, Held) and value != expected
-        ):
-            self.wrong.append(Unproved(str(role), f"it is {value}, and {expected} would be right"))
+        if isinstance(expected, Held) and isinstance(value, Held):
+            if value.term is not expected.term:
+                self._unknown(role, f"it is {value}, which is not shown to be {expected}")
+            elif not _same(value, expected):
+                self.wrong.append(Unproved(str(role), f"it is {value}, and {expected} would be right"))
+        elif value is None and expected is not None:
+            self._unknown(role, "it follows from what is not known")
+        elif value != expected:
+            self._unknown(role, f"it is {value}, which is not shown to be {expected}")
+
+    def _unknown(self, role: ir.Role, why: str) -> None:
+        self.unknown.append(Unproved(str(role), why))
 
     def _of_node(self, node: fx.Node, why: str) -> Unproved:
         return Unproved(node.name, why, MADE_BY.get(node, ""), SOURCE.get(node, ""))

@@ -64,8 +64,8 @@ def unpadded(held: Held, rows: int) -> Held | None:
         return None
     front = _marks_in_front(held)
     pattern = [*(("mark", atom.size, atom.axis) for atom in front), ("own", rows, None)]
-    dims = [_divided_by(view.dims[0], pattern)]
-    dims += [_divided_by(whole, patterns(dim)) for whole, dim in zip(view.dims[1:], held.dims[1:], strict=True)]
+    dims = [divided_by(view.dims[0], pattern)]
+    dims += [divided_by(whole, patterns(dim)) for whole, dim in zip(view.dims[1:], held.dims[1:], strict=True)]
     return replace(held, term=view.term, dims=tuple(map(joined, dims)))
 
 
@@ -95,7 +95,7 @@ def _marks_in_front(held: Held) -> list[Atom]:
     return front
 
 
-def _divided_by(dim: Sequence[Atom], pattern: Sequence[tuple[str, int, str | None]]) -> tuple[Atom, ...]:
+def divided_by(dim: Sequence[Atom], pattern: Sequence[tuple[str, int, str | None]]) -> tuple[Atom, ...]:
     pieces = regrouped(dim, [size for _, size, _ in pattern])
     if pieces is None:
         raise UntypedError("rows were padded that ranks share unlike the term")

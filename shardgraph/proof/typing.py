@@ -53,6 +53,9 @@ class Typing:
             except UntypedError as error:
                 self.untyped.append((node, str(error)))
                 known[node] = None
+            except Exception as error:  # arguments that a rule was not written for are no proof either
+                self.untyped.append((node, f"its rule raises {type(error).__name__}: {error}"))
+                known[node] = None
         return {role: known.get(value) if isinstance(value, fx.Node) else value for role, value in outputs(gm) if role}
 
     def _typed(
@@ -78,9 +81,9 @@ class Typing:
             return MOVES[target](*args, **kwargs)
         if target in EXCHANGES:
             return EXCHANGES[target](self.terms, self.ranks, *args, **kwargs)
-        if target in definitions.DEFINED:
-            return definitions.DEFINED[target](self, node, *args, **kwargs)
         try:
+            if target in definitions.DEFINED:
+                return definitions.DEFINED[target](self, node, *args, **kwargs)
             return self._ruled(target, args, kwargs)
         except UntypedError:
             if not all(each.replicated for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Held)):
@@ -106,8 +109,8 @@ class Typing:
             self.drawn += 1
             whole, varies = (*whole, self.drawn), self.data
         value = node.meta.get("val")
-        if value is None:
-            raise UntypedError(f"{node.target} has no sizes")
+        if not isinstance(value, (torch.Tensor, list, tuple)):
+            raise UntypedError(f"{getattr(node.target, '__name__', node.target)} gives no tensor")
         if isinstance(value, torch.Tensor):
             return of_term(self.terms.make((node.target, 0), whole, value.shape, varies))
         return [
@@ -133,5 +136,5 @@ class Typing:
         shape = self.shapes.get(definitions.captured(node))
         if shape is None or len(shape) != len(value.dims):
             return replace(value, dims=tidy(value.dims))
-        dims = sized(value.dims, shape) or sized(tidy(value.dims), shape)
+        dims = sized(tidy(value.dims), shape) or sized(value.dims, shape)
         return value if dims is None else replace(value, dims=dims)
