@@ -54,7 +54,7 @@ def prove(
     Args:
         model: any module, also on ``meta``; or what ``shardgraph.compile`` returned, or the :class:`Program` of it,
             with no other argument.
-        example_inputs: positional inputs of one rank's call (with a pipeline, of one microbatch), real or on ``meta``.
+        example_inputs: positional inputs of one rank's call, real or on ``meta``.
         plan: as for ``shardgraph.compile``; the other arguments are as for :func:`shardgraph.analyze`.
 
     Returns:

@@ -319,7 +319,8 @@ def _piece(typing: Typing, held: Held, dim: int, start: int, size: int, step: in
         begin, length = start // below * inner, size // below * inner
         kept = (("own", size // below, None), *pattern[1:])
     labels: list[Label] = [f"d{k}" for k in range(len(held.dims))]
-    rule = Rule([labels], [[length if k == dim else label for k, label in enumerate(labels)]], linear=jointly(0))
+    result = [length if k == dim else label for k, label in enumerate(labels)]
+    rule = Rule([labels], [result], linear=jointly(0), cut=[labels[dim]])
     constants = [dim, begin, length, step]
     (piece,) = apply(typing.terms, "piece", [replace(held, summed=frozenset())], constants, rule)
     dims = [divided(k, kept) if k == dim else own for k, own in enumerate(piece.dims)]
@@ -353,7 +354,7 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
         whole_size(total) if k == dim else label if any(label in each for each in operands) else 1
         for k, label in enumerate(labels)
     ]
-    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))))
+    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))), cut=["piece"])
     (result,) = apply(typing.terms, "cat", list(tensors), dim, rule)
     return replace(result, dims=tuple(divided(k, total) if k == dim else own for k, own in enumerate(result.dims)))
 

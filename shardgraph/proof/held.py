@@ -159,31 +159,43 @@ def viewed(held: Held, shape: Sequence[int]) -> Held:
     if dims is None:
         raise UntypedError(f"a view of {list(held.shape)} as {list(shape)} cuts through a dimension that ranks share")
     places, before = [list(dim) for dim in dims], 1
-    for atom in (atom for dim in held.dims for atom in dim):
-        if atom.axis is None:
-            before *= atom.size
-        else:
-            _insert(places, atom, before)
+    for dim in held.dims:
+        behind = False  # a local digit of its own dimension
+        for atom in dim:
+            if atom.axis is None:
+                before, behind = before * atom.size, True
+            else:
+                _insert(places, atom, before, behind)
     return held.with_dims(places)
 
 
-def _insert(places: list[list[Atom]], mark: Atom, before: int) -> None:
-    """Put a rank's coordinate after local digits of ``before`` elements, at the start of a dimension if it can be."""
+def _insert(places: list[list[Atom]], mark: Atom, before: int, behind: bool) -> None:
+    """Put a rank's coordinate after local digits of ``before`` elements, in the dimension that ends or starts there."""
     seen = 1
     for dim in places:
-        if seen == before and any(atom.axis is None for atom in dim):
+        if seen == before and not behind and _has_locals(dim):
             dim.insert(_after_locals(dim, 0), mark)
             return
         for position, atom in enumerate(dim):
             seen *= atom.size if atom.axis is None else 1
-            if seen == before and any(each.axis is None for each in dim[position + 1 :]):
-                dim.insert(position + 1, mark)
+            if seen == before and atom.axis is None and (behind or _has_locals(dim[position + 1 :])):
+                dim.insert(_after_marks(dim, position + 1), mark)
                 return
             if seen > before:  # inside a digit that repeats, or that the view has merged
                 low = seen // before
                 dim[position : position + 1] = [_high(atom, low), mark, _low(atom, low)]
                 return
     places[-1].append(mark)
+
+
+def _has_locals(atoms: Sequence[Atom]) -> bool:
+    return any(atom.axis is None for atom in atoms)
+
+
+def _after_marks(dim: Sequence[Atom], position: int) -> int:
+    while position < len(dim) and dim[position].axis is not None:
+        position += 1
+    return position
 
 
 def _high(atom: Atom, low: int) -> Atom:

@@ -22,14 +22,15 @@ class Rule:
     """``operands`` and ``results`` have a label for each dimension.
 
     ``reduced`` are the labels that a result has not, with the operation by which ranks' results are combined. An
-    operation is linear in each set of operands in ``linear``: in all of a set together. ``wholes`` are labels that may
-    not be divided.
+    operation is linear in each set of operands in ``linear``: in all of a set together. ``cut`` are labels whose
+    dimension is another one in the results: the caller says how ranks share that.
     """
 
     operands: Sequence[Sequence[Label]]
     results: Sequence[Sequence[Label]]
     reduced: Mapping[str, str] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
+    cut: Collection[Label] = ()
 
 
 def linear(*positions: int) -> tuple[frozenset[int], ...]:
@@ -60,7 +61,7 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
     results = []
     for index, labels in enumerate(rule.results):
-        _check_kept(pattern, {*labels, *rule.reduced})
+        _check_kept(pattern, {*labels, *rule.reduced, *rule.cut})
         summed, reduced = _reduced(pattern, {label: how for label, how in rule.reduced.items() if label not in labels})
         partial = reduced | _partial(tensors, rule, {axis for axis, _ in reduced})
         sizes = [_size(pattern, label) for label in labels]

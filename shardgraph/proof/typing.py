@@ -136,5 +136,5 @@ class Typing:
         shape = self.shapes.get(definitions.captured(node))
         if shape is None or len(shape) != len(value.dims):
             return replace(value, dims=tidy(value.dims))
-        dims = sized(tidy(value.dims), shape) or sized(value.dims, shape)
+        dims = sized(value.dims, shape) or sized(tidy(value.dims), shape)
         return value if dims is None else replace(value, dims=dims)
