@@ -1,4 +1,8 @@
-"""Whether what a model computes for a row of a batch depends on that row alone, so that a batch may be cut by rows."""
+"""Whether what a model computes for a row of a batch depends on that row alone, so that a batch may be cut by rows.
+
+The graph has the sizes of a microbatch: of a view it is not known which of its sizes would grow with the batch, and the
+one that lies where the rows lay is taken to.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,12 @@ aten = torch.ops.aten
 ROWS = "microbatch"
 """The axis along which microbatches have rows of a batch."""
 
-_BY_MICROBATCH = {aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default}
+_BY_MICROBATCH = {
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update_functional.default,
+    aten.native_batch_norm.default,
+}
 """What is documented to be computed for each microbatch as for a batch."""
 
 

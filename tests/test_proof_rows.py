@@ -1,0 +1,85 @@
+"""Which models compute each row of a batch apart, so that a pipeline may cut the batch into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardgraph.capture.capture import capture
+from shardgraph.errors import ShardGraphError
+from shardgraph.proof.microbatches import Rows, rows_of
+from tests.test_proof import captured
+
+
+class Head(nn.Module):
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.of = nn.Linear(8, 8), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(self.body(x))
+
+
+def rows(of: Callable[[Tensor], Tensor], batch: int = 4) -> Rows:
+    return rows_of(capture(Head(of), (torch.randn(batch, 8),), {}, device=torch.device("cpu")))
+
+
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "a softmax of each row": lambda h: h.softmax(1),
+    "a mean over rows and elements": lambda h: h.square().mean(),
+    "a mean of each row": lambda h: h.mean(1),
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "rows in another shape": lambda h: h.view(-1, 2, 4).transpose(1, 2).flatten(1).square().sum(1),
+    "rows that are merged with elements": lambda h: h.reshape(-1, 4).relu().view(-1, 8),
+    "products within a row": lambda h: torch.einsum("bi,bj->bij", h, h).sum((1, 2)),
+    "an element of each row": lambda h: h[:, 3],
+    "a random choice for each row": lambda h: torch.where(torch.rand(len(h), 1) > 0.5, h, 0 * h),
+}
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+@pytest.mark.parametrize("of", APART.values(), ids=APART)
+def test_what_a_row_gives_alone_is_apart(of, batch):
+    found = rows(of, batch)
+    assert not found.mixed and not found.unknown
+
+
+def test_a_batch_norm_has_its_documented_meaning_for_microbatches():
+    found = rows(lambda h: F.batch_norm(h, None, None, training=True))
+    assert not found.mixed and not found.unknown
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "similarities of rows": lambda h: h @ h.T,
+    "rows less their mean": lambda h: h - h.mean(0),
+    "a softmax over rows": lambda h: h.softmax(0),
+    "a row less the first": lambda h: h - h[0],
+    "rows in another order": lambda h: h[torch.tensor([1, 0, 3, 2])],
+    "a square of a mean over rows": lambda h: h.mean(0).square().sum(),
+    "rows scaled by the norm of all": lambda h: h / h.norm(),
+    "a sum of products of all rows": lambda h: torch.einsum("bi,bj->ij", h, h),
+    "the mean of such a sum": lambda h: torch.einsum("bi,bj->ij", h, h).mean(),
+    "rows merged with elements, then normalized": lambda h: h.flatten().softmax(0),
+}
+
+
+@pytest.mark.parametrize("of", MIXED.values(), ids=MIXED)
+def test_what_a_row_gives_with_others_is_refused_by_its_line(of):
+    with pytest.raises(ShardGraphError, match=r"not computed apart: at .*test_proof_rows\.py:\d+ "):
+        rows(of).raise_if_mixed()
+
+
+def test_an_operation_of_which_it_is_not_known_is_named_with_its_line():
+    (line,) = rows(lambda h: torch.cdist(h, h)).warnings()
+    assert "aten._cdist_forward.default at" in line and "test_proof_rows.py:" in line
+
+
+@pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer", "unet", "llama", "mixtral", "t5"])
+def test_models_are_known_to_compute_rows_apart(name):
+    joint, _ = captured(name)
+    found = rows_of(joint)
+    assert not found.mixed and not found.unknown
