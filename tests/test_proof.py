@@ -52,7 +52,8 @@ def test_divided_operators_are_proved(name, plan, mesh):
     assert found.ok, str(found)
 
 
-PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-offload", "fsdp-2-precision", "pp+ddp-2x2"]
+PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-offload", "fsdp-2-precision"]
+PROVED += ["pp-2", "pp+ddp-2x2", "pp+fsdp-2x2", "pp+zero2-2x2", "pp+fsdp-2x2-checkpoint", "pp+tp-2x2"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in PROVED], ids=lambda case: case.id)

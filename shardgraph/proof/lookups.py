@@ -21,16 +21,17 @@ aten = torch.ops.aten
 def index(typing: Typing, node: fx.Node, held: Held, indices: Sequence[Held | None]) -> Held:
     """Dimensions that are all looked up at their own positions stay as they are, or as ranks share the positions."""
     given = {dim: each for dim, each in enumerate(indices) if each is not None}
-    own = [_own_positions(each, held.shape[dim]) for dim, each in given.items()]
+    found = [_own_positions(each, held.shape[dim]) for dim, each in given.items()]
+    own = [place for place in found if place is not None]
     width = {len(each.dims) for each in given.values()}
-    several = [place for place, dim in zip(own, given, strict=True) if held.dims[dim]]
-    if None in own or len(set(several)) < len(several) or len(width) > 1:
+    several = [place for place, dim in zip(own, given, strict=False) if held.dims[dim]]
+    if len(own) < len(given) or len(set(several)) < len(several) or len(width) > 1:
         (result,) = apply(typing.terms, aten.index.Tensor, *RULES[aten.index.Tensor](held, indices))
         return result
     places = [repeated(max(sizes)) for sizes in zip(*(each.shape for each in given.values()), strict=True)]
     for (dim, each), place in zip(given.items(), own, strict=True):
         if held.dims[dim]:
-            places[place] = _shared(held.dims[dim], patterns(each.dims[place]))
+            places[place] = tuple(_shared(held.dims[dim], patterns(each.dims[place])))
     rest = [dim for k, dim in enumerate(held.dims) if k not in given]
     neighbours = list(given) == list(range(min(given), max(given) + 1))
     front = min(given) if neighbours else 0  # where the looked-up dimensions go

@@ -54,7 +54,9 @@ class Rows:
 
     def warnings(self) -> Iterator[str]:
         """A line for each kind of operation of which it is not known."""
-        kinds = {str(node.target): node for node in reversed(self.unknown)}
+        kinds: dict[str, fx.Node] = {}
+        for node in self.unknown:
+            kinds.setdefault(str(node.target), node)
         for kind, node in kinds.items():
             yield (
                 f"it is not known whether {kind} at {SOURCE.get(node) or node.name} computes each row of a batch "

@@ -15,7 +15,7 @@ from shardgraph.mesh import size_along
 from shardgraph.passes.program import Program, StageProgram
 from shardgraph.proof.definitions import added
 from shardgraph.proof.held import Held, UntypedError, of_term
-from shardgraph.proof.shards import stored
+from shardgraph.proof.shards import stored, undivided
 from shardgraph.proof.terms import Terms
 from shardgraph.proof.typing import Typing
 
@@ -117,7 +117,7 @@ class _Proving:
         return of_term(self.terms.make("input", [repr(role)], value.shape, varies))
 
     def _stages(self) -> None:
-        totals: dict[str, Held] = {}
+        totals: dict[str, Any] = {}
         received: dict[ir.Role, Any] = {}
         typing = self._typing(self.shapes)
         saved: list[dict[ir.Role, Any]] = []
@@ -152,22 +152,37 @@ class _Proving:
         full = of_term(self.terms.make("input", [repr(role)], self.program.shapes[role.fqn]))
         return stored(self.terms, full, self.program.parameters[role.fqn], self.mesh)
 
-    def _collect(self, typing: Typing, stage: StageProgram, results: dict[Any, Any], totals: dict[str, Held]) -> None:
+    def _collect(self, typing: Typing, stage: StageProgram, results: dict[Any, Any], totals: dict[str, Any]) -> None:
         own = {r: v for r, v in results.items() if isinstance(r, ir.Gradient) and isinstance(r.of, ir.Parameter)}
         if stage.reduce is not None:
             given = {ir.Accumulated(role.of): value for role, value in own.items()}
             own |= self._run(typing, stage.reduce, given)
         for role, value in own.items():
-            totals[role.of.fqn] = self._total(typing, totals[role.of.fqn], value) if role.of.fqn in totals else value
+            fqn = role.of.fqn
+            try:
+                totals[fqn] = self._total(typing, fqn, totals[fqn], value) if fqn in totals else value
+            except UntypedError as error:
+                totals[fqn] = None
+                self._unknown(role, str(error))
         for role, value in results.items():
             if isinstance(role, ir.Gradient) and not isinstance(role.of, ir.Parameter):
                 self._compare(role, value, self.captured[role])
 
-    def _total(self, typing: Typing, one: Any, other: Any) -> Any:
+    def _total(self, typing: Typing, fqn: str, one: Any, other: Any) -> Any:
         """The sum of two stages' gradients of a parameter, of which neither knows the other's."""
-        if one is None or other is None or one.uneven or other.uneven:
+        if one is None or other is None:
             return None
-        return added(typing, one, other)
+        if one.uneven is None and other.uneven is None:
+            return added(typing, one, other)
+        total = added(typing, self._before_division(fqn, one), self._before_division(fqn, other))
+        return stored(self.terms, total, self.program.parameters[fqn], self.mesh)
+
+    def _before_division(self, fqn: str, held: Held) -> Held:
+        """The whole of which ranks hold unequal parts: parts of a sum are the sums of parts."""
+        whole = undivided(held)
+        if not _same(stored(self.terms, whole, self.program.parameters[fqn], self.mesh), held):
+            raise UntypedError("stages divide their gradients of a parameter otherwise than the parameter")
+        return whole
 
     def _compare_forward(self, results: dict[ir.Role, Any]) -> None:
         for role, value in results.items():
@@ -179,11 +194,16 @@ class _Proving:
                 averaged = in_graph and isinstance(role.of, ir.Buffer) and isinstance(expected, Held)
                 self._compare(role, value, self._mean(expected) if averaged else expected)
 
-    def _compare_gradients(self, totals: dict[str, Held]) -> None:
+    def _compare_gradients(self, totals: dict[str, Any]) -> None:
         for role, gradient in self.captured.items():
             if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and gradient is not None:
-                entry = self.program.parameters[role.of.fqn]
-                self._compare(role, totals.get(role.of.fqn), stored(self.terms, self._mean(gradient), entry, self.mesh))
+                fqn = role.of.fqn
+                try:
+                    expected = stored(self.terms, self._mean(gradient), self.program.parameters[fqn], self.mesh)
+                except UntypedError as error:
+                    self._unknown(role, str(error))
+                else:
+                    self._compare(role, totals.get(fqn), expected)
 
     def _mean(self, held: Held) -> Held:
         """The mean over data-parallel ranks."""

@@ -69,6 +69,14 @@ def unpadded(held: Held, rows: int) -> Held | None:
     return replace(held, term=view.term, dims=tuple(map(joined, dims)))
 
 
+def undivided(held: Held) -> Held:
+    """The whole value whose rows ranks have, padded."""
+    if held.term.operation != "padded rows":
+        raise UntypedError("rows that were not padded are to be put together")
+    view = held.term.operands[0]
+    return Held(view.term, held.factor * view.factor, view.dims, held.partial, held.summed)
+
+
 def chunk(terms: Terms, held: Held, axis: str, size: int) -> Held:
     """This rank's rows by DTensor's chunking, which are fewer on the last ranks if ``size`` does not divide them."""
     rows = held.shape[0]
