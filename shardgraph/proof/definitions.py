@@ -16,7 +16,7 @@ from shardgraph.proof.labels import Label, Pattern, Rule, apply, elementwise, jo
 from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
-from shardgraph.proof.terms import Terms, joined, regrouped, repeated
+from shardgraph.proof.terms import Terms, View, joined, regrouped, repeated, whole
 
 
 class Typing(Protocol):
@@ -106,53 +106,43 @@ def added(typing: Typing, one: Held, other: Held) -> Held:
         zero, rest = (one, other) if not one.factor else (other, one)
         if rest.shape[max(len(rest.dims) - len(zero.dims), 0) :] == zero.shape:
             return rest
-    rank = max(len(one.dims), len(other.dims))
-    shape = tuple(max(a, b) for a, b in zip(_wide(one, rank), _wide(other, rank), strict=True))
-    summands = sorted((*_summands(one, shape), *_summands(other, shape)), key=lambda h: (h.term.number, str(h.dims)))
-    summands = _collected(summands)
-    if any(each.summed != summands[0].summed for each in summands):
+    if one.summed != other.summed:
         raise UntypedError("one is summed over batches and the other is not")
-    summed = summands[0].summed
-    scale = summands[0].factor
-    summands = [replace(each, factor=each.factor / scale, summed=frozenset()) for each in summands]
+    plain = [replace(each, factor=1.0, summed=frozenset()) for each in (one, other)]
+    both = elementwise(typing.terms, "sum of two", plain, None, jointly(0, 1))
+    summands = _collected([*_summands(one, both), *_summands(other, both)])
+    scale = summands[0][1]
     if len(summands) == 1:
-        return replace(summands[0], factor=scale, summed=summed)
-    factors = [each.factor for each in summands]
-    plain = [replace(each, factor=1.0) for each in summands]
-    result = elementwise(typing.terms, "sum", plain, factors, jointly(*range(len(summands))))
-    return replace(result, factor=scale, summed=result.summed | summed)
+        view = summands[0][0]
+        dims = tuple(_like(own, dim) for own, dim in zip(view.dims, both.dims, strict=True))
+        return replace(both, term=view.term, factor=scale, dims=dims, summed=one.summed)
+    views, factors = zip(*summands, strict=True)
+    ratios = [factor / scale for factor in factors]
+    term = typing.terms.make(("sum", 0), [list(views), ratios], both.term.shape)
+    return replace(both, term=term, factor=scale, summed=both.summed | one.summed)
 
 
-def _wide(held: Held, rank: int) -> tuple[int, ...]:
-    return (*(1,) * (rank - len(held.dims)), *held.shape)
-
-
-def _summands(held: Held, shape: Sequence[int]) -> list[Held]:
-    """What a sum is of, if it is one as it was made; else the value."""
-    missing = len(shape) - len(held.dims)
-    if held.term.operation == ("sum", 0) and not missing and held.shape == tuple(shape):
+def _summands(held: Held, both: Held) -> list[tuple[View, float]]:
+    """What a value is the sum of, if it is one in the order of its term's elements; else the value."""
+    if held.term.operation == ("sum", 0) and held.shape == both.shape and held.view.dims == whole(held.term.shape):
         views, factors = held.term.operands
-        whole = of_term(held.term)
-        if tuple(map(_sources, held.dims)) == tuple(map(_sources, whole.dims)):
-            return [
-                replace(
-                    held,
-                    term=view.term,
-                    factor=held.factor * factor,
-                    dims=tuple(_like(own, dim) for own, dim in zip(view.dims, held.dims, strict=True)),
-                )
-                for view, factor in zip(views, factors, strict=True)
-            ]
-    dims = [*[()] * missing, *held.dims]
-    wide = [
-        (*dim, *repeated(size)) if own == 1 and size > 1 else dim
-        for dim, own, size in zip(dims, _wide(held, len(shape)), shape, strict=True)
-    ]
-    return [held.with_dims(wide)]
+        return [(view, held.factor * factor) for view, factor in zip(views, factors, strict=True)]
+    sizes = both.term.shape
+    dims = [*[()] * (len(sizes) - len(held.dims)), *held.view.dims]
+    repeats = [all(atom.source is None for atom in dim) for dim in dims]
+    wide = [repeated(size) if again else dim for dim, size, again in zip(dims, sizes, repeats, strict=True)]
+    return [(View(held.term, 1.0, tuple(wide)), held.factor)]
 
 
-def _sources(dim: Any) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(atom.source for atom in dim if not isinstance(atom.source, str)))
+def _collected(summands: Sequence[tuple[View, float]]) -> list[tuple[View, float]]:
+    """In a fixed order, equal ones as one."""
+    factors: dict[tuple[int, Any], float] = {}
+    views = {(view.term.number, view.dims): view for view, _ in summands}
+    for view, factor in summands:
+        key = view.term.number, view.dims
+        factors[key] = factors.get(key, 0.0) + factor
+    order = sorted(factors, key=lambda key: (key[0], str(key[1])))
+    return [(views[key], factors[key]) for key in order if factors[key]] or [(views[order[0]], 0.0)]
 
 
 def _like(view: Any, dim: Any) -> Any:
@@ -175,17 +165,6 @@ def _like(view: Any, dim: Any) -> Any:
             continue
         result += [atom._replace(axis=axis) if kind == "mark" else atom for atom in piece]
     return joined(result)
-
-
-def _collected(summands: list[Held]) -> list[Held]:
-    """Equal ones as one."""
-    result: list[Held] = []
-    for each in summands:
-        if result and replace(result[-1], factor=1.0) == replace(each, factor=1.0):
-            result[-1] = replace(each, factor=result[-1].factor + each.factor)
-        else:
-            result.append(each)
-    return result
 
 
 @define(aten.mean.dim, aten.mean.default)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from shardgraph.proof.terms import Atom, Dims, Term, View, joined, regrouped, whole
 
@@ -42,33 +43,33 @@ class Held:
         said += [f"of each rank's batch along {axis}" for axis in sorted(self.batches)]
         return ", ".join(said)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the local tensor."""
         return tuple(math.prod(atom.size for atom in dim if atom.axis is None) for dim in self.dims)
 
-    @property
+    @cached_property
     def marks(self) -> dict[str, Atom]:
         """The digit that is a rank's coordinate, by axis."""
         return {atom.axis: atom for dim in self.dims for atom in dim if atom.axis is not None}
 
-    @property
+    @cached_property
     def replicated(self) -> bool:
         """Whether each rank has the whole value, of its batch."""
         return not self.partial and self.uneven is None and not any(self._atoms_that_need_care())
 
-    @property
+    @cached_property
     def view(self) -> View:
         """The value that all ranks of a batch have together."""
         return View(self.term, self.factor, tuple(map(_without_ranks, self.dims)))
 
     def with_dims(self, dims: Sequence[Sequence[Atom]]) -> Held:
         """The same elements in other dimensions."""
-        return replace(self, dims=tuple(map(joined, dims)))
+        return Held(self.term, self.factor, tuple(map(joined, dims)), self.partial, self.summed, self.uneven)
 
     def scaled(self, factor: float) -> Held:
         """A multiple."""
-        return replace(self, factor=self.factor * factor)
+        return Held(self.term, self.factor * factor, self.dims, self.partial, self.summed, self.uneven)
 
     def on(self, axis: str) -> bool:
         """Whether ranks along ``axis`` have different things."""
@@ -76,7 +77,7 @@ class Held:
             axis in self.marks or axis in self.batches or axis == self.uneven or any(a == axis for a, _ in self.partial)
         )
 
-    @property
+    @cached_property
     def batches(self) -> frozenset[str]:
         """The axes of data along which each rank has that of its own batch alone."""
         here = {atom.source for dim in self.dims for atom in dim if isinstance(atom.source, str)}

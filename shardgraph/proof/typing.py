@@ -67,7 +67,7 @@ class Typing:
             return of_term(self._constant(getattr(gm, str(node.target))))
         if any(known[each] is None for each in node.all_input_nodes):
             return None
-        args, kwargs = pytree.tree_map_only(fx.Node, known.__getitem__, (node.args, dict(node.kwargs)))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
         value = self._called(node, args, kwargs)
         return self._checked(node, value)
 
