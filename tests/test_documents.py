@@ -73,6 +73,13 @@ def test_the_example_of_annotations_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert "equal: plan fsdp+tp" in shown and shown.count("annotated") == 6
 
 
+def test_the_example_of_checks_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checks.md").read_text(), re.DOTALL)
+    exec(code, {})
+    shown = capsys.readouterr().out.partition(" of ")[0]  # of so many values, which rules may change
+    assert shown.startswith("proved: ") and f"# {shown} of " in code
+
+
 def test_the_example_of_mixed_precision_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "precision.md").read_text(), re.DOTALL)
     exec(code, {})
