@@ -306,9 +306,12 @@ def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
 
 
 def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, int]:
-    """The local gradient of which a node is the reduced one, and over how many ranks it is."""
-    made_by, ranks = MADE_BY.get(node) if node in REDUCES else None, 1
-    while made_by is not None and MADE_BY.get(node) == made_by:
+    """The local gradient of which a node is the reduced one, and over how many ranks it is.
+
+    If what is reduced is taken from the reduction of another parameter, it is what is taken.
+    """
+    made_by, fqn, ranks = MADE_BY.get(node) if node in REDUCES else None, REDUCES.get(node), 1
+    while made_by is not None and MADE_BY.get(node) == made_by and REDUCES.get(node, fqn) == fqn:
         if ir.is_collective(node):
             ranks *= len(group_along(mesh, ir.group_of(node), 0))
         node = node.all_input_nodes[0]
