@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import networkx as nx
 import torch
@@ -17,6 +18,7 @@ from shardgraph.ir.attributes import (
     PART_OF,
     PLACEMENTS,
     RECOMPUTE,
+    Attribute,
     Change,
     Labels,
     captured_name,
@@ -208,7 +210,8 @@ class _Chunks:
 
 def _is_equal(whole: fx.Node, node: fx.Node) -> None:
     """Record that ``whole``, made of all chunks, must be what ``node`` was."""
-    write(whole, {each: each.of(node) for each in (PART_OF, PLACEMENTS) if node in each})
+    facts: tuple[Attribute[Any], ...] = (PART_OF, PLACEMENTS)
+    write(whole, {each: each.of(node) for each in facts if node in each})
     if name := captured_name(node):
         EQUALS.set(whole, name)
 

@@ -91,7 +91,8 @@ class Part:
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The part of ``value``, which is the node's."""
-        return torch.ops.aten.slice.Tensor(value.reshape(self.shape), *self.cut)  # type: ignore[no-any-return]
+        part: torch.Tensor = torch.ops.aten.slice.Tensor(value.reshape(self.shape), *self.cut)
+        return part
 
 
 REGISTRY: dict[str, Attribute[Any]] = {}
