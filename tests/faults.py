@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,22 +26,28 @@ from shardgraph.ir.copies import WAIT_COPY
 from shardgraph.mesh import axes_of, size_along
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.program import Program
+from shardgraph.plans.annotations.constrain import CONSTRAIN
 from shardgraph.plans.precision import AS_STORED
 
 aten = torch.ops.aten
-SCALES = {aten.div.Tensor, aten.mul.Tensor, aten.mul.Scalar}
+SCALES = {aten.div.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.full.default}
+DERIVED = {"inputs": "split-backward", "weights": "split-backward", "backward": "drop-zero-tangents"}
 ON_A_PART = {ir.local_part, ir.local_chunk, ir.first_only}
 WAITS = {ir.WAIT, WAIT_COPY}
 
 
 @dataclass(frozen=True)
 class Site:
-    """A node of one of a program's graphs; of its output node, one result."""
+    """A node of one of a program's graphs; of its output node, one result.
+
+    ``absent`` are the tangents without which the graph was derived, if it was.
+    """
 
     program: Program
     graph: str
     node: fx.Node
     result: int | None = None
+    absent: frozenset[ir.Tangent] = frozenset()
 
     @property
     def kind(self) -> str:
@@ -49,7 +56,13 @@ class Site:
 
     @property
     def gm(self) -> fx.GraphModule:
-        return self.program.graphs[self.graph]
+        return self.program.graph(self.graph, self.absent)
+
+    @property
+    def derived_by(self) -> str | None:
+        """The pass that derived the graph when it was first run; None if the program has it."""
+        derived = self.absent or self.graph not in self.program.graphs
+        return DERIVED[self.kind] if derived else None
 
     @property
     def results(self) -> list[Any]:
@@ -82,9 +95,10 @@ def _written(applies: Callable[[fx.Node], Any], write: Callable[[fx.Node], Any])
 
 
 def _instead(node: fx.Node, make: Callable[[fx.Graph], fx.Node]) -> None:
-    """Use what ``make`` writes after ``node`` in its place, with all that the pass has noted of it."""
+    """Use what ``make`` writes after ``node`` in its place, with its name and all that the pass has noted of it."""
     with node.graph.inserting_after(node):
         made = make(node.graph)
+    made.name, node.name = node.name, made.name
     made.meta.update(node.meta)
     node.meta = {key: node.meta[key] for key in ("val", MADE_BY.key)}
     node.replace_all_uses_with(made, delete_user_cb=lambda user: made not in (user, *user.users))
@@ -163,6 +177,7 @@ def _rolled(node: fx.Node, operand: Any, by: int) -> fx.Node:
 def _rounded(node: fx.Node) -> None:
     def there_and_back(graph: fx.Graph) -> fx.Node:
         rounded = graph.call_function(torch.Tensor.to, (node, torch.bfloat16))
+        rounded.meta["val"] = node.meta["val"].to(torch.bfloat16)
         with graph.inserting_after(rounded):
             return graph.call_function(torch.Tensor.to, (rounded, node.meta["val"].dtype))
 
@@ -269,6 +284,8 @@ def _gives(site: Site) -> str | None:
     role, value = site.results[site.result]
     if not isinstance(value, fx.Node) or not _floating(value):
         return None
+    if site.derived_by:
+        return site.derived_by if value not in REDUCES else None
     divides = site.program.plan.pipeline is not None
     if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):
         if divides and site.kind == "backward":
@@ -377,6 +394,10 @@ def _copied_by(site: Site) -> str | None:
     plan = site.program.plan
     if plan.operators or plan.experts:
         return None  # not every operand can be compared there, and what is computed from it is blamed
+    if site.derived_by:
+        return site.derived_by
+    if _marked(site) is not None:
+        return "remove-constraints"
     if site.kind == "backward":
         if RECOMPUTE.get(site.node):
             return "recompute-stage" if again else "recompute"
@@ -386,9 +407,23 @@ def _copied_by(site: Site) -> str | None:
     return None
 
 
+def _marked(site: Site) -> int | None:
+    """Which operand is a value that the captured graph has an annotation for."""
+    return _marks(site.program.joint.module).get(site.node.name)
+
+
+@lru_cache(maxsize=4)
+def _marks(captured: fx.GraphModule) -> dict[str, int]:
+    """Which operand of a captured node, by its name, is annotated."""
+    operands = ((node.name, i, each) for node in captured.graph.nodes for i, each in enumerate(node.args))
+    return {name: i for name, i, each in operands if isinstance(each, fx.Node) and each.target is CONSTRAIN}
+
+
 def _replaceable(site: Site) -> tuple[int, fx.Node] | None:
     """An operand for which there is another value of its form, and that value."""
     for i, operand in enumerate(site.node.args):
+        if _marked(site) not in (None, i):
+            continue
         if isinstance(operand, fx.Node) and _floating(operand):
             other = _earlier(site.node, operand, lambda each: each not in MADE_BY)
             if other is not None and other not in site.node.args:
@@ -436,10 +471,20 @@ def _shuffled(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     return tensor.flatten()[list(order)].view(tensor.shape)
 
 
+def _loses_a_term(site: Site) -> str | None:
+    """The pass that leaves out terms that are zero, where it could leave out another."""
+    node = site.node
+    if not site.absent or site.result is not None or node.target is not aten.add.Tensor or node in MADE_BY:
+        return None
+    alike = all(isinstance(each, fx.Node) and _form(each) == _form(node) for each in node.args)
+    return site.derived_by if alike and not any(user in MADE_BY for user in node.users) else None
+
+
 COPIES: dict[str, Fault] = {
     "another operand": Fault(
         lambda site: _copied_by(site) if _copied_by(site) and _replaceable(site) else None, _replace_operand
     ),
+    "a term left out": Fault(_loses_a_term, lambda site: site.node.replace_all_uses_with(site.node.args[0])),
     "random numbers drawn again": Fault(_drawn_by, _draw_again),
 }
 

@@ -7,6 +7,7 @@ nothing with ``verify`` but the interpreter of graphs, and names graphs as ``sha
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,34 +21,44 @@ from shardgraph import ir
 from shardgraph.checks.lockstep import by_role, run_lockstep
 from shardgraph.mesh import coordinates
 from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import part_of
 
 Values = list[dict[Any, Any]]
 """What each rank has, by role."""
 
 
-def differs(
-    program: Program,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    seed: int,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-) -> bool:
-    """Whether a program gives other outputs, gradients or buffers than ``model`` on any rank.
+@dataclass
+class Judge:
+    """What a model gives for random weights, inputs and directions, with which its programs under ``plan`` must agree.
 
     ``loss_fn`` is the loss that a pipeline's program has in it, a mean over rows; its microbatches have equally many.
+    No gradient comes back for the outputs ``absent``.
     """
-    generator = torch.Generator().manual_seed(seed)
-    model = _with_random_weights(model, generator)
-    count = program.plan.pipeline.parts if program.plan.pipeline else 1
-    expected = _Expected.of(model, _cut(program, (args, kwargs), count), loss_fn, seed, generator)
-    return not _Steps(program, expected, model, count, seed).agree()
+
+    plan: Plan
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    absent: frozenset[ir.Tangent] = frozenset()
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        self.model = _with_random_weights(self.model, generator)
+        self.count = self.plan.pipeline.parts if self.plan.pipeline else 1
+        parts = _cut(self.plan, (self.args, self.kwargs), self.count)
+        self.expected = _Expected.of(self.model, parts, self.loss_fn, self.seed, generator, self.absent)
+
+    def differs(self, program: Program) -> bool:
+        """Whether a program gives other outputs, gradients or buffers than the model on any rank."""
+        return not _Steps(program, self.expected, self.model, self.count, self.seed, self.absent).agree()
 
 
-def _cut(program: Program, call: Any, count: int) -> list[list[Any]]:
+def _cut(plan: Plan, call: Any, count: int) -> list[list[Any]]:
     """The microbatches of each data rank."""
-    size = program.plan.data_size
+    size = plan.data_size
 
     def part(leaf: Any, rank: int, number: int) -> Any:
         return leaf.chunk(size)[rank].chunk(count)[number].contiguous()
@@ -71,7 +82,13 @@ class _Expected:
 
     @classmethod
     def of(
-        cls, model: nn.Module, parts: list[list[Any]], loss_fn: Any, seed: int, generator: torch.Generator
+        cls,
+        model: nn.Module,
+        parts: list[list[Any]],
+        loss_fn: Any,
+        seed: int,
+        generator: torch.Generator,
+        absent: frozenset[ir.Tangent],
     ) -> _Expected:
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         found = cls([], [], [], [], before, {})
@@ -86,6 +103,7 @@ class _Expected:
                 output = model(*args, **kwargs)
                 leaves = pytree.tree_leaves(output if loss_fn is None else loss_fn(output))
                 ways = [_direction(leaf, generator) for leaf in leaves]
+                ways = [None if ir.Tangent(i) in absent else way for i, way in enumerate(ways)]
                 if loss_fn is not None:
                     ways = [torch.full_like(leaves[0], 1 / len(calls))]
                 pairs = zip(leaves, ways, strict=True)
@@ -101,8 +119,10 @@ class _Expected:
 class _Steps:
     """A step of a program on all ranks, compared as it goes."""
 
-    def __init__(self, program: Program, expected: _Expected, model: nn.Module, count: int, seed: int) -> None:
-        self.program, self.expected, self.count = program, expected, count
+    def __init__(
+        self, program: Program, expected: _Expected, model: nn.Module, count: int, seed: int, absent: Any
+    ) -> None:
+        self.program, self.expected, self.count, self.absent = program, expected, count, absent
         plan = program.plan
         self.mesh, self.ranks = plan.mesh, range(math.prod(size for _, size in plan.mesh))
         self.batch = [plan.data_rank(rank) for rank in self.ranks]
@@ -121,10 +141,12 @@ class _Steps:
         return part_of(tensor, self.program.parameters[fqn], self.mesh, where).contiguous()
 
     def run(self, name: str, inputs: Values, rng: Any = None) -> Values:
-        """The results of a graph; nothing if the program does not have it."""
-        if name not in self.program.graphs:
+        """The results of a graph; nothing if the program has neither it nor the backward graph it is derived from."""
+        stage, _, kind = name.rpartition("/")
+        given_by = f"{stage}/backward" if kind in ("inputs", "weights") else name
+        if given_by not in self.program.graphs:
             return [{} for _ in self.ranks]
-        gm = _in_double(self.program.graphs[name])
+        gm = _in_double(self.program.graph(name, self.absent if kind == "backward" else frozenset()))
         return list(map(by_role, run_lockstep(gm, self.mesh, inputs, rng=rng)))
 
     def agree(self) -> bool:
@@ -191,12 +213,21 @@ class _Steps:
             {ir.Tangent(i): way for i, way in enumerate(self.expected.directions[self.batch[rank]][number])}
             for rank in self.ranks
         ]
-        for stage in reversed(self.stages):
-            inputs = [mine | theirs for mine, theirs in zip(saved[stage], tangents, strict=True)]
-            results = self.run(self._of(stage, again) + "backward", inputs)
-            tangents = _only(ir.Returned, results)
-            for mine, each in zip(sums[stage], _only(ir.Gradient, results), strict=True):
-                _add(mine, {role: v for role, v in each.items() if isinstance(role.of, ir.Parameter)})
+        for index, stage in reversed(list(enumerate(self.stages))):
+            given, tangents = tangents, [{} for _ in self.ranks]
+            for kind in self._kinds(index, number):
+                inputs = [mine | theirs for mine, theirs in zip(saved[stage], given, strict=True)]
+                results = self.run(self._of(stage, again) + kind, inputs)
+                _update(tangents, _only(ir.Returned, results))
+                _update(saved[stage], _only(ir.Saved, results))
+                for mine, each in zip(sums[stage], _only(ir.Gradient, results), strict=True):
+                    _add(mine, {role: v for role, v in each.items() if isinstance(role.of, ir.Parameter)})
+
+    def _kinds(self, stage: int, number: int) -> list[str]:
+        """The graphs of a stage's backward for a microbatch: the whole, or its two halves."""
+        kinds = {"B": "backward", "I": "inputs", "W": "weights"}
+        actions = itertools.chain(*self.program.actions)
+        return [kinds[a.kind] for a in actions if (a.stage, a.microbatch) == (stage, number) and a.kind in kinds]
 
 
 def _seed_of(seed: int, rank: int) -> int:
@@ -205,6 +236,11 @@ def _seed_of(seed: int, rank: int) -> int:
 
 def _only(kind: type, results: Values) -> Values:
     return [{role: v for role, v in result.items() if isinstance(role, kind)} for result in results]
+
+
+def _update(values: Values, more: Values) -> None:
+    for mine, each in zip(values, more, strict=True):
+        mine.update(each)
 
 
 def _add(totals: dict[Any, Any], values: dict[Any, Any]) -> None:

@@ -20,6 +20,7 @@ class Mutant:
     graph: str
     node: str
     result: int | None = None
+    absent: frozenset[ir.Tangent] = frozenset()
 
     def __str__(self) -> str:
         where = self.node if self.result is None else f"result {self.result}"
@@ -27,26 +28,32 @@ class Mutant:
 
     def of(self, program: Program) -> Program:
         """The program with the fault."""
-        graphs = {name: ir.copy_graph(gm) if name == self.graph else gm for name, gm in program.graphs.items()}
-        program = replace(program, graphs=graphs)
-        graph = graphs[self.graph].graph
-        (node,) = (node for node in graph.nodes if node.name == self.node)
-        FAULTS[self.fault].write(Site(program, self.graph, node, self.result))
-        graph.eliminate_dead_code()
+        right, graphs = program, dict(program.graphs)
+        gm = ir.copy_graph(right.graph(self.graph, self.absent))
+        program = replace(right, graphs=graphs)
+        if self.graph in graphs and not self.absent:
+            graphs[self.graph] = gm  # what is derived from it has the fault too
+        else:
+            program._made.update({**right._made, (self.graph, self.absent): gm})
+        (node,) = (node for node in gm.graph.nodes if node.name == self.node)
+        FAULTS[self.fault].write(Site(program, self.graph, node, self.result, self.absent))
+        gm.graph.eliminate_dead_code()
         return program
 
 
 def mutants(program: Program) -> Iterator[Mutant]:
-    """All faults that passes could have made in a program."""
-    for name, gm in program.graphs.items():
+    """All faults that passes could have made in a program, and in the graphs that running it has derived."""
+    whole: frozenset[ir.Tangent] = frozenset()
+    for name, absent in [*((name, whole) for name in program.graphs), *program._made]:
+        gm = program.graph(name, absent)
         output = gm.graph.output_node()
-        sites = [Site(program, name, node) for node in gm.graph.nodes if node is not output]
-        sites += [Site(program, name, output, i) for i in range(len(ir.outputs(gm)))]
+        sites = [Site(program, name, node, absent=absent) for node in gm.graph.nodes if node is not output]
+        sites += [Site(program, name, output, i, absent) for i in range(len(ir.outputs(gm)))]
         for site in sites:
             for fault, kind in FAULTS.items():
                 made_by = kind.made_by(site)
-                if made_by:
-                    yield Mutant(made_by, fault, name, site.node.name, site.result)
+                if made_by and site.derived_by in (None, made_by):
+                    yield Mutant(made_by, fault, name, site.node.name, site.result, absent)
 
 
 def chosen(program: Program, seed: int, per_pass: int) -> list[Mutant]:

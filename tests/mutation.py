@@ -1,7 +1,7 @@
 """Which mutants of which programs are made, and what ``verify`` says of those that differ.
 
 ``python -m tests.mutation [ID ...]`` tries up to 20 mutants of each pass in these cases (all without an ID) and writes
-``docs/mutants.csv`` and the table in ``docs/mutants.md``.
+``docs/mutants.csv`` and the table in ``docs/mutants.md``. With ``--proof-only`` it writes anew what of them is proved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -29,7 +29,9 @@ from shardgraph import Offload, Pipeline, Plan, Precision, preset
 from shardgraph.passes.lowering import passes_of
 from shardgraph.passes.placing import placing_passes
 from shardgraph.passes.program import Program
-from tests.judge import differs
+from shardgraph.plans.annotations.kinds import shard
+from shardgraph.proof.prove import prove
+from tests.judge import Judge
 from tests.mutants import Mutant, chosen
 from tests.zoo import make
 
@@ -55,22 +57,29 @@ WITH = {
     "reduce-once": "pp+fsdp-2x2-checkpoint",
     "keep-gradients-local": "pp+fsdp-2x2-checkpoint",
     "drop-untrained": "pp+fsdp-2x2-checkpoint",
+    "split-backward": "pp-2-zero-bubble",
+    "drop-zero-tangents": "ddp-2-logits",
+    "remove-constraints": "fsdp-2-constrained",
 }
 """A case in which each pass has mutants."""
 WITHOUT = {
     "check-program": "changes nothing: it refuses programs",
-    "remove-constraints": "puts the operand of an identity in its place, and only where a model has annotations",
     "mark-scores": "marks the losses that may be computed in chunks; another choice gives the same values",
     "mark-offloaded": "marks what is moved to the host if it is saved; another choice gives the same values",
     "overlap-collectives": "reorders: a graph that is valid in two orders has the same values in both",
     "overlap-copies": "reorders, likewise",
+    "add-accumulated": "derived under no_sync, which verify does not run; tests of no_sync compare with one process",
+    "reduce-alone": "derived likewise, for a program that ends a no_sync of another one",
 }
 """Passes that cannot make a fault that shows in a value, with the reason."""
 DOCS = Path(__file__).parents[1] / "docs"
-HEADER = ["program", "pass", "made", "differ", "found", "refused", "blamed"]
-
-ALIKE = {"slice-before-scores", "chunk-loss"}
-"""Passes that are not told apart: the second goes on with what the first wrote, and no captured value is between."""
+HEADER = ["program", "pass", "made", "differ", "found", "refused", "blamed", "proved", "numeric"]
+RIGHT = "none"
+"""The pass in the row of a program without a mistake, which has only whether that is proved; empty: not measured."""
+NUMERIC = {"rounded to bfloat16"}
+"""Faults of which a proof, which does not look at dtypes, says nothing."""
+UNREAD = ("drop-zero-tangents", "split-backward")
+"""Passes whose graphs a proof does not read: they are derived from a program's own when it runs."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,9 @@ CASES = [
     _case("tied-transformer", "pp+fsdp", "checkpoint", pipeline=Pipeline(2, "1f1b", checkpoint="except_last"),
           dropout=True, pp=2, dp=2),
     _case("tied-transformer", "pp+tp", pipeline=Pipeline(2, "1f1b"), pp=2, tp=2),
+    _case("tied-transformer", "pp", "zero-bubble", pipeline=Pipeline(2, "interleaved-zero-bubble"), pp=2),
+    _case("logits", "ddp", "logits", rows=8, dp=2),
+    _case("constrained", "fsdp", "constrained", dp=2),
 ]  # fmt: skip
 
 
@@ -143,9 +155,40 @@ class NextToken(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Logits(nn.Module):
+    """A classifier that gives its scores beside their loss; residual layers, so that gradients are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x + self.first(x).tanh()
+        x = x + self.second(x).tanh()
+        scores = self.head(x).relu()
+        return {"loss": F.cross_entropy(scores, labels), "scores": scores}
+
+
+class Constrained(nn.Module):
+    """Layers with annotated activations between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = shardgraph.constrain(self.first(x).tanh(), shard(0, "tp"))
+        x = shardgraph.constrain(self.second(x).tanh() + x, shard(1, "tp"))
+        return self.third(x).sin() * x
+
+
 def _made(case: Case) -> Any:
     if case.model == "next-token":
         return NextToken(), ((torch.randint(0, 61, (case.rows, 9)),), {})
+    if case.model == "logits":
+        return Logits(), ((torch.randn(case.rows, 8), torch.randint(0, 5, (case.rows,))), {})
+    if case.model == "constrained":
+        return Constrained(), ((torch.randn(case.rows, 8),), {})
     return make(case.model, case.rows)
 
 
@@ -165,7 +208,7 @@ class Subject:
     plan: Plan | None = None
     program: Program | None = None
     report: Any = None
-    verdicts: dict[Mutant, str] = field(default_factory=dict)
+    judges: list[Judge] = field(default_factory=list)
 
     @property
     def loss_fn(self) -> Any:
@@ -184,11 +227,19 @@ class Subject:
 
     def differs(self, program: Program) -> bool:
         """Whether a program differs from the model, by the judge; one that cannot be run does."""
+        if not self.judges:
+            absent = frozenset(role for _, roles in self.program._made for role in roles)
+            call = self.program.plan, self.model, self.args, self.kwargs
+            self.judges = [Judge(*call, seed, self.loss_fn, absent) for seed in range(3)]
         try:
-            seeds = range(3)
-            return any(differs(program, self.model, self.args, self.kwargs, seed, self.loss_fn) for seed in seeds)
+            return any(judge.differs(program) for judge in self.judges)
         except (RuntimeError, KeyError, shardgraph.ShardGraphError):
             return True
+
+    def proved(self, mutant: Mutant) -> bool:
+        """Whether a mutant is proved although it differs. The judge takes longer than a proof, so it comes second."""
+        program = mutant.of(self.program)
+        return is_proved(program) and self.differs(program)
 
     def found(self, mutant: Mutant) -> str:
         """What verify says of a mutant: "missed", "refused", or the pass that it blames."""
@@ -200,6 +251,14 @@ class Subject:
         if report.ok:
             return "missed"
         return report.first_divergence.made_by if report.first_divergence else "nothing"
+
+
+def is_proved(program: Program) -> bool:
+    """Whether a program is proved; one with a fault may be none that a rule was written for."""
+    try:
+        return prove(program).ok
+    except Exception:
+        return False
 
 
 @contextmanager
@@ -240,10 +299,23 @@ def tried(case: Case, per_pass: int) -> tuple[list[Mutant], dict[Mutant, str]]:
     return mutants, {mutant: made.found(mutant) for mutant in mutants if made.differs(mutant.of(made.program))}
 
 
+def proved_of(case: Case, per_pass: int) -> dict[str, list[int]]:
+    """By pass, how many of the chosen mutants are proved: those that are not only numeric, and those that are."""
+    made = subject(case)
+    counts = {RIGHT: [int(is_proved(made.program)), 0]}
+    for mutant in chosen(made.program, 0, per_pass):
+        count = counts.setdefault(mutant.made_by, [0, 0])
+        if made.proved(mutant):
+            print(f"{case.id}: {mutant}: proved", flush=True)
+            count[mutant.fault in NUMERIC] += 1
+    return counts
+
+
 def rows_of(case: Case, per_pass: int) -> list[list[Any]]:
-    """The rows of the table for a case, one for each pass."""
+    """The rows of the table for a case, one for each pass and one for the program without a mistake."""
     mutants, verdicts = tried(case, per_pass)
-    rows = []
+    proofs = proved_of(case, per_pass)
+    rows = [[case.id, RIGHT, 0, 0, 0, 0, 0, *proofs[RIGHT]]]
     for made_by, made in sorted(Counter(mutant.made_by for mutant in mutants).items()):
         own = {mutant: verdict for mutant, verdict in verdicts.items() if mutant.made_by == made_by}
         for mutant, verdict in own.items():
@@ -252,8 +324,15 @@ def rows_of(case: Case, per_pass: int) -> list[list[Any]]:
         refused = sum(verdict == "refused" for verdict in own.values())
         found = sum(verdict != "missed" for verdict in own.values())
         blamed = sum(verdict == made_by for verdict in own.values())
-        rows.append([case.id, made_by, made, len(own), found, refused, blamed])
+        rows.append([case.id, made_by, made, len(own), found, refused, blamed, *proofs[made_by]])
     return rows
+
+
+def rows_with_proofs(case: Case, per_pass: int) -> list[list[Any]]:
+    """The rows of the table for a case that was measured before, with what is proved now."""
+    proofs = proved_of(case, per_pass)
+    before = [row[:-2] for row in read() if row[0] == case.id and row[1] != RIGHT]
+    return [[*row, *proofs[row[1]]] for row in [[case.id, RIGHT, *[0] * 5], *before]]
 
 
 def read() -> list[list[str]]:
@@ -275,19 +354,29 @@ def write(rows: list[list[Any]]) -> None:
 
 def document(rows: list[list[str]]) -> str:
     """The page with the table."""
+    right = {name: proved == "1" for name, made_by, *_, proved, _ in rows if made_by == RIGHT}
+    rows = [row for row in rows if row[1] != RIGHT]
     sums: dict[str, list[int]] = {}
     for _, made_by, *numbers in rows:
         total = sums.setdefault(made_by, [0] * len(numbers))
-        sums[made_by] = [a + int(b) for a, b in zip(total, numbers, strict=True)]
+        sums[made_by] = [a + int(b or 0) for a, b in zip(total, numbers, strict=True)]
     everything = [sum(column) for column in zip(*sums.values(), strict=True)]
     by_pass = [[made_by, *numbers] for made_by, numbers in sorted(sums.items())]
     return _PAGE.format(
+        numeric=", ".join(sorted(NUMERIC)),
+        unread=" and ".join(f"`{name}`" for name in UNREAD),
         summary=_table(["pass", *HEADER[2:]], [*by_pass, ["all", *everything]]),
         rows=_table(HEADER, rows),
+        proved=_listed(name for name, proved in right.items() if proved),
+        unproved=_listed(name for name, proved in right.items() if not proved),
         without="\n".join(
             textwrap.fill(f"* `{name}`: {why}.", 99, subsequent_indent="  ") for name, why in WITHOUT.items()
         ),
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names) or "none", 99, break_on_hyphens=False)
 
 
 def _table(header: list[str], rows: list[list[Any]]) -> str:
@@ -308,16 +397,32 @@ independent run of all ranks, stages and microbatches in double precision shows 
 error, and *blamed* those that it blames on the pass that made the mistake. No program without a
 mistake is a false alarm, of `verify` or of the judge: `tests/test_mutants.py` checks that too.
 
-The figures are from `python -m tests.mutation --per-pass 6`; without the option it is 20 each.
+*Proved* are those that differ and that the symbolic proof (`shardgraph/proof`) shows to be right
+nevertheless. Any is a fault of a rule of it, but for those of
+{unread}: it reads the graphs of a program, and not yet those
+that these passes derive from them when it runs. *Numeric* are proved ones of which only the
+rounding is wrong ({numeric}), which is not what it is about: it does not look at
+dtypes. What it does not know is not proved, with a mistake or without one.
+
+The figures are from `python -m tests.mutation --per-pass 6`; without the option it is 20 each, and
+with `--proof-only` only the last two columns are measured, and which programs are proved.
 
 {summary}
 
-`slice-before-scores` and `chunk-loss` are not told apart: the second goes on with what the first
-wrote, and no value of the model is between them. Nor are, in some cases, `partition` and
-`shard-operators`, where a shard is saved to which no value of the model is equal. The rows in
-which fewer are blamed than found are these.
+Programs without a mistake that are proved:
 
-Without mutants, since they can make no mistake that a value shows:
+{proved}
+
+Those of which the proof does not know enough:
+
+{unproved}
+
+Not told apart can be `partition` and `shard-operators`, where backward returns a gradient of shards
+to which no value of the model is equal in the place of another: whichever of them exchanged the
+two, the text is the same. Nor can `remove-constraints` and the passes that copy the operation which
+reads what was annotated.
+
+Passes without mutants:
 
 {without}
 
@@ -339,16 +444,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="ID", help="all without one")
     parser.add_argument("--per-pass", type=int, default=PER_PASS, help="at most so many mutants of a pass and case")
+    parser.add_argument("--proof-only", action="store_true", help="measure what is proved; all else stays as it is")
     asked = parser.parse_args()
     of = {case.id: case for case in CASES}
+    torch.set_num_threads(1)  # tensors are small: more threads only wait for each other
     with sharing_captures():
         for case in [of[name] for name in asked.cases] or CASES:
             start = time.perf_counter()
             made = subject(case)
             assert made.report.ok, made.report
             assert not made.differs(made.program), f"false alarm of the judge on {case.id}"
-            write(rows := rows_of(case, asked.per_pass))
-            sums = [sum(row[i] for row in rows) for i in range(2, 7)]
+            measure = rows_with_proofs if asked.proof_only else rows_of
+            write(rows := measure(case, asked.per_pass))
+            sums = [sum(int(row[i]) for row in rows if row[1] != RIGHT) for i in range(2, len(HEADER))]
             print(f"{case.id}: {sums} in {time.perf_counter() - start:.0f} s", flush=True)
 
 

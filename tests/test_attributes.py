@@ -14,7 +14,7 @@ from torch import fx, nn
 import shardgraph
 from shardgraph import GraphInvariantError, Pipeline, ir, preset
 from shardgraph.capture.capture import capture
-from shardgraph.ir.attributes import RECOMPUTE, REGISTRY, ROLE, SOURCE, SUBJECT, VALUE, Change, carried
+from shardgraph.ir.attributes import RECOMPUTE, REGISTRY, ROLE, SOURCE, SUBJECT, VALUE, Change, Part, carried
 from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.sharding.shard_operators import ShardOperators
@@ -29,6 +29,7 @@ KEPT = {  # besides by copies, which keep everything
     "subject": EVERYWHERE,
     "made_by": {"REWRITTEN", "DIVIDED"},
     "equals": {"PASSED"},
+    "part_of": {"PASSED"},
     "shard_of": {"PASSED"},
     "given_by": set(),
     "mean_of": set(),
@@ -52,6 +53,7 @@ KEPT = {  # besides by copies, which keep everything
 }
 SAMPLES = {
     "roles": [None],
+    "part_of": Part("linear", (4, 8), (0, 0, 3)),
     "placements": {},
     "recomputed": False,
     "offloaded_by": frozenset({"a"}),

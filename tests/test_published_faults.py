@@ -4,6 +4,9 @@ All were silent: shapes fit, losses fell. Where several were published, the near
 https://github.com/NVIDIA/Megatron-LM/issues/7452, a list of such faults in Megatron Core. What is outside of a step's
 graphs (norms of gradients, the weight of a rank's loss) is outside of ``verify``: there the fault is made on processes,
 and found by comparison with the model on one.
+
+The symbolic proof must not prove them either. Those that are outside of the program's text it cannot see:
+``in_text=False``.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ import copy
 import importlib
 import math
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +31,7 @@ from torch import fx, nn
 
 import shardgraph
 from shardgraph import Pipeline, ir
+from shardgraph.capture.capture import capture
 from shardgraph.checks.bisect import Divergence
 from shardgraph.ir.attributes import MADE_BY, PLACEMENTS, ROLE, SOURCE
 from shardgraph.nn import MoE
@@ -40,7 +44,11 @@ from shardgraph.passes.sharding.lowerings import LOWERINGS
 from shardgraph.passes.sharding.options import results
 from shardgraph.passes.sharding.placements import REPLICATE
 from shardgraph.passes.sharding.shard_operators import ShardOperators
+from shardgraph.plans.presets import preset
+from shardgraph.plans.shards import named_shapes
+from shardgraph.proof.prove import prove
 from shardgraph.runtime import loss_weight, rng
+from tests.mutation import is_proved
 from tests.ranks import whole
 from tests.standing import on_ranks
 
@@ -82,14 +90,33 @@ def verified(plan: str, mesh: dict[str, int], labels: torch.Tensor = TOKENS, **o
     return shardgraph.verify(Language(**options), call, plan, mesh=mesh, pipeline=pipeline, fp64=True)
 
 
-def caught(fault: Callable[[], Any], plan: str, mesh: dict[str, int], **options: Any) -> shardgraph.Report:
-    """The report on the program with the ``fault``; the one without is equal."""
+def caught(
+    fault: Callable[[], Any], plan: str, mesh: dict[str, int], in_text: bool = True, **options: Any
+) -> shardgraph.Report:
+    """The report on the program with the ``fault``; the one without is equal, and the one with it is not proved."""
     right = verified(plan, mesh, **options)
     assert right.ok, right
     fault()
-    wrong = verified(plan, mesh, **options)
+    with lowered() as programs:
+        wrong = verified(plan, mesh, **options)
     assert not wrong.ok, "the fault is not found"
+    assert not (in_text and is_proved(programs[-1])), "the fault is proved to be right"
     return wrong
+
+
+@contextmanager
+def lowered() -> Iterator[list[Program]]:
+    """Within, the programs that ``verify`` lowers are put into the list."""
+    programs: list[Program] = []
+    module = importlib.import_module("shardgraph.api.verify")
+    build = module.lower
+
+    def kept(*args: Any, **kwargs: Any) -> Program:
+        programs.append(build(*args, **kwargs))
+        return programs[-1]
+
+    with mock.patch.object(module, "lower", kept):
+        yield programs
 
 
 def blamed(report: shardgraph.Report) -> Divergence:
@@ -249,7 +276,8 @@ def test_stages_that_do_not_add_up_the_gradient_of_an_embedding_that_both_have(m
     """As above, where the stages have their gradients, and one is not known to share the parameter."""
     owners = Program.owners.func
     wrong = property(lambda program: {fqn: stages[-1:] for fqn, stages in owners(program).items()})
-    report = caught(partial(monkeypatch.setattr, Program, "owners", wrong), "pp", {"pp": 2}, pipeline=STAGES, tied=True)
+    fault = partial(monkeypatch.setattr, Program, "owners", wrong)
+    report = caught(fault, "pp", {"pp": 2}, in_text=False, pipeline=STAGES, tied=True)
     assert report.worst[0] == "gradient of embedding.weight at step 0"
 
 
@@ -272,10 +300,14 @@ def test_a_stage_that_takes_the_layers_of_another(monkeypatch):
         pipeline = Pipeline(2, stages=("2",))
         return shardgraph.verify(layers, (torch.randn(4, 8),), "pp", mesh={"pp": 2}, pipeline=pipeline, fp64=True)
 
-    assert report().ok
+    with lowered() as programs:
+        assert report().ok
+    assert is_proved(programs[-1])
     right = extract.DivideIntoStages.run_on
     monkeypatch.setattr(extract.DivideIntoStages, "run_on", by_number_in_stage)
-    assert not report().ok
+    with lowered() as programs:
+        assert not report().ok
+    assert not is_proved(programs[-1])
 
 
 # -- random numbers ----------------------------------------------------------------------------------------
@@ -284,36 +316,40 @@ def test_a_stage_that_takes_the_layers_of_another(monkeypatch):
 def test_equal_random_numbers_on_data_ranks(monkeypatch):
     """Every rank drops the same elements, each of its own batch: transformers issue 31412, accelerate issue 114."""
     fault = partial(monkeypatch.setattr, rng, "rank_seed", lambda seed, rank: seed)
-    report = caught(fault, "ddp", {"dp": 2}, dropout=0.2)
+    report = caught(fault, "ddp", {"dp": 2}, in_text=False, dropout=0.2)
     assert report.worst[0] == "random numbers of data ranks 0 and 1 at step 0"
+
+
+def own_mask(write, node, option, tensors):
+    """Dropout of a rank's part, with the numbers that every rank draws for its own."""
+    (tensor,), (_, probability, training) = tensors, node.args
+    drawn = write.call(aten.native_dropout.default, tensor, probability, training)
+    return [write.call(operator.getitem, drawn, i) for i in range(2)]
 
 
 def test_equal_random_numbers_for_the_parts_of_an_activation(monkeypatch):
     """https://github.com/PaddlePaddle/PaddleFleetX/pull/1005: every part of a divided activation has the same mask."""
 
-    def own_mask(write, node, option, tensors):
-        (tensor,), (_, probability, training) = tensors, node.args
-        drawn = write.call(aten.native_dropout.default, tensor, probability, training)
-        return [write.call(operator.getitem, drawn, i) for i in range(2)]
-
     fault = partial(monkeypatch.setitem, LOWERINGS, "dropout", own_mask)
     assert blamed(caught(fault, "tp", {"tp": 2}, dropout=0.2)).made_by == "shard-operators"
 
 
+def masks_that_differ(program: Program) -> Program:
+    """The program, in which ranks drop other elements where none has a part."""
+    graph = program.forward.graph
+    for node in [n for n in graph.nodes if n.target is aten.native_dropout.default and n not in MADE_BY]:
+        for result in list(node.users):
+            with graph.inserting_after(result):
+                rank = graph.call_function(ir.first_row, (1, "tp"))
+            with graph.inserting_after(rank):
+                rolled = graph.call_function(torch.roll, (result, rank, 0))
+            rolled.meta["val"] = result.meta["val"]
+            result.replace_all_uses_with(rolled, delete_user_cb=lambda user, rolled=rolled: user is not rolled)
+    return program
+
+
 def test_different_random_numbers_for_a_replicated_activation(monkeypatch):
     """Ranks of tp drop other elements of what all have: bigscience-workshop/Megatron-DeepSpeed pull request 276."""
-
-    def masks_that_differ(program: Program) -> Program:
-        graph = program.forward.graph
-        for node in [n for n in graph.nodes if n.target is aten.native_dropout.default and n not in MADE_BY]:
-            for result in list(node.users):
-                with graph.inserting_after(result):
-                    rank = graph.call_function(ir.first_row, (1, "tp"))
-                with graph.inserting_after(rank):
-                    rolled = graph.call_function(torch.roll, (result, rank, 0))
-                rolled.meta["val"] = result.meta["val"]
-                result.replace_all_uses_with(rolled, delete_user_cb=lambda user, rolled=rolled: user is not rolled)
-        return program
 
     build, verify = lowering.lower, importlib.import_module("shardgraph.api.verify")
     fault = partial(monkeypatch.setattr, verify, "lower", lambda *args, **kwargs: masks_that_differ(build(*args)))
@@ -327,7 +363,7 @@ def test_different_random_numbers_for_a_replicated_activation(monkeypatch):
 def test_padding_counted_as_tokens_of_microbatches(monkeypatch):
     """Microbatches count alike, whatever each ignores: https://github.com/huggingface/transformers/pull/34191."""
     fault = partial(monkeypatch.setattr, LossReduction, "counts", lambda self, value: [1.0] * len(self.terms))
-    report = caught(fault, "pp", {"pp": 2}, pipeline=STAGES, labels=PADDED)
+    report = caught(fault, "pp", {"pp": 2}, in_text=False, pipeline=STAGES, labels=PADDED)
     assert report.errors["loss of rank 0 at step 0"] > report.tolerance
 
 
@@ -342,6 +378,53 @@ def test_padding_counted_as_tokens_of_a_divided_vocabulary(monkeypatch):
     right = LOWERINGS["nll_loss"]
     fault = partial(monkeypatch.setitem, LOWERINGS, "nll_loss", of_all_labels)
     assert blamed(caught(fault, "tp", {"tp": 2}, labels=PADDED)).made_by == "shard-operators"
+
+
+# -- proofs --------------------------------------------------------------------------------------------------
+
+
+@cache
+def block() -> tuple[Any, Any]:
+    """A norm and a feed-forward layer with dropout, captured, and the shapes of its parameters."""
+    inside, outside = nn.Dropout(0.2), nn.Dropout(0.2)
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), inside, nn.Linear(64, 16), outside)
+    call = (torch.randn(4, 6, 16),)
+    return capture(model, call, {}, device=torch.device("cpu")), named_shapes(model)
+
+
+def block_under(plan: str) -> Program:
+    """Its program on two ranks."""
+    joint, shapes = block()
+    return lowering.lower(replace(joint, placed={}), preset(plan, {"tp": 2}), shapes)
+
+
+@pytest.mark.parametrize("plan", ["tp", "tp+sp"])
+def test_a_block_without_a_fault_is_proved(plan):
+    assert is_proved(block_under(plan))
+
+
+@pytest.mark.parametrize("parameter", ["0.weight", "0.bias"])
+def test_a_gradient_that_is_not_summed_over_the_parts_of_a_sequence_is_not_proved(parameter, monkeypatch):
+    """The class above: what a rank has is a summand, and is taken for the sum."""
+    with_sums(lambda sums: sums.pop(parameter), monkeypatch)
+    assert [each.what for each in prove(block_under("tp+sp")).wrong] == [str(ir.Gradient(ir.Parameter(parameter)))]
+
+
+def test_a_gradient_that_is_summed_twice_is_not_proved(monkeypatch):
+    """The class above: what a rank has is the sum, and is taken for a summand."""
+    with_sums(lambda sums: sums.update({"0.weight": ("tp",)}), monkeypatch)
+    assert [each.what for each in prove(block_under("tp")).wrong] == [str(ir.Gradient(ir.Parameter("0.weight")))]
+
+
+def test_equal_random_numbers_for_the_parts_of_an_activation_are_not_proved(monkeypatch):
+    """The class above: what a rank draws for its part is not its part of what the model draws."""
+    monkeypatch.setitem(LOWERINGS, "dropout", own_mask)
+    assert not is_proved(block_under("tp"))
+
+
+def test_different_random_numbers_for_a_replicated_activation_are_not_proved():
+    """The class above: ranks that have the same must drop the same."""
+    assert not is_proved(masks_that_differ(block_under("tp")))
 
 
 # -- outside of the graphs, on processes -------------------------------------------------------------------

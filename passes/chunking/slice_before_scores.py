@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir.attributes import Change, carried
+from shardgraph.ir.attributes import EQUALS, PART_OF, Change, Labels, Part, carried
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
@@ -142,45 +142,54 @@ def _is_turned(node: Any) -> bool:
 
 
 def _rewrite(gm: fx.GraphModule, forward: _Forward, backward: _Backward | tuple[()], values: Propagation) -> None:
-    def call(before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node before another, labelled as ``like``."""
-        build = Builder(gm.graph, values, carried(Change.REWRITTEN, like), after=before.prev)
-        return build.call(target, *args, **kwargs)
-
     product, cut, hidden = forward.product, forward.cut, forward.hidden
     *rows, _ = operands(cut)[0].meta["val"].shape
     width = hidden.meta["val"].shape[1]
-    apart = call(cut, product, aten.view.default, hidden, [*rows, width])
-    part = call(cut, product, aten.slice.Tensor, apart, *cut.args[1:])
-    dense = call(cut, product, aten.clone.default, part, memory_format=torch.contiguous_format)
-    kept = call(cut, product, aten.view.default, dense, [-1, width])
+
+    def call(before: fx.Node, like: fx.Node, meaning: Labels, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node before another, labelled as ``like``; ``meaning`` says what it must be."""
+        build = Builder(gm.graph, values, {**carried(Change.REWRITTEN, like), **meaning}, after=before.prev)
+        return build.call(target, *args, **kwargs)
+
+    def kept_of(node: fx.Node) -> Labels:
+        """The rows of a captured matrix that are kept."""
+        return {PART_OF: Part(node.name, (*rows, node.meta["val"].shape[1]), cut.args[1:])}
+
+    apart = call(cut, product, {}, aten.view.default, hidden, [*rows, width])
+    part = call(cut, product, kept_of(hidden), aten.slice.Tensor, apart, *cut.args[1:])
+    dense = call(cut, product, kept_of(hidden), aten.clone.default, part, memory_format=torch.contiguous_format)
+    kept = call(cut, product, kept_of(hidden), aten.view.default, dense, [-1, width])
     *bias, _, weight = product.args
-    scores = call(cut, product, product.target, *bias, kept, weight)
+    scores = call(cut, product, kept_of(product), product.target, *bias, kept, weight)
     for cast in forward.casts:
-        scores = call(cut, cast, cast.target, scores, **cast.kwargs)
-    cut.replace_all_uses_with(call(cut, cut, aten.view.default, scores, list(cut.meta["val"].shape)))
+        scores = call(cut, cast, {}, cast.target, scores, **cast.kwargs)
+    same: Labels = {EQUALS: cut.name}
+    cut.replace_all_uses_with(call(cut, cut, same, aten.view.default, scores, list(cut.meta["val"].shape)))
     if not backward:
         return
     spread = backward.spread
     gradient = spread.args[0]
     for cast in backward.casts:
-        gradient = call(spread, cast, cast.target, gradient, **cast.kwargs)
+        gradient = call(spread, cast, {}, cast.target, gradient, **cast.kwargs)
     columns = backward.gradient.meta["val"].shape[1]
-    dense = call(spread, spread, aten.clone.default, gradient, memory_format=torch.contiguous_format)
-    gradient = call(spread, spread, aten.view.default, dense, [-1, columns])
+    part_of_it = kept_of(backward.gradient)
+    dense = call(spread, spread, part_of_it, aten.clone.default, gradient, memory_format=torch.contiguous_format)
+    gradient = call(spread, spread, part_of_it, aten.view.default, dense, [-1, columns])
     for user in list(backward.gradient.users):
+        same = {EQUALS: user.name}
         if _is_turned(user):
-            turned = call(user, user, user.target, gradient, *user.args[1:])
+            turned = call(user, user, {}, user.target, gradient, *user.args[1:])
             for each in list(user.users):
-                each.replace_all_uses_with(call(each, each, each.target, turned, kept))
+                each.replace_all_uses_with(call(each, each, {EQUALS: each.name}, each.target, turned, kept))
         elif user.target is aten.mm.default and user.args[1] is backward.gradient:
             left = user.args[0]
-            turned = call(user, left, left.target, kept, *left.args[1:])
-            user.replace_all_uses_with(call(user, user, user.target, turned, gradient))
+            turned = call(user, left, {}, left.target, kept, *left.args[1:])
+            user.replace_all_uses_with(call(user, user, same, user.target, turned, gradient))
         elif user.target is aten.mm.default:
-            made = call(user, user, user.target, gradient, user.args[1])
-            apart = call(user, spread, aten.view.default, made, [*spread.args[0].meta["val"].shape[:-1], width])
-            among = call(user, spread, spread.target, apart, [*rows, width], *spread.args[2:])
-            user.replace_all_uses_with(call(user, spread, aten.view.default, among, [-1, width]))
+            made = call(user, user, kept_of(user), user.target, gradient, user.args[1])
+            shape = [*spread.args[0].meta["val"].shape[:-1], width]
+            apart = call(user, spread, kept_of(user), aten.view.default, made, shape)
+            among = call(user, spread, {}, spread.target, apart, [*rows, width], *spread.args[2:])
+            user.replace_all_uses_with(call(user, spread, same, aten.view.default, among, [-1, width]))
         else:
-            user.replace_all_uses_with(call(user, user, user.target, gradient, *user.args[1:]))
+            user.replace_all_uses_with(call(user, user, same, user.target, gradient, *user.args[1:]))

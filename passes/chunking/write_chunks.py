@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import networkx as nx
 import torch
@@ -11,7 +12,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardgraph.ir import ALL_REDUCE, WAIT, add_output, outputs
-from shardgraph.ir.attributes import CHUNK, RECOMPUTE, Change, Labels, carried
+from shardgraph.ir.attributes import (
+    CHUNK,
+    EQUALS,
+    PART_OF,
+    PLACEMENTS,
+    RECOMPUTE,
+    Attribute,
+    Change,
+    Labels,
+    captured_name,
+    carried,
+    write,
+)
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.chunking.region import NotByRowsError, Region, pieces
@@ -99,6 +112,8 @@ class _Chunks:
                     self.whole[node, index] = self._joined(node, layout)
             if self.region.forms[node].mean:
                 self.whole[node, 0] = self.write.call(aten.div.Tensor, self.whole[node, 0], self.whole[node, 1])
+            if (node, 0) in self.whole:
+                _is_equal(self.whole[node, 0], node)
 
     def _operation(self, node: fx.Node, number: int, rows: int) -> None:
         form, chunk = self.region.forms[node], self.chunks[number]
@@ -191,6 +206,14 @@ class _Chunks:
         if total.meta["val"].dtype != dtype:
             total = self.write.call(aten._to_copy.default, total, dtype=dtype)
         return self.write.view(total, tuple(results(node)[index].shape))
+
+
+def _is_equal(whole: fx.Node, node: fx.Node) -> None:
+    """Record that ``whole``, made of all chunks, must be what ``node`` was."""
+    facts: tuple[Attribute[Any], ...] = (PART_OF, PLACEMENTS)
+    write(whole, {each: each.of(node) for each in facts if node in each})
+    if name := captured_name(node):
+        EQUALS.set(whole, name)
 
 
 def _is_low(node: fx.Node) -> bool:

@@ -10,7 +10,17 @@ from torch import fx
 
 from shardgraph.errors import PlanError
 from shardgraph.ir import Forwarded, Saved, outputs, set_outputs
-from shardgraph.ir.attributes import EQUALS, GIVEN_BY, MADE_BY, MEMORY_KIND, ON_HOST, PLACEMENTS, SOURCE, SUBJECT
+from shardgraph.ir.attributes import (
+    EQUALS,
+    GIVEN_BY,
+    MADE_BY,
+    MEMORY_KIND,
+    ON_HOST,
+    PLACEMENTS,
+    SOURCE,
+    SUBJECT,
+    captured_name,
+)
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.builder import Builder
@@ -146,7 +156,6 @@ def _builder(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Nod
 
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
     """Record which value the copy must equal, for debugging."""
-    captured = value not in MADE_BY and value.op != "placeholder"
-    equals = EQUALS.get(value, value.name if captured else None)
+    equals = EQUALS.get(value) if value.op == "placeholder" else captured_name(value)
     if equals and not PLACEMENTS.get(value):
         EQUALS.set(wait, equals)

@@ -16,7 +16,19 @@ from shardgraph import ir
 from shardgraph.checks.blame import Blame
 from shardgraph.checks.lockstep import along, by_role, run_lockstep
 from shardgraph.checks.step import LockstepStep, Run, Values, with_zeros
-from shardgraph.ir.attributes import EQUALS, MADE_BY, MEAN_OF, PLACEMENTS, REDUCES, ROLE, ROLES, SHARD_OF, SOURCE
+from shardgraph.ir.attributes import (
+    EQUALS,
+    MADE_BY,
+    MEAN_OF,
+    PART_OF,
+    PLACEMENTS,
+    REDUCES,
+    ROLE,
+    ROLES,
+    SHARD_OF,
+    SOURCE,
+    captured_name,
+)
 from shardgraph.mesh import Mesh, coordinates, group_along
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.passes.sharding.placements import cut_of, is_cut
@@ -70,9 +82,9 @@ def first_divergence(
 
     ``programs``, ``whole`` and ``local`` are those of each microbatch; see :class:`LockstepStep` for the others. Nodes
     of the captured graph keep their names through the passes. A node made by a pass is compared if the pass recorded
-    what it equals: ``EQUALS`` names the captured value, ``MEAN_OF`` the value whose mean over ranks it is, ``SHARD_OF``
-    the parameter. What graphs take from each other and what they return is compared too. Returns None if all comparable
-    values agree.
+    what it equals: ``EQUALS`` names the captured value, ``PART_OF`` the value of which it is a slice, ``MEAN_OF`` the
+    value whose mean over ranks it is, ``SHARD_OF`` the parameter. What graphs take from each other and what they return
+    is compared too. Returns None if all comparable values agree.
     """
     rng = generators()
     parts = enumerate(zip(programs, whole, strict=True))
@@ -252,8 +264,13 @@ class _Search:
             is_cut(placement) or (isinstance(placement, Partial) and axis != self.plan.experts)
             for axis, placement in PLACEMENTS.get(node, {}).items()
         )
-        name = EQUALS.get(node, None if node in MADE_BY else node.name)
-        values = self._expected(run, name) if name is not None and all(comparable) else None
+        if not all(comparable):
+            return None
+        if node in PART_OF:
+            part, shape = PART_OF.of(node), node.meta["val"].shape
+            return [part.of(value).reshape(shape) for value in self._expected(run, part.node) or ()] or None
+        name = captured_name(node)
+        values = None if name is None else self._expected(run, name)
         if values is None or node not in EQUALS:
             return values
         return [value[0] if isinstance(value, (tuple, list)) else value for value in values]  # the first of several
@@ -289,9 +306,12 @@ def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
 
 
 def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, int]:
-    """The local gradient of which a node is the reduced one, and over how many ranks it is."""
-    made_by, ranks = MADE_BY.get(node) if node in REDUCES else None, 1
-    while made_by is not None and MADE_BY.get(node) == made_by:
+    """The local gradient of which a node is the reduced one, and over how many ranks it is.
+
+    If what is reduced is taken from the reduction of another parameter, it is what is taken.
+    """
+    made_by, fqn, ranks = MADE_BY.get(node) if node in REDUCES else None, REDUCES.get(node), 1
+    while made_by is not None and MADE_BY.get(node) == made_by and REDUCES.get(node, fqn) == fqn:
         if ir.is_collective(node):
             ranks *= len(group_along(mesh, ir.group_of(node), 0))
         node = node.all_input_nodes[0]

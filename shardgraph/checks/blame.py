@@ -9,8 +9,9 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.checks.step import Run
-from shardgraph.ir.attributes import GIVEN_BY, MADE_BY, PLACEMENTS, RECOMPUTE, REDUCES, ROLE
+from shardgraph.ir.attributes import GIVEN_BY, MADE_BY, PLACEMENTS, RECOMPUTE, REDUCES, ROLE, ROLES
 from shardgraph.passes.program import Program
+from shardgraph.plans.annotations.constrain import CONSTRAIN
 
 _GIVEN_BY: dict[type[ir.Role], str] = {
     ir.Gathered: "gather-once",
@@ -21,6 +22,9 @@ _GIVEN_BY: dict[type[ir.Role], str] = {
 }
 """The pass that lets one graph take from another what has this role."""
 
+_DERIVED_BY = {"inputs": "split-backward", "weights": "split-backward", "backward": "drop-zero-tangents"}
+"""The pass that derives each kind of graph from the program's backward graph, where it is not that graph itself."""
+
 
 @dataclass
 class Blame:
@@ -29,20 +33,22 @@ class Blame:
     program: Program
     agreed: set[fx.Node] = field(default_factory=set)
     _given: dict[Any, Any] = field(default_factory=dict)
-    _giver: dict[fx.Node, Any] = field(default_factory=dict)
+    _giver: dict[fx.Node, tuple[Any, str | None]] = field(default_factory=dict)
 
     def take(self, run: Run, node: fx.Node) -> None:
         """Note that ``node``, an input, has what an earlier graph gave for its role."""
-        self._giver[node] = self._given.get(_key(run, ROLE.get(node)))
+        self._giver[node] = self._given.get(_key(run, ROLE.get(node)), (None, None))
 
     def give(self, run: Run, role: Any, value: Any) -> None:
         """Note that a graph has returned ``value``, a node, as ``role``."""
         if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):
-            role = ir.Accumulated(role.of)
-            earlier = self._given.get(_key(run, role))
+            accumulated = ir.Accumulated(role.of)
+            earlier, _ = self._given.get(_key(run, accumulated), (None, None))
             if value in self.agreed and earlier is not None and earlier not in self.agreed:
                 return  # of another microbatch, which is the one to doubt
-        self._given[_key(run, role)] = value
+            self._given[_key(run, accumulated)] = value, None
+        else:
+            self._given[_key(run, role)] = value, self._given_otherwise(run, role, value)
 
     def of(self, run: Run, node: fx.Node) -> str:
         """The pass that made a node that differs, or of what it is computed from the latest that was not compared.
@@ -54,6 +60,7 @@ class Blame:
     def of_result(self, run: Run, role: Any, node: fx.Node) -> str:
         """The pass that made a graph return ``node`` as ``role``, from which it differs."""
         maker = None if node in self.agreed else self._maker(node)
+        maker = maker or self._given_otherwise(run, role, node)
         if maker is not None:
             return maker
         plan = self.program.plan
@@ -90,10 +97,10 @@ class Blame:
         while pending:
             each = pending.pop(0)
             maker = maker or MADE_BY.get(each)
-            giver = self._giver.get(each)
+            giver, otherwise = self._giver.get(each, (None, None))
             given_by = _GIVEN_BY.get(type(ROLE.get(each)))
             if given_by != "reduce-once" and isinstance(giver, fx.Node) and GIVEN_BY.of(each) != giver.name:
-                return given_by
+                return otherwise or given_by
             sources = [giver] if each.op == "placeholder" else each.all_input_nodes
             for source in sources:
                 if isinstance(source, fx.Node) and source not in seen and source not in self.agreed:
@@ -107,6 +114,8 @@ class Blame:
         if given is not None:
             lost = given == "reduce-once" and self._dropped(run.graph.removesuffix(kind))
             return "drop-untrained" if lost else given
+        if derived := self._written_otherwise(run, node):
+            return derived
         again = "/recompute/" in run.graph
         if kind != "forward" and RECOMPUTE.get(node):
             return "recompute-stage" if again else "recompute"
@@ -114,9 +123,43 @@ class Blame:
             return "copy-to-recompute"
         for axis in PLACEMENTS.get(node, {}):
             return "divide-experts" if axis == plan.experts else "shard-operators"
+        captured = next((each for each in self.program.joint.module.graph.nodes if each.name == node.name), node)
+        if any(each.target is CONSTRAIN for each in captured.all_input_nodes):
+            return "remove-constraints"
         if kind != "forward":
             return "partition"
         return "capture" if plan.pipeline is None else "divide-into-stages"
+
+    def _original(self, run: Run) -> tuple[str, fx.Graph] | None:
+        """The pass that derived a run's graph, and the backward graph from which it did; None if the program has it."""
+        kind = run.graph.rpartition("/")[2]
+        backward = self.program.graphs.get(run.graph.removesuffix(kind) + "backward")
+        if kind not in _DERIVED_BY or backward is None:
+            return None
+        return _DERIVED_BY[kind], backward.graph
+
+    def _written_otherwise(self, run: Run, node: fx.Node) -> str | None:
+        """The pass that derived a graph, if the operation of ``node`` is not that of the graph it was derived from."""
+        derived_by, original = self._original(run) or ("", node.graph)
+        if original is node.graph:
+            return None
+        copied = any(each.name == node.name and _text(each) == _text(node) for each in original.nodes)
+        return None if copied else derived_by
+
+    def _given_otherwise(self, run: Run, role: Any, value: Any) -> str | None:
+        """The pass that derived a graph, if that returns another node as ``role`` than what it was derived from."""
+        derived_by, original = self._original(run) or ("", None)
+        if original is None or not isinstance(value, fx.Node) or original is value.graph:
+            return None
+        output = original.output_node()
+        results: Any = zip(ROLES.of(output), output.args[0], strict=True)
+        same = any(each == role and getattr(node, "name", None) == value.name for each, node in results)
+        return None if same else derived_by
+
+
+def _text(node: fx.Node) -> Any:
+    """An operation and its operands, by the names that they have where they are computed."""
+    return node.target, fx.node.map_arg((node.args, node.kwargs), lambda each: GIVEN_BY.get(each, each.name))
 
 
 def _key(run: Run, role: Any) -> Any:

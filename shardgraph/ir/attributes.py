@@ -8,9 +8,11 @@ new ones. Anything in ``meta`` that is not an attribute is an error there, so th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
+import torch
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError
@@ -41,6 +43,7 @@ _COMPUTED = frozenset({Change.COPIED, Change.REWRITTEN, Change.DIVIDED, Change.C
 _WHOLE = _COMPUTED - {Change.CHUNKED}
 _SINGLE = _ALL - {Change.MERGED}
 _COPIED = frozenset({Change.COPIED})
+_PASSED = _COPIED | {Change.PASSED}
 
 
 class Attribute(Generic[T]):
@@ -78,6 +81,20 @@ class Attribute(Generic[T]):
         node.meta[self.key] = value
 
 
+@dataclass(frozen=True)
+class Part:
+    """The slice ``cut`` (dim, start, end and step) of the value of a captured ``node``, viewed in ``shape``."""
+
+    node: str
+    shape: tuple[int, ...]
+    cut: tuple[Any, ...]
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The part of ``value``, which is the node's."""
+        part: torch.Tensor = torch.ops.aten.slice.Tensor(value.reshape(self.shape), *self.cut)
+        return part
+
+
 REGISTRY: dict[str, Attribute[Any]] = {}
 """All attributes by key."""
 
@@ -89,8 +106,9 @@ SUBJECT = Attribute[str]("subject", str, "the value that a node made by a pass m
 MADE_BY = Attribute[str]("made_by", str, "the pass that made the node; captured nodes have none", _WHOLE)
 
 # Equality with values of the captured graph, for comparisons
-EQUALS = Attribute[str]("equals", str, "the captured node whose value it has", _COPIED | {Change.PASSED})
-SHARD_OF = Attribute[str]("shard_of", str, "the parameter whose shard it is on every rank", _COPIED | {Change.PASSED})
+EQUALS = Attribute[str]("equals", str, "the captured node whose value it has", _PASSED)
+PART_OF = Attribute[Part]("part_of", Part, "the part of a captured value that it is, in some shape", _PASSED)
+SHARD_OF = Attribute[str]("shard_of", str, "the parameter whose shard it is on every rank", _PASSED)
 GIVEN_BY = Attribute[str]("given_by", str, "the node of another graph whose value an input is", _COPIED)
 MEAN_OF = Attribute[str]("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
 CAST_OF = Attribute[str]("cast_of", str, "the captured gradient that it casts", _COPIED)
@@ -116,7 +134,7 @@ ON_DISK = Attribute[bool]("on_disk", bool, "whether host memory of an input is a
 AXIS = Attribute[str]("axis", str, "the mesh axis of a collective that is bound to a process group", _COPIED)
 
 # Those of torch
-VALUE = Attribute[Any]("val", object, "the value on fake tensors", _COPIED | {Change.PASSED})
+VALUE = Attribute[Any]("val", object, "the value on fake tensors", _PASSED)
 MODULES = Attribute[Modules]("nn_module_stack", Mapping, "the modules that it is in, outermost first", _SINGLE)
 FORWARD_MODULES = Attribute[Modules]("fwd_nn_module_stack", Mapping, "the modules whose derivative it is in", _SINGLE)
 SEQUENCE = Attribute[int]("seq_nr", int, "the number that an operation and its derivative have in common", _COMPUTED)
@@ -137,6 +155,12 @@ def carried(change: Change, *nodes: fx.Node) -> dict[Attribute[Any], Any]:
             if change in REGISTRY[key].kept:
                 attributes.setdefault(REGISTRY[key], value)
     return attributes
+
+
+def captured_name(node: fx.Node) -> str | None:
+    """The captured node whose value ``node`` has: by its attribute, or itself if no pass has made it."""
+    name: str | None = EQUALS.get(node, None if node in MADE_BY else node.name)
+    return name
 
 
 def write(node: fx.Node, labels: Labels) -> None:
