@@ -15,7 +15,7 @@ from shardgraph.proof.held import Held, UntypedError, divided, of_term, patterns
 from shardgraph.proof.labels import Label, Pattern, Rule, apply, elementwise, jointly, linear
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
-from shardgraph.proof.terms import Terms, joined, regrouped, repeated
+from shardgraph.proof.terms import Terms, joined, regrouped, repeated, rounded
 
 
 class Typing(Protocol):
@@ -24,6 +24,7 @@ class Typing(Protocol):
     terms: Terms
     data: frozenset[str]
     drawn: int
+    ranks: Callable[[str], int]
 
 
 aten = torch.ops.aten
@@ -86,18 +87,37 @@ def _cast(typing: Typing, node: fx.Node, held: Held, **kwargs: Any) -> Held:
     dtype, before = kwargs.get("dtype"), node.args[0].meta["val"].dtype
     if dtype is None or dtype == before or (dtype.is_floating_point and before.is_floating_point):
         return held
-    return _pointwise(typing, node, held, str(dtype))
+    return _pointwise(typing, node, held, "floating" if dtype.is_floating_point else str(dtype))
 
 
-@define(aten.add.Tensor, aten.sub.Tensor)
+@define(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor)
 def _add(typing: Typing, node: fx.Node, one: Any, other: Any, alpha: float = 1) -> Held:
     if not (isinstance(one, Held) and isinstance(other, Held)) or not _floating(node):
         return _pointwise(typing, node, one, other, alpha)
-    sign = alpha if node.target is aten.add.Tensor else -alpha
+    sign = -alpha if node.target is aten.sub.Tensor else alpha
     return added(typing, one, other.scaled(sign))
 
 
-def added(typing: Typing, one: Held, other: Held) -> Held:
+Collect = Callable[[Terms, list[Held]], list[Held]]
+COLLECTING: list[Collect] = []
+"""What the summands of a sum are together."""
+
+
+def collecting(function: Collect) -> Collect:
+    """Register a lemma on summands."""
+    COLLECTING.append(function)
+    return function
+
+
+class HasTerms(Protocol):
+    """What sums take from :class:`shardgraph.proof.typing.Typing`."""
+
+    @property
+    def terms(self) -> Terms:
+        """All terms."""
+
+
+def added(typing: HasTerms, one: Held, other: Held) -> Held:
     """The sum of two values: sums of the same values in any order are one term."""
     if not one.factor or not other.factor:
         zero, rest = (one, other) if not one.factor else (other, one)
@@ -105,8 +125,12 @@ def added(typing: Typing, one: Held, other: Held) -> Held:
             return rest
     rank = max(len(one.dims), len(other.dims))
     shape = tuple(max(a, b) for a, b in zip(_wide(one, rank), _wide(other, rank), strict=True))
-    summands = sorted((*_summands(one, shape), *_summands(other, shape)), key=lambda h: (h.term.number, str(h.dims)))
+    summands = sorted((*addends(one, shape), *addends(other, shape)), key=lambda h: (h.term.number, str(h.dims)))
     summands = _collected(summands)
+    for collect in COLLECTING:
+        summands = collect(typing.terms, summands)
+    if not summands[0].factor:
+        return filled(typing, shape, 0)
     if any(each.summed != summands[0].summed for each in summands):
         raise UntypedError("one is summed over batches and the other is not")
     summed = summands[0].summed
@@ -124,14 +148,13 @@ def _wide(held: Held, rank: int) -> tuple[int, ...]:
     return (*(1,) * (rank - len(held.dims)), *held.shape)
 
 
-def _summands(held: Held, shape: Sequence[int]) -> list[Held]:
+def addends(held: Held, shape: Sequence[int]) -> list[Held]:
     """What a sum is of, if it is one as it was made; else the value."""
-    missing = len(shape) - len(held.dims)
-    if held.term.operation == ("sum", 0) and not missing and held.shape == tuple(shape):
+    if held.term.operation == ("sum", 0):
         views, factors = held.term.operands
         whole = of_term(held.term)
         if tuple(map(_sources, held.dims)) == tuple(map(_sources, whole.dims)):
-            return [
+            parts = [
                 replace(
                     held,
                     term=view.term,
@@ -140,12 +163,17 @@ def _summands(held: Held, shape: Sequence[int]) -> list[Held]:
                 )
                 for view, factor in zip(views, factors, strict=True)
             ]
-    dims = [*[()] * missing, *held.dims]
+            return [_broadcast(part, shape) for part in parts]
+    return [_broadcast(held, shape)]
+
+
+def _broadcast(held: Held, shape: Sequence[int]) -> Held:
+    dims = [*[()] * (len(shape) - len(held.dims)), *held.dims]
     wide = [
         (*dim, *repeated(size)) if own == 1 and size > 1 else dim
         for dim, own, size in zip(dims, _wide(held, len(shape)), shape, strict=True)
     ]
-    return [held.with_dims(wide)]
+    return held.with_dims(wide)
 
 
 def _sources(dim: Any) -> tuple[Any, ...]:
@@ -175,26 +203,30 @@ def _like(view: Any, dim: Any) -> Any:
 
 
 def _collected(summands: list[Held]) -> list[Held]:
-    """Equal ones as one."""
+    """Equal ones as one, without those that cancel; if all do, one of them as zero."""
     result: list[Held] = []
     for each in summands:
         if result and replace(result[-1], factor=1.0) == replace(each, factor=1.0):
-            result[-1] = replace(each, factor=result[-1].factor + each.factor)
+            result[-1] = replace(each, factor=rounded(result[-1].factor + each.factor))
         else:
             result.append(each)
-    return result
+    return [each for each in result if each.factor] or result[:1]
 
 
 @define(aten.mean.dim, aten.mean.default)
 def _mean(typing: Typing, node: fx.Node, held: Held, dims: Any = None, keep: bool = False, **_: Any) -> Held:
     """A sum over the number of elements."""
     count = math.prod(held.shape[dim] for dim in _reduced(held, dims))
-    return _sum(typing, node, held, dims, keep).scaled(1 / count)
+    return summed(typing, held, dims, keep).scaled(1 / count)
 
 
 @define(aten.sum.default, aten.sum.dim_IntList)
 def _sum(typing: Typing, node: fx.Node, held: Held, dims: Any = None, keep: bool = False, **_: Any) -> Held:
-    """A sum over elements that repeat is a multiple; sums of summands over batches are too."""
+    return summed(typing, held, dims, keep)
+
+
+def summed(typing: HasTerms, held: Held, dims: Any = None, keep: bool = False) -> Held:
+    """A sum of elements: over those that repeat it is a multiple; sums of summands over batches are too."""
     over = _reduced(held, dims)
     again = {dim for dim in over if held.dims[dim] and all(atom.source is None for atom in held.dims[dim])}
     factor = math.prod(held.shape[dim] for dim in again)
@@ -219,7 +251,7 @@ def _reduced(held: Held, dims: Any) -> set[int]:
     return {dim % rank for dim in every} if rank else set()
 
 
-@define(aten.addmm.default)
+@define(aten.addmm.default, aten.addmm_.default)
 def _addmm(typing: Typing, node: fx.Node, bias: Held, left: Held, right: Held, **kwargs: Any) -> Held:
     (product,) = apply(typing.terms, aten.mm.default, *RULES[aten.mm.default](left, right))
     return added(typing, product.scaled(kwargs.get("alpha", 1)), bias.scaled(kwargs.get("beta", 1)))
@@ -228,7 +260,7 @@ def _addmm(typing: Typing, node: fx.Node, bias: Held, left: Held, right: Held, *
 # -- tensors without operands ----------------------------------------------------------------------------------
 
 
-def filled(typing: Typing, shape: Sequence[int], value: Any) -> Held:
+def filled(typing: HasTerms, shape: Sequence[int], value: Any) -> Held:
     """A tensor of one number."""
     factor = float(value) if math.isfinite(value) else 1.0
     term = typing.terms.make("one", [] if math.isfinite(value) else [str(value)], ())
@@ -316,11 +348,11 @@ def _piece(typing: Typing, held: Held, dim: int, start: int, size: int, step: in
         begin, length = start // below * inner, size // below * inner
         kept = (("own", size // below, None), *pattern[1:])
     labels: list[Label] = [f"d{k}" for k in range(len(held.dims))]
-    rule = Rule([labels], [[length if k == dim else label for k, label in enumerate(labels)]], linear=jointly(0))
+    own: list[Label] = ["kept" if k == dim else label for k, label in enumerate(labels)]
+    rule = Rule([labels], [own], linear=jointly(0), divisions={"kept": kept})
     constants = [dim, begin, length, step]
     (piece,) = apply(typing.terms, "piece", [replace(held, summed=frozenset())], constants, rule)
-    dims = [divided(k, kept) if k == dim else own for k, own in enumerate(piece.dims)]
-    return replace(piece, dims=tuple(dims), summed=piece.summed | held.summed)
+    return replace(piece, summed=piece.summed | held.summed)
 
 
 def _local_size(pattern: Any) -> int:
@@ -345,12 +377,12 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
         for i, each in enumerate(tensors)
     ]
     results: list[Label] = [
-        whole_size(total) if k == dim else label if any(label in each for each in operands) else 1
+        "joined" if k == dim else label if any(label in each for each in operands) else 1
         for k, label in enumerate(labels)
     ]
-    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))))
+    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))), divisions={"joined": total})
     (result,) = apply(typing.terms, "cat", list(tensors), dim, rule)
-    return replace(result, dims=tuple(divided(k, total) if k == dim else own for k, own in enumerate(result.dims)))
+    return result
 
 
 # -- random numbers --------------------------------------------------------------------------------------------
@@ -429,5 +461,5 @@ def _convolution_backward(
         shape = [*weight.shape[2:]]
         (results[1],) = apply(typing.terms, "gradient of filters", [gradient, images], [constants, shape], rule)
     if wanted[2]:
-        results[2] = _sum(typing, node, gradient, [0, *range(2, len(gradient.dims))])
+        results[2] = summed(typing, gradient, [0, *range(2, len(gradient.dims))])
     return results
