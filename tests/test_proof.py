@@ -53,6 +53,7 @@ def test_divided_operators_are_proved(name, plan, mesh):
 
 
 PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-offload", "fsdp-2-precision", "pp+ddp-2x2"]
+PROVED += ["fsdp-2-loss-chunk"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in PROVED], ids=lambda case: case.id)
@@ -61,7 +62,10 @@ def test_recomputed_offloaded_and_staged_programs_are_proved(case):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("fsdp-2", "tp+sp-2")], ids=lambda case: case.id)
+MUTATED = ["fsdp-2", "tp+sp-2", "fsdp-2-loss-chunk"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in MUTATED], ids=lambda case: case.id)
 def test_a_program_with_a_fault_is_not_proved(case):
     made = subject(case)
     wrong = [mutant for mutant in chosen(made.program, 0, 6) if made.differs(mutant.of(made.program))]
