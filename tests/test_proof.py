@@ -52,7 +52,7 @@ def test_divided_operators_are_proved(name, plan, mesh):
     assert found.ok, str(found)
 
 
-PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-offload", "fsdp-2-precision"]
+PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-loss-chunk", "fsdp-2-offload", "fsdp-2-precision"]
 PROVED += ["pp-2", "pp+ddp-2x2", "pp+fsdp-2x2", "pp+zero2-2x2", "pp+fsdp-2x2-checkpoint", "pp+tp-2x2"]
 
 
@@ -62,7 +62,10 @@ def test_recomputed_offloaded_and_staged_programs_are_proved(case):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("fsdp-2", "tp+sp-2")], ids=lambda case: case.id)
+MUTATED = ["fsdp-2", "tp+sp-2", "fsdp-2-loss-chunk"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in MUTATED], ids=lambda case: case.id)
 def test_a_program_with_a_fault_is_not_proved(case):
     made = subject(case)
     wrong = [mutant for mutant in chosen(made.program, 0, 6) if made.differs(mutant.of(made.program))]

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from shardgraph.ir.attributes import EQUALS, MADE_BY
-from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, whole_size
-from shardgraph.proof.labels import Label, Pattern, Rule, apply, elementwise, jointly, linear
+from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
+from shardgraph.proof.labels import Label, Pattern, Rule, Whole, apply, elementwise, jointly, linear, result
 from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
-from shardgraph.proof.terms import Terms, View, joined, regrouped, repeated, whole
+from shardgraph.proof.terms import Terms, View, joined, regrouped, repeated, rounded, whole
 
 
 class Typing(Protocol):
@@ -25,6 +25,7 @@ class Typing(Protocol):
     terms: Terms
     data: frozenset[str]
     drawn: int
+    ranks: Callable[[str], int]
 
 
 aten = torch.ops.aten
@@ -87,20 +88,39 @@ def _cast(typing: Typing, node: fx.Node, held: Held, **kwargs: Any) -> Held:
     dtype, before = kwargs.get("dtype"), node.args[0].meta["val"].dtype
     if dtype is None or dtype == before or (dtype.is_floating_point and before.is_floating_point):
         return held
-    return _pointwise(typing, node, held, str(dtype))
+    return _pointwise(typing, node, held, "floating" if dtype.is_floating_point else str(dtype))
 
 
-@define(aten.add.Tensor, aten.sub.Tensor)
+@define(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor)
 def _add(typing: Typing, node: fx.Node, one: Any, other: Any, alpha: float = 1) -> Held:
     if isinstance(other, int) and other == 0:
         return one
     if not (isinstance(one, Held) and isinstance(other, Held)) or not _floating(node):
         return _pointwise(typing, node, one, other, alpha)
-    sign = alpha if node.target is aten.add.Tensor else -alpha
+    sign = -alpha if node.target is aten.sub.Tensor else alpha
     return added(typing, one, other.scaled(sign))
 
 
-def added(typing: Typing, one: Held, other: Held) -> Held:
+Collect = Callable[[Terms, list[View]], list[View]]
+COLLECTING: list[Collect] = []
+"""What the summands of a sum are together."""
+
+
+def collecting(function: Collect) -> Collect:
+    """Register a lemma on summands."""
+    COLLECTING.append(function)
+    return function
+
+
+class HasTerms(Protocol):
+    """What sums take from :class:`shardgraph.proof.typing.Typing`."""
+
+    @property
+    def terms(self) -> Terms:
+        """All terms."""
+
+
+def added(typing: HasTerms, one: Held, other: Held) -> Held:
     """The sum of two values: sums of the same values in any order are one term."""
     if not one.factor or not other.factor:
         zero, rest = (one, other) if not one.factor else (other, one)
@@ -108,41 +128,58 @@ def added(typing: Typing, one: Held, other: Held) -> Held:
             return rest
     if one.summed != other.summed:
         raise UntypedError("one is summed over batches and the other is not")
-    plain = [replace(each, factor=1.0, summed=frozenset()) for each in (one, other)]
-    both = elementwise(typing.terms, "sum of two", plain, None, jointly(0, 1))
-    summands = _collected([*_summands(one, both), *_summands(other, both)])
-    scale = summands[0][1]
-    if len(summands) == 1:
-        view = summands[0][0]
-        dims = tuple(_like(own, dim) for own, dim in zip(view.dims, both.dims, strict=True))
-        return replace(both, term=view.term, factor=scale, dims=dims, summed=one.summed)
-    views, factors = zip(*summands, strict=True)
-    ratios = [factor / scale for factor in factors]
-    term = typing.terms.make(("sum", 0), [list(views), ratios], both.term.shape)
-    return replace(both, term=term, factor=scale, summed=both.summed | one.summed)
+    both = _shared(one, other)
+    sizes = both.view.shape
+    summands = collected(typing.terms, [*addends(one, sizes), *addends(other, sizes)])
+    total = sum_of(typing.terms, summands, sizes)
+    return replace(both, term=total.term, factor=total.factor, dims=through(both.dims, total.dims))
 
 
-def _summands(held: Held, both: Held) -> list[tuple[View, float]]:
+def _shared(one: Held, other: Held) -> Held:
+    """How ranks have a sum of two values, whatever it is."""
+    values = [Terms().make("any", [], each.term.shape, each.term.varies) for each in (one, other)]
+    plain = [replace(one, term=values[0], factor=1.0, summed=frozenset())]
+    plain += [replace(other, term=values[1], factor=1.0, summed=frozenset())]
+    both = elementwise(Terms(), "any", plain, None, jointly(0, 1))
+    return replace(both, summed=both.summed | one.summed)
+
+
+def addends(held: Held, sizes: Sequence[int]) -> list[View]:
     """What a value is the sum of, if it is one in the order of its term's elements; else the value."""
-    if held.term.operation == ("sum", 0) and held.shape == both.shape and held.view.dims == whole(held.term.shape):
-        views, factors = held.term.operands
-        return [(view, held.factor * factor) for view, factor in zip(views, factors, strict=True)]
-    sizes = both.term.shape
-    dims = [*[()] * (len(sizes) - len(held.dims)), *held.view.dims]
+    view = held.view
+    if view.term.operation == ("sum", 0) and view.shape == tuple(sizes) and view.dims == whole(view.term.shape):
+        views, factors = view.term.operands
+        return [replace(each, factor=each.factor * view.factor * f) for each, f in zip(views, factors, strict=True)]
+    dims = [*[()] * (len(sizes) - len(view.dims)), *view.dims]
     repeats = [all(atom.source is None for atom in dim) for dim in dims]
     wide = [repeated(size) if again else dim for dim, size, again in zip(dims, sizes, repeats, strict=True)]
-    return [(View(held.term, 1.0, tuple(wide)), held.factor)]
+    return [replace(view, dims=tuple(wide))]
 
 
-def _collected(summands: Sequence[tuple[View, float]]) -> list[tuple[View, float]]:
-    """In a fixed order, equal ones as one."""
-    factors: dict[tuple[int, Any], float] = {}
-    views = {(view.term.number, view.dims): view for view, _ in summands}
-    for view, factor in summands:
+def collected(terms: Terms, summands: Sequence[View]) -> list[View]:
+    """Summands in a fixed order: equal ones as one, without those that cancel; if all do, one of them as zero."""
+    equal: dict[tuple[int, Any], View] = {}
+    for view in summands:
         key = view.term.number, view.dims
-        factors[key] = factors.get(key, 0.0) + factor
-    order = sorted(factors, key=lambda key: (key[0], str(key[1])))
-    return [(views[key], factors[key]) for key in order if factors[key]] or [(views[order[0]], 0.0)]
+        before = equal[key].factor if key in equal else 0.0
+        equal[key] = replace(view, factor=rounded(before + view.factor))
+    left = [view for view in equal.values() if view.factor] or list(equal.values())[:1]
+    for collect in COLLECTING:
+        left = collect(terms, left)
+    return sorted(left, key=lambda view: (view.term.number, str(view.dims)))
+
+
+def sum_of(terms: Terms, summands: Sequence[View], sizes: Sequence[int]) -> View:
+    """The sum of values of these sizes."""
+    if len(summands) == 1:
+        return summands[0]
+    scale = summands[0].factor
+    ratios = [view.factor / scale for view in summands]
+    labels: list[Label] = [f"d{k}" for k in range(len(sizes))]
+    rule = Rule([labels] * len(summands), [labels], linear=jointly(*range(len(summands))))
+    plain = [replace(view, factor=1.0) for view in summands]
+    total = result(terms, Whole("sum", 0, plain, ratios, rule, sizes))
+    return replace(total, factor=total.factor * scale)
 
 
 def _like(view: Any, dim: Any) -> Any:
@@ -171,12 +208,16 @@ def _like(view: Any, dim: Any) -> Any:
 def _mean(typing: Typing, node: fx.Node, held: Held, dims: Any = None, keep: bool = False, **_: Any) -> Held:
     """A sum over the number of elements."""
     count = math.prod(held.shape[dim] for dim in _reduced(held, dims))
-    return _sum(typing, node, held, dims, keep).scaled(1 / count)
+    return summed(typing, held, dims, keep).scaled(1 / count)
 
 
 @define(aten.sum.default, aten.sum.dim_IntList)
 def _sum(typing: Typing, node: fx.Node, held: Held, dims: Any = None, keep: bool = False, **_: Any) -> Held:
-    """A sum over elements that repeat is a multiple; sums of summands over batches are too."""
+    return summed(typing, held, dims, keep)
+
+
+def summed(typing: HasTerms, held: Held, dims: Any = None, keep: bool = False) -> Held:
+    """A sum of elements: over those that repeat it is a multiple; sums of summands over batches are too."""
     over = _reduced(held, dims)
     again = {dim for dim in over if held.dims[dim] and all(atom.source is None for atom in held.dims[dim])}
     factor = math.prod(held.shape[dim] for dim in again)
@@ -201,7 +242,7 @@ def _reduced(held: Held, dims: Any) -> set[int]:
     return {dim % rank for dim in every} if rank else set()
 
 
-@define(aten.addmm.default)
+@define(aten.addmm.default, aten.addmm_.default)
 def _addmm(typing: Typing, node: fx.Node, bias: Held, left: Held, right: Held, **kwargs: Any) -> Held:
     (product,) = apply(typing.terms, aten.mm.default, *RULES[aten.mm.default](left, right))
     return added(typing, product.scaled(kwargs.get("alpha", 1)), bias.scaled(kwargs.get("beta", 1)))
@@ -210,7 +251,7 @@ def _addmm(typing: Typing, node: fx.Node, bias: Held, left: Held, right: Held, *
 # -- tensors without operands ----------------------------------------------------------------------------------
 
 
-def filled(typing: Typing, shape: Sequence[int], value: Any) -> Held:
+def filled(typing: HasTerms, shape: Sequence[int], value: Any) -> Held:
     """A tensor of one number."""
     factor = float(value) if math.isfinite(value) else 1.0
     term = typing.terms.make("one", [] if math.isfinite(value) else [str(value)], ())
@@ -298,12 +339,11 @@ def _piece(typing: Typing, held: Held, dim: int, start: int, size: int, step: in
         begin, length = start // below * inner, size // below * inner
         kept = (("own", size // below, None), *pattern[1:])
     labels: list[Label] = [f"d{k}" for k in range(len(held.dims))]
-    result = [length if k == dim else label for k, label in enumerate(labels)]
-    rule = Rule([labels], [result], linear=jointly(0), cut=[labels[dim]])
+    own: list[Label] = ["kept" if k == dim else label for k, label in enumerate(labels)]
+    rule = Rule([labels], [own], linear=jointly(0), divisions={"kept": kept})
     constants = [dim, begin, length, step]
     (piece,) = apply(typing.terms, "piece", [replace(held, summed=frozenset())], constants, rule)
-    dims = [divided(k, kept) if k == dim else own for k, own in enumerate(piece.dims)]
-    return replace(piece, dims=tuple(dims), summed=piece.summed | held.summed)
+    return replace(piece, summed=piece.summed | held.summed)
 
 
 def _local_size(pattern: Any) -> int:
@@ -330,12 +370,12 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
         for i, each in enumerate(tensors)
     ]
     results: list[Label] = [
-        whole_size(total) if k == dim else label if any(label in each for each in operands) else 1
+        "joined" if k == dim else label if any(label in each for each in operands) else 1
         for k, label in enumerate(labels)
     ]
-    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))), cut=["piece"])
+    rule = Rule(operands, [results], linear=jointly(*range(len(tensors))), divisions={"joined": total})
     (result,) = apply(typing.terms, "cat", list(tensors), dim, rule)
-    return replace(result, dims=tuple(divided(k, total) if k == dim else own for k, own in enumerate(result.dims)))
+    return result
 
 
 @define(aten.stack.default)
@@ -437,5 +477,5 @@ def _convolution_backward(
         shape = [*weight.shape[2:]]
         (results[1],) = apply(typing.terms, "gradient of filters", [gradient, images], [constants, shape], rule)
     if wanted[2]:
-        results[2] = _sum(typing, node, gradient, [0, *range(2, len(gradient.dims))])
+        results[2] = summed(typing, gradient, [0, *range(2, len(gradient.dims))])
     return results

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardgraph.proof.terms import Atom, Dims, Term, View, joined, regrouped, whole
+from shardgraph.proof.terms import Atom, Dims, Term, View, joined, regrouped, repeated, whole
 
 
 class UntypedError(Exception):
@@ -205,6 +205,24 @@ def _high(atom: Atom, low: int) -> Atom:
 
 def _low(atom: Atom, low: int) -> Atom:
     return atom._replace(size=low)
+
+
+def through(dims: Sequence[Sequence[Atom]], inner: Dims) -> Dims:
+    """Dimensions over a value that is itself a view with dimensions ``inner``, over the term of that view."""
+    return tuple(joined(each for atom in dim for each in _seen(atom, inner)) for dim in dims)
+
+
+def _seen(atom: Atom, inner: Dims) -> tuple[Atom, ...]:
+    if not isinstance(atom.source, int):
+        return (atom,)
+    dim = inner[atom.source]
+    if all(each.source is None for each in dim):
+        return repeated(atom.size) if atom.axis is None else ()
+    total = math.prod(each.size for each in dim)
+    pieces = regrouped(dim, [total // (atom.stride * atom.size), atom.size, atom.stride])
+    if pieces is None or (atom.axis is not None and (len(pieces[1]) != 1 or pieces[1][0].source is None)):
+        raise UntypedError("ranks share a dimension that is not one of the value it is computed from")
+    return pieces[1] if atom.axis is None else (pieces[1][0]._replace(axis=atom.axis),)
 
 
 def patterns(dim: Sequence[Atom]) -> tuple[tuple[str, int, str | None], ...]:

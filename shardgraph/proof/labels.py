@@ -6,15 +6,18 @@ element, or that it sums over, and all operands with the label are divided alike
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, whole_size
+from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
 from shardgraph.proof.terms import Atom, Terms, View, repeated
 
 Label = str | int | None
 """None: a dimension that the operation needs whole. A number: one of a result that has this size on every rank."""
+
+Pattern = tuple[tuple[str, int, str | None], ...]
+"""How a whole dimension is divided: see :func:`shardgraph.proof.held.patterns`."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,48 @@ class Rule:
     """``operands`` and ``results`` have a label for each dimension.
 
     ``reduced`` are the labels that a result has not, with the operation by which ranks' results are combined. An
-    operation is linear in each set of operands in ``linear``: in all of a set together. ``cut`` are labels whose
-    dimension is another one in the results: the caller says how ranks share that.
+    operation is linear in each set of operands in ``linear``: in all of a set together. ``divisions`` say how labels
+    that only results have are divided.
     """
 
     operands: Sequence[Sequence[Label]]
     results: Sequence[Sequence[Label]]
     reduced: Mapping[str, str] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
-    cut: Collection[Label] = ()
+    divisions: Mapping[str, Pattern] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One result, of ``sizes``, of an operation on whole values, which no rank need have."""
+
+    operation: Any
+    index: int
+    operands: Sequence[View]
+    constants: Any
+    rule: Rule
+    sizes: Sequence[int]
+
+
+Lemma = Callable[[Terms, Whole], View | None]
+LEMMAS: list[Lemma] = []
+"""What operations on certain terms are equal to; None where a lemma has nothing to say. The first one decides."""
+
+
+def lemma(function: Lemma) -> Lemma:
+    """Register a lemma."""
+    LEMMAS.append(function)
+    return function
+
+
+def result(terms: Terms, made: Whole) -> View:
+    """The result of an operation on whole values, by the lemmas; a term of its own if none applies."""
+    for each in LEMMAS:
+        found = each(terms, made)
+        if found is not None:
+            return found
+    term = terms.make((made.operation, made.index), [made.operands, made.constants], made.sizes)
+    return of_term(term).view
 
 
 def linear(*positions: int) -> tuple[frozenset[int], ...]:
@@ -43,9 +79,6 @@ def jointly(*positions: int) -> tuple[frozenset[int], ...]:
     return (frozenset(positions),)
 
 
-Pattern = tuple[tuple[str, int, str | None], ...]
-
-
 def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any, rule: Rule) -> list[Held]:
     """The results of an operation on what ranks hold.
 
@@ -56,22 +89,22 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     tensors = [_once(lifted(terms, each), own, again) for each, own in zip(tensors, rule.operands, strict=True)]
     pattern = _patterns(tensors, rule)
     _check_axes(tensors, pattern)
+    pattern |= rule.divisions
     factor, tensors = _pulled(tensors, rule)
     _same_batches(tensors, pattern)
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
     results = []
     for index, labels in enumerate(rule.results):
-        _check_kept(pattern, {*labels, *rule.reduced, *rule.cut})
+        if not rule.divisions:
+            _check_kept(pattern, {*labels, *rule.reduced})
         summed, reduced = _reduced(pattern, {label: how for label, how in rule.reduced.items() if label not in labels})
         partial = reduced | _partial(tensors, rule, {axis for axis, _ in reduced})
         sizes = [_size(pattern, label) for label in labels]
-        term = terms.make((operation, index), [operands, constants], sizes)
+        view = result(terms, Whole(operation, index, operands, constants, rule, sizes))
         own = [(("own", size, None),) for size in sizes]
-        dims = [
-            repeated(again[label]) if label in again else divided(k, pattern.get(label, own[k]))
-            for k, label in enumerate(labels)
-        ]
-        results.append(Held(term, factor, tuple(dims), partial, summed))
+        dims = through([divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)], view.dims)
+        wide = [repeated(again[label]) if label in again else dim for label, dim in zip(labels, dims, strict=True)]
+        results.append(Held(view.term, factor * view.factor, tuple(wide), partial, summed))
     return results
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from shardgraph.ir import Role, outputs
 from shardgraph.ir.attributes import ROLE
-from shardgraph.proof import definitions, lookups  # noqa: F401  # lookups registers its definitions
+from shardgraph.proof import definitions, lookups, of_rank, ranges, shifts, vocabulary  # noqa: F401 (they register)
 from shardgraph.proof.collectives import EXCHANGES
 from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
 from shardgraph.proof.labels import apply, lifted
@@ -20,6 +20,8 @@ from shardgraph.proof.moves import MOVES
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.terms import Terms
 from shardgraph.torch_api import pytree
+
+aten = torch.ops.aten
 
 Ranks = Callable[[str], int]
 Typed = Any
@@ -73,6 +75,13 @@ class Typing:
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Typed:
         target: Any = node.target
+        if _writes(target) and not _alone(node):
+            raise UntypedError(f"{target} writes a value that something else reads, or that it shares")
+        if of_rank.depends(args, kwargs):
+            value = of_rank.computed(self, node, args, kwargs)
+            if value is not None:
+                return value
+            args, kwargs = of_rank.as_held(args, kwargs)
         if target is operator.getitem:
             if args[0][args[1]] is None:
                 raise UntypedError("a result of an operation that is not known")
@@ -138,3 +147,18 @@ class Typing:
             return replace(value, dims=tidy(value.dims))
         dims = sized(value.dims, shape) or sized(tidy(value.dims), shape)
         return value if dims is None else replace(value, dims=dims)
+
+
+_NEW = (aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.add.Tensor, aten.add_.Tensor)
+"""Operations whose result is memory of its own, or of an operand that they write."""
+
+
+def _writes(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _alone(node: fx.Node) -> bool:
+    """Whether nothing but the node can see what it writes."""
+    written = node.args[0]
+    return isinstance(written, fx.Node) and written.target in _NEW and list(written.users) == [node]
