@@ -230,6 +230,8 @@ def test_a_fault_in_a_divided_vocabulary_is_not_proved(fault):
 
 def test_no_mutant_of_a_divided_vocabulary_is_proved():
     made = subject("tp", {"tp": 2})
-    wrong = [mutant for mutant in chosen(made.program, 0, 20) if made.differs(mutant.of(made.program))]
-    proved = [str(mutant) for mutant in wrong if prove(mutant.of(made.program)).ok and "bfloat16" not in mutant.fault]
-    assert len(wrong) > 10 and proved == []
+    mutants = chosen(made.program, 0, 20)
+    proved = [mutant for mutant in mutants if prove(mutant.of(made.program)).ok and "bfloat16" not in mutant.fault]
+    assert len(mutants) - len(proved) > 10
+    wrong = [str(mutant) for mutant in proved if made.differs(mutant.of(made.program))]
+    assert wrong == []  # another number may be subtracted before the exponentials, for one
