@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardgraph.proof.aligned import aligned
 from shardgraph.proof.held import Held, UntypedError, divided, of_term, patterns, whole_size
 from shardgraph.proof.terms import Atom, Terms, View, repeated
 
@@ -55,6 +56,7 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     pattern = _patterns(tensors, rule)
     factor, tensors = _pulled(tensors, rule)
     _same_batches(tensors, pattern)
+    _once(tensors, {label: own for label, own in pattern.items() if _kept(label, rule)})
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
     results = []
     for index, labels in enumerate(rule.results):
@@ -89,7 +91,7 @@ def elementwise(
     Along a dimension that all operands repeat, the result does.
     """
     rank = max((len(each.dims) for each in tensors), default=0)
-    wide = [each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in tensors]
+    wide = aligned([each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in tensors])
     sizes = [max((each.shape[k] for each in wide), default=1) for k in range(rank)]
     bare = [each.with_dims([() if _repeats(dim) else dim for dim in each.dims]) for each in wide]
     labels: list[list[Label]] = [[f"d{k}" if dim else None for k, dim in enumerate(each.dims)] for each in bare]
@@ -187,6 +189,20 @@ def _same_batches(tensors: Sequence[Held], pattern: Mapping[str, Pattern]) -> No
     for tensor in tensors:
         if here & tensor.batches:
             raise UntypedError("one operand has all ranks' batches and another its own")
+
+
+def _kept(label: Label, rule: Rule) -> bool:
+    """Whether a result is divided, or partial, as the label is."""
+    return label in rule.reduced or any(label in labels for labels in rule.results)
+
+
+def _once(tensors: Sequence[Held], pattern: Mapping[Any, Pattern]) -> None:
+    """A rank has one coordinate along an axis, so along two dimensions together it has only a diagonal of blocks."""
+    places = [(kind, axis) for each in pattern.values() for kind, _, axis in each if axis is not None]
+    places += [("mark", axis) for axis in {axis for tensor in tensors for axis, _ in tensor.partial}]
+    for kind, axis in places:
+        if places.count((kind, axis)) > 1:
+            raise UntypedError(f"ranks along {axis!r} have parts of two dimensions, or parts of summands")
 
 
 def _written(pattern: Pattern) -> str:
