@@ -45,14 +45,14 @@ def test_every_model_under_every_plan_of_data_parallelism_is_proved(name, plan, 
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer", "llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(("plan", "mesh"), [("tp", {"tp": 2}), ("tp+sp", {"tp": 2}), ("fsdp+tp", {"dp": 2, "tp": 2})])
 def test_divided_operators_are_proved(name, plan, mesh):
     found = proof(name, plan, mesh)
     assert found.ok, str(found)
 
 
-PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-offload", "fsdp-2-precision", "pp+ddp-2x2"]
+PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-offload", "fsdp-2-precision", "pp+ddp-2x2", "ep-2"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in PROVED], ids=lambda case: case.id)
@@ -61,7 +61,9 @@ def test_recomputed_offloaded_and_staged_programs_are_proved(case):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("fsdp-2", "tp+sp-2")], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.id in ("fsdp-2", "tp+sp-2", "ep-2")], ids=lambda case: case.id
+)
 def test_a_program_with_a_fault_is_not_proved(case):
     made = subject(case)
     wrong = [mutant for mutant in chosen(made.program, 0, 6) if made.differs(mutant.of(made.program))]

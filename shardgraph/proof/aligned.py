@@ -17,6 +17,9 @@ def aligned(tensors: Sequence[Held]) -> list[Held]:
     for axis in sorted({axis for each in tensors for axis in each.marks}):
         places = sorted({place for each in result if (place := _place(each, axis)) is not None})
         if len(places) > 1:
+            places += [
+                k for k in range(len(result[0].dims)) if k not in places and all(t.shape[k] == 1 for t in result)
+            ]
             moved = [[_moved(each, axis, place) for each in result] for place in places]
             alike = [each for each in moved if all(_alike(each, dim) for dim in places)]
             result = min(alike, key=_seams, default=result)
