@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
-from shardgraph.proof import experts  # noqa: F401
+from shardgraph.proof.definitions import DEFINED
 from shardgraph.proof.held import UntypedError, of_term
 from shardgraph.proof.labels import apply
 from shardgraph.proof.rules import RULES
 from shardgraph.proof.shards import part
 from shardgraph.proof.terms import Terms
+from shardgraph.proof.typing import Typing
 
 aten = torch.ops.aten
 
@@ -56,6 +58,21 @@ def test_parts_of_rows_by_index_are_parts_of_the_whole_result(case):
     dim = next(k for k, atoms in enumerate(result.dims) if any(atom.axis == "tp" for atom in atoms))
     assert dim == along and not result.partial
     assert torch.equal(torch.cat(found, dim), target(*_filled(args, tensors)))
+
+
+def test_a_product_of_own_experts_with_their_bias_is_the_part_of_all_experts_product():
+    typing, node = Typing(Terms(), {"ep": 2}.__getitem__, frozenset()), fx.Graph().placeholder("x")
+    sizes = [(4, 1, 5), (4, 6, 3), (4, 3, 5)]
+    held = [of_term(typing.terms.make("input", [str(k)], size)) for k, size in enumerate(sizes)]
+    numbers = {"beta": 0.5, "alpha": 2.0}
+    defined = DEFINED[aten.baddbmm.default]
+    whole = defined(typing, node, *held, **numbers)
+    found = defined(typing, node, *(part(each, 0, 1, "ep", 2) for each in held), **numbers)
+    assert found == part(whole, 0, 1, "ep", 2)
+
+    tensors = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    ranks = [torch.baddbmm(*own, **numbers) for own in zip(*(each.chunk(2) for each in tensors), strict=True)]
+    assert torch.allclose(torch.cat(ranks), torch.baddbmm(*tensors, **numbers), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
