@@ -45,15 +45,23 @@ def test_every_model_under_every_plan_of_data_parallelism_is_proved(name, plan, 
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer", "llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(("plan", "mesh"), [("tp", {"tp": 2}), ("tp+sp", {"tp": 2}), ("fsdp+tp", {"dp": 2, "tp": 2})])
 def test_divided_operators_are_proved(name, plan, mesh):
     found = proof(name, plan, mesh)
     assert found.ok, str(found)
 
 
-PROVED = ["cp-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-loss-chunk", "fsdp-2-offload", "fsdp-2-precision"]
-PROVED += ["pp-2", "pp+ddp-2x2", "pp+fsdp-2x2", "pp+zero2-2x2", "pp+fsdp-2x2-checkpoint", "pp+tp-2x2"]
+PROVED = ["cp-2", "ep-2", "fsdp-2-recompute", "zero2-2-selective", "fsdp-2-loss-chunk", "fsdp-2-offload"]
+PROVED += [
+    "fsdp-2-precision",
+    "pp-2",
+    "pp+ddp-2x2",
+    "pp+fsdp-2x2",
+    "pp+zero2-2x2",
+    "pp+fsdp-2x2-checkpoint",
+    "pp+tp-2x2",
+]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in PROVED], ids=lambda case: case.id)
@@ -62,7 +70,7 @@ def test_recomputed_offloaded_and_staged_programs_are_proved(case):
     assert found.ok, str(found)
 
 
-MUTATED = ["fsdp-2", "tp+sp-2", "fsdp-2-loss-chunk"]
+MUTATED = ["fsdp-2", "tp+sp-2", "ep-2", "fsdp-2-loss-chunk"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in MUTATED], ids=lambda case: case.id)

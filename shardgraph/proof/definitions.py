@@ -359,14 +359,12 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
     labels: list[Label] = [f"d{k}" for k in range(len(tensors[0].dims))]
     divisions = [patterns(each.dims[dim]) for each in tensors]
     total: Any = (("own", sum(map(_local_size, divisions)), None),)
-    shared = any(kind != "own" for pattern in divisions for kind, _, _ in pattern)
-    if shared:
+    if any(kind != "own" for pattern in divisions for kind, _, _ in pattern):
         if len(set(divisions)) > 1 or any(kind == "batch" for kind, _, _ in divisions[0]):
             raise UntypedError("pieces are joined that ranks share unlike")
         total = (("own", len(tensors), None), *divisions[0])
-    named = list(enumerate(labels))
     operands = [
-        [("piece" if shared else f"piece{i}") if k == dim else label if each.dims[k] else None for k, label in named]
+        [f"piece{i}" if k == dim else label if each.dims[k] else None for k, label in enumerate(labels)]
         for i, each in enumerate(tensors)
     ]
     results: list[Label] = [

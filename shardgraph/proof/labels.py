@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardgraph.proof.aligned import aligned
 from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
 from shardgraph.proof.terms import Atom, Terms, View, repeated
 
@@ -87,11 +88,10 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     """
     again = _repeated_along(tensors, rule)
     tensors = [_once(lifted(terms, each), own, again) for each, own in zip(tensors, rule.operands, strict=True)]
-    pattern = _patterns(tensors, rule)
-    _check_axes(tensors, pattern)
-    pattern |= rule.divisions
+    pattern = _patterns(tensors, rule) | rule.divisions
     factor, tensors = _pulled(tensors, rule)
     _same_batches(tensors, pattern)
+    _check_axes(tensors, {label: own for label, own in pattern.items() if _kept(label, rule)})
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
     results = []
     for index, labels in enumerate(rule.results):
@@ -143,7 +143,7 @@ def elementwise(
 ) -> Held:
     """An operation of the elements at one place of all operands, which broadcast."""
     rank = max((len(each.dims) for each in tensors), default=0)
-    wide = [each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in tensors]
+    wide = aligned([each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in tensors])
     labels: list[Label] = [f"d{k}" for k in range(rank)]
     (result,) = apply(terms, operation, wide, constants, Rule([labels] * len(wide), [labels], linear=linear_in))
     return result
@@ -231,13 +231,13 @@ def _partial(tensors: Sequence[Held], rule: Rule, reduced: set[str]) -> frozense
 
 
 def _check_axes(tensors: Sequence[Held], pattern: Mapping[Any, Pattern]) -> None:
-    """Along one axis ranks have parts of one dimension, or summands."""
-    divided_along = [axis for own in pattern.values() for kind, _, axis in own if kind != "own"]
-    summands_along = {axis for tensor in tensors for axis, _ in tensor.partial}
-    for axis in divided_along:
-        if divided_along.count(axis) > 1:
+    """A rank has one coordinate along an axis, so along two dimensions together it has only a diagonal of blocks."""
+    places = [(kind, axis) for each in pattern.values() for kind, _, axis in each if axis is not None]
+    summands = {axis for tensor in tensors for axis, _ in tensor.partial}
+    for kind, axis in places:
+        if places.count((kind, axis)) > 1:
             raise MixedError(f"a rank has its part of two dimensions, not the elements of others' parts along {axis!r}")
-        if axis in summands_along:
+        if kind == "mark" and axis in summands:
             raise MixedError(f"ranks have parts of one operand and summands of another along {axis!r}")
 
 
@@ -252,6 +252,11 @@ def _same_batches(tensors: Sequence[Held], pattern: Mapping[str, Pattern]) -> No
     for tensor in tensors:
         if here & tensor.batches:
             raise UntypedError("one operand has all ranks' batches and another its own")
+
+
+def _kept(label: Label, rule: Rule) -> bool:
+    """Whether a result is divided, or partial, as the label is."""
+    return label in rule.reduced or any(label in labels for labels in rule.results)
 
 
 def _written(pattern: Pattern) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardgraph import ir
+from shardgraph.plans.annotations.constrain import CONSTRAIN
 from shardgraph.proof.held import Held, UntypedError, viewed
 from shardgraph.proof.terms import repeated
 
@@ -37,7 +38,7 @@ def move(*targets: Any) -> Callable[[Move], Move]:
         aten.lift_fresh_copy.default,
         aten.lift_fresh.default,
     ),
-    *(aten.contiguous.default, ir.WAIT, ir.TO_HOST, ir.TO_DEVICE, ir.WAIT_COPY),
+    *(aten.contiguous.default, CONSTRAIN, ir.WAIT, ir.TO_HOST, ir.TO_DEVICE, ir.WAIT_COPY),
 )
 def same(held: Held, *_: Any, **__: Any) -> Held:
     """The operand."""

@@ -12,7 +12,7 @@ from shardgraph import ir
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MADE_BY, SOURCE
 from shardgraph.mesh import size_along
-from shardgraph.passes.program import Program, StageProgram
+from shardgraph.passes.program import Halves, Program, StageProgram
 from shardgraph.proof.definitions import added
 from shardgraph.proof.held import Held, UntypedError, of_term
 from shardgraph.proof.shards import stored, undivided
@@ -102,7 +102,10 @@ class _Proving:
         if not self.unknown:
             values = {n.name: n.meta.get("val") for n in joint.graph.nodes}
             self.shapes = {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)}
-            self._stages()
+            pipeline = self.program.plan.pipeline
+            count = 1 if pipeline is None else pipeline.parts
+            for recomputes in sorted({pipeline is not None and pipeline.recomputes(n, count) for n in range(count)}):
+                self._microbatch(recomputes)
         return Proof(self.results, len(self.terms), tuple(self.wrong), tuple(self.unknown))
 
     def _typing(self, shapes: Any) -> Typing:
@@ -116,25 +119,36 @@ class _Proving:
         varies = self.data if isinstance(role, (ir.Input, ir.Tangent)) else ()
         return of_term(self.terms.make("input", [repr(role)], value.shape, varies))
 
-    def _stages(self) -> None:
+    def _microbatch(self, recomputes: bool) -> None:
+        """All graphs that a step runs for a microbatch whose forward backward recomputes, or does not."""
         totals: dict[str, Any] = {}
         received: dict[ir.Role, Any] = {}
         typing = self._typing(self.shapes)
         saved: list[dict[ir.Role, Any]] = []
         for stage in self.program.stages:
             given = {} if stage.gather is None else self._run(typing, stage.gather, {})
-            results = self._run(typing, stage.kept.forward, {**given, **received})
+            halves = stage.again if recomputes else stage.kept
+            results = self._run(typing, halves.forward, {**given, **received})
             saved.append(results)
             received = {role: value for role, value in results.items() if isinstance(role, ir.Forwarded)}
             self._compare_forward(results)
         returned: dict[ir.Role, Any] = {}
         for stage, own in zip(reversed(self.program.stages), reversed(saved), strict=True):
-            if stage.kept.backward is not None:
-                results = self._run(typing, stage.kept.backward, {**own, **returned})
+            halves = stage.again if recomputes else stage.kept
+            if halves.backward is not None:
+                results = self._backward(typing, stage, halves, {**own, **returned})
                 returned = {role: value for role, value in results.items() if isinstance(role, ir.Returned)}
                 self._collect(typing, stage, results, totals)
         self._compare_gradients(totals)
         self.unknown[:0] = [self._of_node(node, why) for node, why in typing.untyped]
+
+    def _backward(self, typing: Typing, stage: StageProgram, halves: Halves, given: dict[ir.Role, Any]) -> Any:
+        """The results of the graphs that the schedule runs, in its order: of backward, or of its two parts."""
+        actions = (action for place in self.program.actions for action in place if action.stage == stage.number)
+        results: dict[ir.Role, Any] = {}
+        for kind in dict.fromkeys(action.kind for action in actions if action.kind != "F"):
+            results |= self._run(typing, self.program.graph(halves.name(kind)), {**given, **results})
+        return results
 
     def _run(self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any]) -> dict[ir.Role, Any]:
         def inputs(role: ir.Role, node: fx.Node) -> Any:
@@ -159,6 +173,8 @@ class _Proving:
             own |= self._run(typing, stage.reduce, given)
         for role, value in own.items():
             fqn = role.of.fqn
+            if stage.number not in self.program.owners[fqn]:
+                continue
             try:
                 totals[fqn] = self._total(typing, fqn, totals[fqn], value) if fqn in totals else value
             except UntypedError as error:
