@@ -28,14 +28,14 @@ def matrix(terms: Terms, name: str, *shape: int) -> Held:
 def test_a_diagonal_of_blocks_is_no_division():
     terms = Terms()
     rows, columns = part(matrix(terms, "x", 4, 6), 0, 1, "tp", 2), part(matrix(terms, "w", 6, 8), 1, 1, "tp", 2)
-    with pytest.raises(UntypedError, match="parts of two dimensions"):
+    with pytest.raises(UntypedError, match="its part of two dimensions"):
         product(terms, rows, columns)
 
 
 def test_each_rank_s_columns_of_its_own_summand_are_no_columns_of_the_sum():
     terms = Terms()
     summands = replace(matrix(terms, "x", 4, 6), partial=frozenset({("tp", "sum")}))
-    with pytest.raises(UntypedError, match="parts of summands"):
+    with pytest.raises(UntypedError, match="summands of another"):
         product(terms, summands, part(matrix(terms, "w", 6, 8), 1, 1, "tp", 2))
 
 
@@ -45,5 +45,5 @@ def test_products_of_one_batch_with_another_are_not_known():
     batch = Atom("dp", 1, 2)
     rows = Held(x, 1.0, ((batch, Atom(0, 1, 3)), (Atom(1, 1, 3),)))
     columns = Held(y, 1.0, ((Atom(0, 1, 3),), (batch, Atom(1, 1, 3))))
-    with pytest.raises(UntypedError, match="parts of two dimensions"):
+    with pytest.raises(UntypedError, match="its part of two dimensions"):
         product(terms, rows, columns)

@@ -69,6 +69,8 @@ class Held:
 
     def scaled(self, factor: float) -> Held:
         """A multiple."""
+        if factor < 0 and any(how != "sum" for _, how in self.partial):
+            raise UntypedError("an extremum over ranks is multiplied by a negative number")
         return Held(self.term, self.factor * factor, self.dims, self.partial, self.summed, self.uneven)
 
     def on(self, axis: str) -> bool:

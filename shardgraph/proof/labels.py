@@ -104,7 +104,9 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
         own = [(("own", size, None),) for size in sizes]
         dims = through([divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)], view.dims)
         wide = [repeated(again[label]) if label in again else dim for label, dim in zip(labels, dims, strict=True)]
-        results.append(Held(view.term, factor * view.factor, tuple(wide), partial, summed))
+        made = Held(view.term, factor * view.factor, tuple(wide), partial, summed)
+        _check_batches(made)
+        results.append(made)
     return results
 
 
@@ -239,6 +241,12 @@ def _check_axes(tensors: Sequence[Held], pattern: Mapping[Any, Pattern]) -> None
             raise MixedError(f"a rank has its part of two dimensions, not the elements of others' parts along {axis!r}")
         if kind == "mark" and axis in summands:
             raise MixedError(f"ranks have parts of one operand and summands of another along {axis!r}")
+
+
+def _check_batches(made: Held) -> None:
+    """Of its own batch alone a rank has no part that others lack the rest of, and no summand."""
+    for axis in made.batches & {*made.marks, *(axis for axis, _ in made.partial)}:
+        raise MixedError(f"ranks along {axis!r} have parts or summands, each of its own batch")
 
 
 def _check_kept(pattern: Mapping[Any, Pattern], kept: Collection[Label]) -> None:

@@ -139,7 +139,7 @@ def _layer_norm(held: Held, shape: Sequence[int], weight: Held | None, bias: Hel
     parameters = [each for each in (weight, bias) if each is not None]
     absent = [weight is None, bias is None]
     operands = [labels, *([None] * len(shape) for _ in parameters)]
-    return [held, *parameters], [absent, epsilon], Rule(operands, [result, statistics, statistics])
+    return [held, *parameters], [shape, absent, epsilon], Rule(operands, [result, statistics, statistics])
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -160,7 +160,7 @@ def _layer_norm_backward(
     tensors = [gradient, held, mean, rstd, *([weight] if weight is not None else [])]
     sums: list[Label] = list(held.shape[len(rows) :])
     reduced = {str(row): "sum" for row in rows}
-    return tensors, [weight is None], Rule(operands, [result, sums, sums], reduced, linear(0))
+    return tensors, [shape, weight is None], Rule(operands, [result, sums, sums], reduced, linear(0))
 
 
 @rule(fused.RMS_NORM)
@@ -168,7 +168,7 @@ def _rms_norm(held: Held, shape: Sequence[int], weight: Held | None, epsilon: fl
     labels, result, statistics = _rows_and_rest(held, len(shape))
     parameters = [] if weight is None else [weight]
     operands = [labels, *([None] * len(shape) for _ in parameters)]
-    return [held, *parameters], epsilon, Rule(operands, [result, statistics])
+    return [held, *parameters], [shape, epsilon], Rule(operands, [result, statistics])
 
 
 @rule(fused.RMS_NORM_BACKWARD)
@@ -179,7 +179,7 @@ def _rms_norm_backward(gradient: Held, held: Held, shape: Sequence[int], rstd: H
     operands = [labels, labels, stats, *([[None] * len(shape)] if weight is not None else [])]
     tensors = [gradient, held, rstd, *([weight] if weight is not None else [])]
     sums: list[Label] = list(held.shape[len(rows) :])
-    return tensors, None, Rule(operands, [result, sums], {str(row): "sum" for row in rows}, linear(0))
+    return tensors, shape, Rule(operands, [result, sums], {str(row): "sum" for row in rows}, linear(0))
 
 
 @rule(aten._native_batch_norm_legit_functional.default)

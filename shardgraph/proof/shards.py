@@ -19,7 +19,7 @@ def part(held: Held, dim: int, blocks: int, axis: str, size: int) -> Held:
     """
     if size == 1:
         return held
-    if axis in held.marks or axis == held.uneven or any(each == axis for each, _ in held.partial):
+    if held.on(axis):
         raise UntypedError(f"ranks along {axis!r} take parts of what they do not all have")
     rows = held.shape[dim]
     if rows % (blocks * size):
