@@ -11,12 +11,13 @@ import torch
 from torch import fx
 
 from shardgraph.ir.attributes import EQUALS, MADE_BY
+from shardgraph.proof.aligned import aligned
 from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
 from shardgraph.proof.labels import Label, Pattern, Rule, Whole, apply, elementwise, jointly, linear, result
 from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
-from shardgraph.proof.terms import Terms, View, joined, regrouped, repeated, rounded, whole
+from shardgraph.proof.terms import Dims, Terms, View, joined, regrouped, repeated, rounded, whole
 
 
 class Typing(Protocol):
@@ -128,6 +129,8 @@ def added(typing: HasTerms, one: Held, other: Held) -> Held:
             return rest
     if one.summed != other.summed:
         raise UntypedError("one is summed over batches and the other is not")
+    rank = max(len(one.dims), len(other.dims))
+    one, other = aligned([each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in (one, other)])
     both = _shared(one, other)
     sizes = both.view.shape
     summands = collected(typing.terms, [*addends(one, sizes), *addends(other, sizes)])
@@ -147,13 +150,27 @@ def _shared(one: Held, other: Held) -> Held:
 def addends(held: Held, sizes: Sequence[int]) -> list[View]:
     """What a value is the sum of, if it is one in the order of its term's elements; else the value."""
     view = held.view
-    if view.term.operation == ("sum", 0) and view.shape == tuple(sizes) and view.dims == whole(view.term.shape):
-        views, factors = view.term.operands
-        return [replace(each, factor=each.factor * view.factor * f) for each, f in zip(views, factors, strict=True)]
-    dims = [*[()] * (len(sizes) - len(view.dims)), *view.dims]
-    repeats = [all(atom.source is None for atom in dim) for dim in dims]
-    wide = [repeated(size) if again else dim for dim, size, again in zip(dims, sizes, repeats, strict=True)]
-    return [replace(view, dims=tuple(wide))]
+    own = [dim for dim in view.dims if any(atom.source is not None for atom in dim)]
+    if view.term.operation != ("sum", 0) or own != [dim for dim in whole(view.term.shape) if dim]:
+        return [_broadcast(view, sizes)]
+    sources = [
+        next((atom.source for atom in dim), None) for dim in view.dims
+    ]  # among which dimensions of size 1 may be
+    views, factors = view.term.operands
+    return [
+        _broadcast(View(part.term, part.factor * factor * view.factor, _at(part.dims, sources)), sizes)
+        for part, factor in zip(views, factors, strict=True)
+    ]
+
+
+def _at(dims: Dims, sources: Sequence[Any]) -> Dims:
+    return tuple(() if source is None else dims[source] for source in sources)
+
+
+def _broadcast(view: View, sizes: Sequence[int]) -> View:
+    repeats = [all(atom.source is None for atom in dim) for dim in view.dims]
+    wide = [repeated(size) if again else dim for dim, size, again in zip(view.dims, sizes, repeats, strict=True)]
+    return replace(view, dims=tuple(wide))
 
 
 def collected(terms: Terms, summands: Sequence[View]) -> list[View]:
