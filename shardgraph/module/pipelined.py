@@ -110,7 +110,7 @@ class PipelinedModule(ShardedModule):
         if key not in self._mergeable:
             shapes = output_shapes(self.original, *call, self._state.device)
             programs = [executor.program for executor in executors]
-            self._mergeable[key] = can_merge(programs, shapes) and not any(rows_of(p.joint).mixed for p in programs)
+            self._mergeable[key] = can_merge(programs, shapes) and all(rows_of(p.joint).apart for p in programs)
         return self._mergeable[key]
 
     def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:

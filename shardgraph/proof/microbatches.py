@@ -1,7 +1,7 @@
 """Whether what a model computes for a row of a batch depends on that row alone, so that a batch may be cut by rows.
 
 The graph has the sizes of a microbatch: of a view it is not known which of its sizes would grow with the batch, and the
-one that lies where the rows lay is taken to.
+one that lies where the rows lay is taken to. In a microbatch of one row that cannot be told, so nothing is refused.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Rows:
     mixed: Mapping[fx.Node, str]
     unknown: Mapping[fx.Node, str]
 
+    @property
+    def apart(self) -> bool:
+        """Whether each row is known to be computed from itself alone."""
+        return not self.mixed and not self.unknown
+
     def raise_if_mixed(self) -> None:
         """Raise ShardGraphError with the first line of the model that combines rows."""
         for node, why in self.mixed.items():
@@ -83,7 +88,10 @@ def rows_of(joint: ir.JointGraph) -> Rows:
     for role, value in typing.run(joint.module, inputs).items():
         if isinstance(role, ir.Output) and isinstance(value, Held) and value.dims and value.partial:
             typing.mixed[returned[role]] = "sums over the rows are returned"
-    return Rows(typing.mixed, {node: why for node, why in typing.untyped if node in typing.forward})
+    unknown = {node: why for node, why in typing.untyped if node in typing.forward}
+    if joint.rows == 1:  # which does not say which dimension of size 1 the rows are
+        return Rows({}, typing.mixed | unknown)
+    return Rows(typing.mixed, unknown)
 
 
 def _forward(joint: ir.JointGraph) -> set[fx.Node]:

@@ -1,7 +1,4 @@
-"""Operations by labels: a table of its own, which shares nothing with the rules by which passes divide operations.
-
-``tests/test_proof_rules.py`` computes every rule on small random tensors, whole and by parts.
-"""
+"""Operations by labels: a table of its own, which shares nothing with the rules by which passes divide operations."""
 
 from __future__ import annotations
 
