@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.ir import WAIT, collectives, send
 from shardgraph.ir.fused import ATTENTION
+from shardgraph.passes.analysis.collective_order import check_waits
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.plans.resolve import resolve_plan
@@ -261,3 +263,13 @@ def test_a_plan_round_trips_and_leaves_nothing_to_be_found():
 def test_what_cannot_be_is_refused_with_what_can(make_it, message):
     with pytest.raises(PlanError, match=message):
         make_it()
+
+
+def test_what_another_axis_gathers_is_divided_only_once_it_has_arrived():
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=1, use_cache=False, **sizes))
+    ids = torch.empty(1, 8192, dtype=torch.long, device="meta")
+    plan = resolve_plan("fsdp+cp+tp", (("dp", 2), ("cp", 8), ("tp", 8)))
+    program = build_program(model, plan, (), {"input_ids": ids, "labels": ids})
+    check_waits(program.forward)
