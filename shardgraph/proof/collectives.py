@@ -13,7 +13,7 @@ from shardgraph.proof.shards import chunk, padded, part
 from shardgraph.proof.terms import Atom, Terms, regrouped, repeated
 
 Ranks = Callable[[str], int]
-Exchange = Callable[..., Held]
+Exchange = Callable[..., Any]
 EXCHANGES: dict[Any, Exchange] = {}
 """By operation: the result for the terms, the sizes of axes, the operand and the other arguments."""
 
@@ -72,14 +72,6 @@ def all_to_all(terms: Terms, ranks: Ranks, held: Held, received: Sequence[int], 
         gone = (away._replace(axis=axis),)
     rest = [*(atom for atom in dims[0] if atom.axis is not None), *gone, *pieces[1]]
     return held.with_dims(tidy(_with_first([rest, *dims[1:]], mine)))
-
-
-@exchange(ir.local_part)
-def local_part(terms: Terms, ranks: Ranks, held: Held, dim: int, blocks: int, axis: str, back: int = 0) -> Held:
-    """This rank's part of every block."""
-    if back:
-        raise UntypedError("another rank's part is taken")
-    return part(held, dim, blocks, axis, ranks(axis))
 
 
 @exchange(ir.first_only)
