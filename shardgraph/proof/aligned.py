@@ -20,7 +20,7 @@ def aligned(tensors: Sequence[Held]) -> list[Held]:
             places += [
                 k for k in range(len(result[0].dims)) if k not in places and all(t.shape[k] == 1 for t in result)
             ]
-            moved = [[_moved(each, axis, place) for each in result] for place in places]
+            moved = [[placed(each, axis, place) for each in result] for place in places]
             alike = [each for each in moved if all(_alike(each, dim) for dim in places)]
             result = min(alike, key=_seams, default=result)
     return result
@@ -35,7 +35,8 @@ def _place(held: Held, axis: str) -> int | None:
     return next((k for k, dim in enumerate(held.dims) if any(atom.axis == axis for atom in dim)), None)
 
 
-def _moved(held: Held, axis: str, place: int) -> Held:
+def placed(held: Held, axis: str, place: int) -> Held:
+    """The same local elements, with the coordinate along an axis at another dimension."""
     before = _place(held, axis)
     if before in (None, place):
         return held

@@ -374,6 +374,8 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
         return tensors[0]
     dim %= len(tensors[0].dims)
     labels: list[Label] = [f"d{k}" for k in range(len(tensors[0].dims))]
+    if len({patterns(each.dims[dim]) for each in tensors}) > 1:
+        tensors = [_ranks_first(each, dim) for each in tensors]
     divisions = [patterns(each.dims[dim]) for each in tensors]
     total: Any = (("own", sum(map(_local_size, divisions)), None),)
     if any(kind != "own" for pattern in divisions for kind, _, _ in pattern):
@@ -391,6 +393,12 @@ def _cat(typing: Typing, node: fx.Node, tensors: Sequence[Held], dim: int = 0) -
     rule = Rule(operands, [results], linear=jointly(*range(len(tensors))), divisions={"joined": total})
     (result,) = apply(typing.terms, "cat", list(tensors), dim, rule)
     return result
+
+
+def _ranks_first(held: Held, dim: int) -> Held:
+    """The ranks' coordinates in front of the digits of a dimension: where they stand moves no element."""
+    digits = sorted(held.dims[dim], key=lambda atom: (atom.axis is None, atom.axis or ""))
+    return held.with_dims([*held.dims[:dim], digits, *held.dims[dim + 1 :]])
 
 
 @define(aten.stack.default)

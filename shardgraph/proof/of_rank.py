@@ -22,7 +22,7 @@ class OfRank:
         Raises:
             UntypedError: it is not.
         """
-        raise UntypedError(f"{self} depends on the rank")
+        raise UntypedError(f"it is used otherwise than is known of it: {(type(self).__doc__ or '').splitlines()[0]}")
 
 
 Known = Callable[..., Any]

@@ -23,10 +23,11 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir import fused
+from shardgraph.proof.aligned import placed
 from shardgraph.proof.attention import attention, attention_backward
 from shardgraph.proof.collectives import Ranks, exchange
 from shardgraph.proof.definitions import DEFINED, Typing, define
-from shardgraph.proof.held import Held, UntypedError, patterns
+from shardgraph.proof.held import Held, UntypedError, patterns, tidy
 from shardgraph.proof.labels import apply
 from shardgraph.proof.moves import MOVES
 from shardgraph.proof.of_rank import OfRank, depends, known
@@ -92,7 +93,7 @@ def _moved(typing: Typing, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map_only(Elsewhere, lambda each: each.value, (args, kwargs))
     target: Any = node.target
     made = MOVES[target](*args, **kwargs) if target in MOVES else DEFINED[target](typing, node, *args, **kwargs)
-    return pytree.tree_map_only(Held, lambda value: replace(first, value=value), made)
+    return pytree.tree_map_only(Held, lambda value: replace(first, value=value.with_dims(tidy(value.dims))), made)
 
 
 @known(operator.getitem)
@@ -255,7 +256,10 @@ def _attention_backward(typing: Typing, node: fx.Node, *args: Any) -> list[Any] 
     gradient, query, key, value, out, logarithm, mask, causal, scale = args
     made = _operands(typing, query, key, value, mask, causal, (gradient, out, logarithm))
     if made is None:
-        return None if depends(args, {}) else attention_backward(typing, *args, None if causal else _ROW)
+        if depends(args, {}):
+            return None
+        operands = gradient, query, key, value, out, logarithm, mask
+        return attention_backward(typing, *operands, causal, scale, None if causal else _ROW)
     gradient, out, logarithm = made.others
     operands = gradient, made.query, made.key, made.value, out, logarithm, made.mask
     of_query, *of_pair = attention_backward(typing, *operands, causal, scale, _ROW)
@@ -284,6 +288,7 @@ def _operands(
     axes = {atom.axis for atom in here[0].dims[_ROWS] if atom.axis is not None}
     if not axes:
         return None
+    here = [_with_marks_of(queries[0], each) for each in here]
     axis, pattern = axes.pop(), patterns(here[0].dims[_ROWS])
     (back, later), *rest = {(_back(each, axis), later) for each, later in pair}
     if axes or rest or {later} != {each for _, each in rows} or patterns(here[1].dims[_ROWS]) != pattern:
@@ -298,6 +303,14 @@ def _operands(
     of_all = mask if mask is None else _of_all_keys(mask, axis, back, blocks, pattern)
     whole_key, whole_value = (_whole(each, _ROWS) for each in here)
     return Operands(queries[0], whole_key, whole_value, of_all, tuple(queries[1:]), axis, back, later, blocks)
+
+
+def _with_marks_of(queries: Held, pair: Held) -> Held:
+    """Keys or values with ranks' coordinates at the same batches and heads."""
+    for dim, digits in enumerate(queries.dims[:_ROWS]):
+        for axis in (atom.axis for atom in digits if atom.axis is not None):
+            pair = placed(pair, axis, dim)
+    return pair
 
 
 def _uncut(value: Any, first: bool) -> tuple[Any, Later | None]:
