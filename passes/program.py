@@ -182,6 +182,11 @@ class Program:
         return self._made[name, absent]
 
     @property
+    def without(self) -> list[frozenset[ir.Tangent]]:
+        """The tangents that were undefined in backward graphs made so far."""
+        return list(dict.fromkeys(absent for _, absent in self._made if absent))
+
+    @property
     def notes(self) -> list[str]:
         """Decisions of the passes that are worth knowing, such as what every rank computes whole."""
         return self.context.notes

@@ -278,9 +278,6 @@ def _direction(leaf: Any, generator: torch.Generator) -> torch.Tensor | None:
 
 
 def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return mine.shape == theirs.shape and torch.allclose(
-        mine.double(),
-        theirs.double(),
-        rtol=1e-9,
-        atol=1e-9 * max(1.0, float(theirs.abs().max()) if theirs.numel() else 1.0),
-    )
+    mine, theirs = mine.double(), theirs.double()
+    largest = max(1.0, float(theirs.abs().max()) if theirs.numel() else 1.0)
+    return mine.shape == theirs.shape and torch.allclose(mine, theirs, rtol=1e-9, atol=1e-9 * largest)

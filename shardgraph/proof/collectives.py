@@ -106,7 +106,7 @@ def local_chunk(terms: Terms, ranks: Ranks, held: Held, rows: int, axis: str) ->
 
 
 def _summands(held: Held, axis: str) -> bool:
-    return axis in held.batches or (axis, "sum") in held.partial
+    return axis in held.batches or (axis, "sum") in held.partial or not held.factor
 
 
 def _reduced(held: Held, operation: str, axis: str, size: int) -> Held:

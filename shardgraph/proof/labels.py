@@ -208,9 +208,11 @@ def _reduced(
 
 
 def _pulled(tensors: Sequence[Held], rule: Rule) -> tuple[float, list[Held]]:
-    """Factors in which the operation is linear, and operands without them."""
+    """Factors in which the operation is linear, and operands without them; 0 where all that it is linear in is."""
     factor, without = 1.0, list(tensors)
     for together in rule.linear:
+        if not any(without[position].factor for position in together):
+            factor = 0.0
         factors = {without[position].factor for position in together if without[position].factor}
         if len(factors) == 1:
             (own,) = factors
