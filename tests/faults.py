@@ -34,6 +34,7 @@ SCALES = {aten.div.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.full.default}
 DERIVED = {"inputs": "split-backward", "weights": "split-backward", "backward": "drop-zero-tangents"}
 ON_A_PART = {ir.local_part, ir.local_chunk, ir.first_only}
 WAITS = {ir.WAIT, WAIT_COPY}
+COPIES = {ir.TO_HOST, ir.TO_DEVICE}
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def _floating(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node) -> bool:
-    return node.op == "call_function" and _floating(node) and node.target not in ir.COLLECTIVES
+    """Whether it has a value, and not one that has yet to arrive."""
+    return node.op == "call_function" and _floating(node) and node.target not in {*ir.COLLECTIVES, *COPIES}
 
 
 def _own_part(node: fx.Node) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardgraph import ir
@@ -143,7 +145,8 @@ class Blame:
         derived_by, original = self._original(run) or ("", node.graph)
         if original is node.graph:
             return None
-        copied = any(each.name == node.name and _text(each) == _text(node) for each in original.nodes)
+        zero = _zero(original, node.graph)
+        copied = any(each.name == node.name and _text(each, zero) == _text(node) for each in original.nodes)
         return None if copied else derived_by
 
     def _given_otherwise(self, run: Run, role: Any, value: Any) -> str | None:
@@ -157,9 +160,30 @@ class Blame:
         return None if same else derived_by
 
 
-def _text(node: fx.Node) -> Any:
-    """An operation and its operands, by the names that they have where they are computed."""
-    return node.target, fx.node.map_arg((node.args, node.kwargs), lambda each: GIVEN_BY.get(each, each.name))
+def _text(node: fx.Node, zero: Set[fx.Node] = frozenset()) -> Any:
+    """An operation and its operands, by the names that they have where they are computed, without adding ``zero``."""
+
+    def name(operand: fx.Node) -> str:
+        if operand.target is torch.ops.aten.add.Tensor and not zero.isdisjoint(operand.all_input_nodes):
+            rest = [each for each in operand.all_input_nodes if each not in zero]
+            return name(rest[0]) if len(rest) == 1 else operand.name
+        return GIVEN_BY.get(operand, operand.name)
+
+    return node.target, fx.node.map_arg((node.args, node.kwargs), name)
+
+
+def _zero(original: fx.Graph, derived: fx.Graph) -> set[fx.Node]:
+    """The values of a backward graph that are zero without the tangents that a derived graph does not take.
+
+    They depend on those tangents and on no other: all that backward computes is linear in tangents.
+    """
+    taken = {ROLE.get(node) for node in derived.find_nodes(op="placeholder")}
+    depends: dict[fx.Node, set[bool]] = {}  # on tangents that are taken, and on others
+    for node in original.nodes:
+        role = ROLE.get(node) if node.op == "placeholder" else None
+        own = {role in taken} if isinstance(role, ir.Tangent) else set()
+        depends[node] = own.union(*(depends[each] for each in node.all_input_nodes))
+    return {node for node, on in depends.items() if on == {False}}
 
 
 def _key(run: Run, role: Any) -> Any:
