@@ -68,7 +68,8 @@ def _mul(typing: Typing, node: fx.Node, one: Any, other: Any) -> Held:
     if isinstance(other, Held) and isinstance(one, Held):
         return _pointwise(typing, node, one, other)
     held, number = (one, other) if isinstance(one, Held) else (other, one)
-    return held.scaled(number) if _floating(node) else _pointwise(typing, node, held, number)
+    scales = _floating(node) and math.isfinite(number)
+    return held.scaled(number) if scales else _pointwise(typing, node, held, number)
 
 
 @define(aten.div.Tensor, aten.div.Scalar)
