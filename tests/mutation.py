@@ -409,7 +409,7 @@ Programs in which one pass has made a mistake, made by `tests/faults.py`: a coll
 doubled, over another axis or in another order; a wrong scale, dtype, part or padding; a stale
 gather, or one that is read before it has arrived; random numbers drawn again; a mutation lost;
 values that graphs exchange swapped, lost or scaled; an operation on another operand. *Made* are up
-to 6 mutants of each pass and program, of as many kinds as there are. *Differ* are those that an
+to 20 mutants of each pass and program, of as many kinds as there are. *Differ* are those that an
 independent run of all ranks, stages and microbatches in double precision shows to be wrong
 (`tests/judge.py`: a difference of 1e-9 for one of 3 seeds). *Found* are those of them that
 `verify` does not let pass; *refused* are those among these that cannot be run, where it raises an
@@ -421,8 +421,8 @@ nevertheless: any is a fault of a rule of it. *Numeric* are proved ones of which
 wrong ({numeric}), which is not what it is about: it does not look at dtypes.
 What it does not know is not proved, with a mistake or without one.
 
-The figures are from `python -m tests.mutation --per-pass 6`; without the option it is 20 each, and
-with `--proof-only` only the last two columns are measured, and which programs are proved.
+The figures are from `python -m tests.mutation`; with `--proof-only` only the last two columns are
+measured, and which programs are proved.
 
 {summary}
 
