@@ -106,7 +106,7 @@ class _Proving:
             count = 1 if pipeline is None else pipeline.parts
             for recomputes in sorted({pipeline is not None and pipeline.recomputes(n, count) for n in range(count)}):
                 self._microbatch(recomputes)
-            for absent in self.program.without:
+            for absent in self.program.without if pipeline is None else ():
                 self._without(absent)
         return Proof(self.results, len(self.terms), tuple(self.wrong), tuple(self.unknown))
 

@@ -93,6 +93,8 @@ def _moved(typing: Typing, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map_only(Elsewhere, lambda each: each.value, (args, kwargs))
     target: Any = node.target
     made = MOVES[target](*args, **kwargs) if target in MOVES else DEFINED[target](typing, node, *args, **kwargs)
+    if first.of is not None and target is aten._to_copy.default and made is not args[0]:
+        raise UntypedError("summands are rounded to integers")
     return pytree.tree_map_only(Held, lambda value: replace(first, value=value.with_dims(tidy(value.dims))), made)
 
 
@@ -242,6 +244,8 @@ def _attention(
         if depends((query, key, value, mask), {}):
             return None
         return attention(typing, query, key, value, mask, causal, scale, None if causal else _ROW)
+    if mask is not None and not node.args[3].meta["val"].is_floating_point():
+        raise UntypedError("a mask that is not added to scores has no lowest number")
     out, logarithm = attention(typing, made.query, made.key, made.value, made.mask, causal, scale, _ROW)
     highest = None if made.mask is None else _highest(typing, made.mask)
     columns = made.mask is not None and bool(made.mask.dims[-1])
