@@ -61,18 +61,21 @@ def flag(*shape: int) -> Operand:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation with operands, and its other arguments."""
+    """One operation with operands, and its other arguments; ranks may share each dimension of the sizes ``shares``."""
 
     target: Any
     operands: tuple[Operand, ...]
     arguments: Arguments
+    shares: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return str(self.target)
 
 
-def case(target: Any, *operands: Operand, to: Arguments = lambda *tensors: tensors) -> Case:
-    return Case(target, operands, to)
+def case(
+    target: Any, *operands: Operand, to: Arguments = lambda *tensors: tensors, shares: tuple[int, ...] = ()
+) -> Case:
+    return Case(target, operands, to, shares)
 
 
 # -- the operations ----------------------------------------------------------------------------------------------
@@ -118,6 +121,19 @@ TWO = {  # of two operands at the same place, the second of which may be positiv
     **dict.fromkeys([aten.silu_backward.default, aten.gelu_backward.default, aten.tanh_backward.default], real),
     aten.sigmoid_backward.default: real,
     aten.div.Tensor: positive,
+}
+
+ALONG = {  # of one operand, along its dimension of 6 elements; the others, of 4 and 8, may be shared
+    **dict.fromkeys([aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default], (1,)),
+    **dict.fromkeys([aten.cummax.default, aten.cummin.default, aten.sort.default, aten.median.dim], (1,)),
+    **dict.fromkeys([aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.glu.default], (-2,)),
+    **dict.fromkeys([aten.var.correction, aten.std.correction, aten.var_mean.correction], ([1], {"correction": 1})),
+    **dict.fromkeys([aten.flip.default, aten.logsumexp.default], ([1],)),
+    aten.sort.stable: ({"stable": True, "dim": 1, "descending": True},),
+    aten.roll.default: ([2], [1]),
+    aten.topk.default: (3, 1),
+    aten.kthvalue.default: (2, 1),
+    aten.linalg_vector_norm.default: (3, [1]),
 }
 
 CASES = [
@@ -246,6 +262,61 @@ CASES = [
     case(aten.constant_pad_nd.default, real(4, 6, 8), to=lambda x: (x, [0, 0, -1, 2], 3.0)),
     case(aten.slice_scatter.default, real(4, 6), real(4, 2), to=lambda x, y: (x, y, 1, 2, 4)),
     case(aten.slice_scatter.default, real(4, 6), real(4, 2), to=lambda x, y: (x, y, -1, 0, 3, 2)),
+    # along a dimension that is needed whole
+    *(case(target, real(4, 6, 8), to=lambda x, rest=rest: (x, *rest), shares=(4, 8)) for target, rest in ALONG.items()),
+    case(aten.sort.default, real(4, 6, 8), shares=(4, 6)),
+    case(aten.sort.default, real(4, 6, 8), to=lambda x: (x, 1, True), shares=(4, 8)),
+    case(aten.max.dim, real(4, 6, 8), to=lambda x: (x, 1, True), shares=(4, 8)),
+    case(aten.logsumexp.default, real(4, 6, 8), to=lambda x: (x, [0, 2], True), shares=(6,)),
+    case(
+        aten.var.correction, real(4, 6, 8), to=lambda x: (x, [0, -1], {"correction": 0, "keepdim": True}), shares=(6,)
+    ),
+    case(aten.linalg_vector_norm.default, real(4, 6, 8), to=lambda x: (x, float("inf"), [1], True), shares=(4, 8)),
+    case(aten.linalg_vector_norm.default, real(4, 6, 8), to=lambda x: (x, 2, [1]), shares=(4, 8)),
+    case(aten.flip.default, real(4, 6, 8), to=lambda x: (x, [0, 2]), shares=(6,)),
+    case(aten.roll.default, real(4, 6, 8), to=lambda x: (x, [1, -1], [0, 1]), shares=(8,)),
+    case(aten.all.dim, flag(4, 6, 8), to=lambda x: (x, 1), shares=(4, 8)),
+    case(aten.any.dim, flag(4, 6, 8), to=lambda x: (x, 1, True), shares=(4, 8)),
+    case(aten.glu_backward.default, real(4, 3), real(4, 6), to=lambda g, x: (g, x, 1), shares=(4,)),
+    case(aten.tril.default, real(4, 6, 8), shares=(4,)),
+    case(aten.tril.default, real(4, 6, 8), to=lambda x: (x, 1), shares=(4,)),
+    case(aten.triu.default, real(4, 6, 8), shares=(4,)),
+    case(aten.scatter.src, real(4, 6), index(6, 4, 1), real(4, 1), to=lambda x, i, y: (x, 1, i, y), shares=(4,)),
+    case(aten.scatter.value, real(4, 6), index(6, 4, 3), to=lambda x, i: (x, -1, i, 2.0), shares=(4,)),
+    case(
+        aten.scatter_add.default, real(4, 6), index(6, 4, 8), real(4, 8), to=lambda x, i, y: (x, 1, i, y), shares=(4,)
+    ),
+    case(aten.max_pool2d_with_indices.default, real(2, 4, 6, 6), to=lambda x: (x, [2, 2], [2, 2]), shares=(2, 4)),
+    case(
+        aten.max_pool2d_with_indices_backward.default,
+        *(real(2, 4, 3, 3), real(2, 4, 6, 6), index(36, 2, 4, 3, 3)),
+        to=lambda g, x, i: (g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, i),
+        shares=(2, 4),
+    ),
+    case(aten.avg_pool2d.default, real(2, 4, 6, 6), to=lambda x: (x, [2, 2]), shares=(2, 4)),
+    case(
+        aten.avg_pool2d_backward.default,
+        *(real(2, 4, 3, 3), real(2, 4, 6, 6)),
+        to=lambda g, x: (g, x, [2, 2], [], [0, 0], False, True, None),
+        shares=(2, 4),
+    ),
+    case(aten._adaptive_avg_pool2d.default, real(2, 4, 6, 6), to=lambda x: (x, [3, 2]), shares=(2, 4)),
+    case(aten._adaptive_avg_pool2d_backward.default, real(2, 4, 3, 3), real(2, 4, 6, 6), shares=(2, 4)),
+    *(
+        case(
+            aten.native_group_norm.default,
+            *(real(4, 6, 5), *parameters),
+            to=lambda x, w=None, b=None: (x, w, b, x.shape[0], x.shape[1], 5, 3, 1e-5),
+            shares=(4,),
+        )
+        for parameters in [(), (real(6), real(6))]
+    ),
+    case(
+        aten.native_group_norm_backward.default,
+        *(real(4, 6, 5), real(4, 6, 5), real(4, 3), positive(4, 3), real(6)),
+        to=lambda g, x, m, r, w: (g, x, m, r, w, x.shape[0], x.shape[1], 5, 3, [True, True, True]),
+        shares=(4,),
+    ),
     # tokens of experts
     case(aten.baddbmm.default, real(2, 4, 8), real(2, 4, 6), real(2, 6, 8)),
     case(

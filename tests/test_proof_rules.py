@@ -160,6 +160,14 @@ def test_ranks_have_what_a_rule_says(target):
     assert all(accepted), f"of its cases so many ways in which ranks share operands are accepted: {accepted}"
 
 
+@pytest.mark.parametrize("target", sorted({each.target for each in CASES if each.shares}, key=str), ids=str)
+def test_ranks_may_share_the_dimensions_that_run_through(target):
+    for each in of(target):
+        for size in each.shares:
+            cut = Way(cuts=((size, "tp", 1),))
+            assert Judge().accepts(each, [cut for _ in each.operands]), f"ranks may not share the dimension of {size}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_ranks_have_what_a_rule_says_of_many_random_ways(target):
