@@ -55,6 +55,10 @@ def index(below: int, *shape: int) -> Operand:
     return Operand("index", shape, below)
 
 
+def count(size: int) -> Operand:
+    return Operand("count", (size,))
+
+
 def flag(*shape: int) -> Operand:
     return Operand("flag", shape)
 
@@ -241,6 +245,25 @@ CASES = [
     case(aten.gather.default, real(4, 6), index(6, 4, 3), to=lambda x, i: (x, -1, i)),
     case(aten.index.Tensor, real(4, 10, 6), index(10, 8), to=lambda x, i: (x, [None, i])),
     case(aten.index.Tensor, real(10, 6), index(10, 4, 8), to=lambda x, i: (x, [i])),
+    case(aten.index.Tensor, real(4, 10, 6), index(4, 8), index(10, 8), to=lambda x, i, j: (x, [i, j]), shares=(6, 8)),
+    case(aten.index.Tensor, real(4, 10, 6), index(4, 8), index(6, 8), to=lambda x, i, j: (x, [i, None, j])),
+    case(aten.index.Tensor, real(4, 10, 6), index(4, 8, 1), index(10, 2), to=lambda x, i, j: (x, [i, j])),
+    case(
+        aten.index.Tensor,
+        *(real(4, 10, 6), count(4), index(10, 4)),
+        to=lambda x, i, j: (x, [i, j]),
+        shares=(6,),
+    ),
+    case(aten.index.Tensor, real(10, 4, 6), index(10, 4), count(4), to=lambda x, i, j: (x, [i, j]), shares=(6,)),
+    case(
+        aten.index_put.default, real(4, 10), count(4), index(10, 4), real(4), to=lambda x, i, j, y: (x, [i, j], y, True)
+    ),
+    case(
+        aten.index_put.default,
+        *(real(4, 10, 6), count(4), index(10, 4), real(4, 6)),
+        to=lambda x, i, j, y: (x, [i, j], y, True),
+        shares=(6,),
+    ),
     case(aten.slice_backward.default, real(4, 6), to=lambda g: (g, [g.shape[0], 10], 1, 2, 8, 1)),
     case(aten.slice_backward.default, real(4, 6), to=lambda g: (g, [g.shape[0], 10], 1, 4, 10, 1)),
     case(aten.select_backward.default, real(4, 6), to=lambda g: (g, [g.shape[0], 10, g.shape[1]], 1, -3)),

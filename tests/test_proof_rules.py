@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from shardgraph.proof import rules
 from shardgraph.proof.definitions import DEFINED
-from shardgraph.proof.held import Held, UntypedError
+from shardgraph.proof.held import Held
 from shardgraph.proof.labels import Rule, jointly, linear
 from shardgraph.proof.moves import MOVES
 from shardgraph.proof.rules import RULES
@@ -110,7 +110,7 @@ class Judge:
         try:
             typing = Typing(self.terms, MESH.__getitem__, frozenset({"dp"}))
             typed = typing._typed(torch.nn.Module(), node, known, lambda role, node: None)
-        except UntypedError:
+        except Exception:  # as Typing.run takes it
             return {}
         each_result = [typed] if isinstance(typed, Held) else typed
         return {k: one for k, one in enumerate(each_result) if isinstance(one, Held)}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardgraph.ir import fused
-from shardgraph.proof.held import Held, UntypedError
+from shardgraph.proof.held import Held
 from shardgraph.proof.labels import Label, Rule, elementwise, jointly, linear
 from shardgraph.proof.terms import Terms
 
@@ -226,18 +226,6 @@ def _gather(held: Held, dim: int, index: Held, **_: Any) -> Ruled:
     result = [*labels]
     result[dim] = size
     return [held, index], dim % len(labels), Rule([labels, places], [result], linear=linear(0))
-
-
-@rule(aten.index.Tensor)
-def _index(held: Held, indices: Sequence[Held | None]) -> Ruled:
-    found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(found) != 1:
-        raise UntypedError("elements are looked up along several dimensions")
-    ((dim, index),) = found
-    labels, places = names(held), names(index, "i")
-    results = [*labels[:dim], *places, *labels[dim + 1 :]]
-    labels[dim] = None
-    return [held, index], dim, Rule([labels, places], [results], linear=linear(0))
 
 
 # -- pieces put back -----------------------------------------------------------------------------------------
