@@ -24,12 +24,20 @@ def divided(target: Any, args: list[Any], tensors: list[torch.Tensor], cuts: lis
     terms = Terms()
     held = [of_term(terms.make("input", [str(k)], tensor.shape)) for k, tensor in enumerate(tensors)]
     held = [part(each, cut, 1, "tp", 2) if cut is not None else each for each, cut in zip(held, cuts, strict=True)]
-    (result,) = apply(terms, target, *RULES[target](*_filled(args, held)))
+    result = _typed(terms, target, _filled(args, held))
     ranks = [
         [each if cut is None else each.chunk(2, cut)[rank] for each, cut in zip(tensors, cuts, strict=True)]
         for rank in range(2)
     ]
     return result, [target(*_filled(args, own)) for own in ranks]
+
+
+def _typed(terms: Terms, target: Any, args: list[Any]) -> Any:
+    typing, graph = Typing(terms, {"tp": 2}.__getitem__, frozenset()), fx.Graph()
+    if target in DEFINED:
+        return DEFINED[target](typing, graph.call_function(target), *args)
+    (result,) = apply(terms, target, *RULES[target](*args))
+    return result
 
 
 def _filled(args: list[Any], tensors: list[Any]) -> list[Any]:
@@ -89,4 +97,4 @@ def test_divided_rows_and_values_that_replace_others_are_not_known(target, args,
     held = [of_term(terms.make("input", [str(k)], size)) for k, size in enumerate(sizes)]
     held = [part(each, cut, 1, "tp", 2) if cut is not None else each for each, cut in zip(held, cuts, strict=True)]
     with pytest.raises(UntypedError):
-        apply(terms, target, *RULES[target](*_filled(args, held)))
+        _typed(terms, target, _filled(args, held))

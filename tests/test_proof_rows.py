@@ -38,6 +38,14 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "products within a row": lambda h: torch.einsum("bi,bj->bij", h, h).sum((1, 2)),
     "an element of each row": lambda h: h[:, 3],
     "a random choice for each row": lambda h: torch.where(torch.rand(len(h), 1) > 0.5, h, 0 * h),
+    "sums up to each element": lambda h: h.cumsum(1) + h.flip(1).roll(1, 1),
+    "elements in their order": lambda h: h.sort(1)[0] + h.topk(8, 1)[0],
+    "a median and a maximum": lambda h: h.median(1)[0] + h.max(1)[0],
+    "a logarithm of a sum of exponentials": lambda h: h.logsumexp(1),
+    "spread and norm": lambda h: h.std(1) + h.var(1) + h.norm(dim=1) + h.prod(1),
+    "rows of norm 1": lambda h: F.normalize(h, dim=1),
+    "groups of channels": lambda h: F.group_norm(h, 2),
+    "a choice of one element": lambda h: F.one_hot(h.argmax(1), 8) * h,
 }
 
 
@@ -58,6 +66,10 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "rows less their mean": lambda h: h - h.mean(0),
     "a softmax over rows": lambda h: h.softmax(0),
     "a row less the first": lambda h: h - h[0],
+    "rows in order": lambda h: h.sort(0)[0],
+    "sums of the rows up to each": lambda h: h.cumsum(0),
+    "rows turned around": lambda h: h.flip(0),
+    "rows over their spread": lambda h: h / h.std(0),
     "rows in another order": lambda h: h[torch.tensor([1, 0, 3, 2])],
     "a square of a mean over rows": lambda h: h.mean(0).square().sum(),
     "rows scaled by the norm of all": lambda h: h / h.norm(),

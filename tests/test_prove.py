@@ -70,6 +70,41 @@ def test_a_pipeline_is_proved():
     assert proof.ok, str(proof)
 
 
+class LastToken(nn.Module):
+    """A score of the last token that is not padding, as of ``GPT2ForSequenceClassification``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.scores = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        scores = self.scores(self.hidden(self.embedding(tokens)).relu())
+        last = (torch.arange(tokens.shape[1]) * (tokens != 0).int()).argmax(-1)
+        return scores[torch.arange(len(tokens)), last].square().mean()
+
+
+class AlongRows(nn.Module):
+    """Operations that need all elements of a row, and their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.other(self.one(x).relu())
+        rows = h.cumsum(-1) + h.sort(-1)[0] + h.flip(-1) + nn.functional.normalize(h, dim=-1)
+        return (rows.std(-1) + h.topk(2, -1)[0].sum(-1) + h.median(-1)[0] + h.logsumexp(-1)).mean()
+
+
+@pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 2}), ("tp", {"tp": 2}), ("fsdp+tp", {"dp": 2, "tp": 2})])
+@pytest.mark.parametrize(
+    ("made", "inputs"), [(LastToken, (torch.ones(4, 6, dtype=torch.long),)), (AlongRows, INPUTS)], ids=["last", "rows"]
+)
+def test_lookups_of_several_indices_and_operations_along_rows_are_proved(made, inputs, plan, mesh):
+    proof = shardgraph.prove(made(), inputs, plan, mesh=mesh, cluster="H100")
+    assert proof.ok, str(proof)
+
+
 def test_an_operation_without_a_rule_is_named_by_its_line(monkeypatch):
     class Twice(nn.Linear):
         def forward(self, x):

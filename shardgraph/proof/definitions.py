@@ -13,7 +13,18 @@ from torch import fx
 from shardgraph.ir.attributes import EQUALS, MADE_BY
 from shardgraph.proof.aligned import aligned
 from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
-from shardgraph.proof.labels import Label, Pattern, Rule, Whole, apply, elementwise, jointly, linear, result
+from shardgraph.proof.labels import (
+    Label,
+    Pattern,
+    Rule,
+    Whole,
+    apply,
+    check_summands,
+    elementwise,
+    jointly,
+    linear,
+    result,
+)
 from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
@@ -124,8 +135,8 @@ class HasTerms(Protocol):
 
 def added(typing: HasTerms, one: Held, other: Held) -> Held:
     """The sum of two values: sums of the same values in any order are one term."""
-    if not one.factor or not other.factor:
-        zero, rest = (one, other) if not one.factor else (other, one)
+    if _is_zero(one) or _is_zero(other):
+        zero, rest = (one, other) if _is_zero(one) else (other, one)
         if rest.shape[max(len(rest.dims) - len(zero.dims), 0) :] == zero.shape:
             return rest
     if one.summed != other.summed:
@@ -136,7 +147,14 @@ def added(typing: HasTerms, one: Held, other: Held) -> Held:
     sizes = both.view.shape
     summands = collected(typing.terms, [*addends(one, sizes), *addends(other, sizes)])
     total = sum_of(typing.terms, summands, sizes)
-    return replace(both, term=total.term, factor=total.factor, dims=through(both.dims, total.dims))
+    result = replace(both, term=total.term, factor=total.factor, dims=through(both.dims, total.dims))
+    check_summands(result, {*both.marks, *both.batches})
+    return result
+
+
+def _is_zero(held: Held) -> bool:
+    """Whether every rank has zeros; summands of zero are other numbers."""
+    return not held.factor and not held.partial
 
 
 def _shared(one: Held, other: Held) -> Held:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
@@ -38,18 +36,6 @@ def _index_select(held: Held, dim: int, index: Held) -> Ruled:
 def _index_add(held: Held, dim: int, index: Held, rows: Held, *, alpha: float = 1) -> Ruled:
     """Rows added at places of a dimension; each column by itself."""
     return _rows_added(held, dim % len(held.dims), index, rows, alpha)
-
-
-@rule(aten.index_put.default)
-def _index_put(held: Held, indices: Sequence[Held | None], rows: Held, accumulate: bool = False) -> Ruled:
-    """Rows added at places of the first dimension; each column by itself.
-
-    Without ``accumulate`` it is not determined which of several rows of one place stays, so ranks could keep parts of
-    different ones.
-    """
-    if not accumulate or len(indices) != 1 or indices[0] is None:
-        raise UntypedError("values that ranks share are put in place of others, or at places of several dimensions")
-    return _rows_added(held, 0, indices[0], rows, 1)
 
 
 def _rows_added(held: Held, dim: int, index: Held, rows: Held, alpha: float) -> Ruled:

@@ -25,7 +25,8 @@ class Held:
     ``dims`` are the dimensions of the local tensor; an atom with an axis is the rank's own coordinate, so that it takes
     no room. Along the axes in ``partial`` the sum, or the maximum, over ranks is meant. ``summed`` are the axes of data
     over whose ranks the term was summed; along others of its axes each rank has that of its own batch. Along ``uneven``
-    rows are cut as DTensor cuts what does not divide.
+    rows are cut as DTensor cuts what does not divide. Ranks that differ only along other axes have equal tensors,
+    summands too.
     """
 
     term: Term

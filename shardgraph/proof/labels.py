@@ -102,10 +102,12 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
         sizes = [_size(pattern, label) for label in labels]
         view = result(terms, Whole(operation, index, operands, constants, rule, sizes))
         own = [(("own", size, None),) for size in sizes]
-        dims = through([divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)], view.dims)
-        wide = [repeated(again[label]) if label in again else dim for label, dim in zip(labels, dims, strict=True)]
+        dims = [divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)]
+        seen = zip(labels, through(dims, view.dims), strict=True)
+        wide = [repeated(again[label]) if label in again else dim for label, dim in seen]
         made = Held(view.term, factor * view.factor, tuple(wide), partial, summed)
         _check_batches(made)
+        check_summands(made, {axis for dim in dims for atom in dim if (axis := atom.axis) is not None})
         results.append(made)
     return results
 
@@ -249,6 +251,12 @@ def _check_batches(made: Held) -> None:
     """Of its own batch alone a rank has no part that others lack the rest of, and no summand."""
     for axis in made.batches & {*made.marks, *(axis for axis, _ in made.partial)}:
         raise MixedError(f"ranks along {axis!r} have parts or summands, each of its own batch")
+
+
+def check_summands(made: Held, axes: Collection[str]) -> None:
+    """Where a result does not differ along axes any more, summands of it still do."""
+    if made.partial and not all(map(made.on, axes)):
+        raise UntypedError("ranks have unequal summands of what they all have")
 
 
 def _check_kept(pattern: Mapping[Any, Pattern], kept: Collection[Label]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardgraph.ir import fused
-from shardgraph.proof.held import Held, UntypedError
+from shardgraph.proof.held import Held
 from shardgraph.proof.labels import Label, Rule, elementwise, jointly, linear
 from shardgraph.proof.terms import Terms
 
@@ -101,7 +101,7 @@ def _place_of_extremum(held: Held, dim: int | None = None, keep: bool = False) -
     return [held], [sorted(over), keep], Rule([labels], [kept])
 
 
-@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
+@rule(aten._softmax.default, aten._safe_softmax.default)
 def _softmax(held: Held, dim: int, *rest: Any) -> Ruled:
     labels = names(held)
     labels[dim] = None
@@ -109,7 +109,7 @@ def _softmax(held: Held, dim: int, *rest: Any) -> Ruled:
     return [held], [dim % len(labels)], Rule([labels], [results])
 
 
-@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+@rule(aten._softmax_backward_data.default)
 def _softmax_backward(gradient: Held, output: Held, dim: int, *rest: Any) -> Ruled:
     labels = names(gradient)
     labels[dim] = None
@@ -228,18 +228,6 @@ def _gather(held: Held, dim: int, index: Held, **_: Any) -> Ruled:
     return [held, index], dim % len(labels), Rule([labels, places], [result], linear=linear(0))
 
 
-@rule(aten.index.Tensor)
-def _index(held: Held, indices: Sequence[Held | None]) -> Ruled:
-    found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(found) != 1:
-        raise UntypedError("elements are looked up along several dimensions")
-    ((dim, index),) = found
-    labels, places = names(held), names(index, "i")
-    results = [*labels[:dim], *places, *labels[dim + 1 :]]
-    labels[dim] = None
-    return [held, index], dim, Rule([labels, places], [results], linear=linear(0))
-
-
 # -- pieces put back -----------------------------------------------------------------------------------------
 
 
@@ -267,30 +255,3 @@ def _select_backward(gradient: Held, sizes: Sequence[int], dim: int, index: int)
     labels = names(gradient)
     results = [*labels[:dim], sizes[dim], *labels[dim:]]
     return [gradient], [dim, sizes[dim], index % sizes[dim]], Rule([labels], [results], linear=linear(0))
-
-
-# -- losses --------------------------------------------------------------------------------------------------
-
-
-@rule(aten.nll_loss_forward.default)
-def _nll(scores: Held, target: Held, weight: Held | None, reduction: int, ignored: int) -> Ruled:
-    if len(scores.dims) != 2:
-        raise UntypedError("a loss of one row")
-    rows: Label = None if reduction == 1 else "n"
-    tensors = [scores, target, *([] if weight is None else [weight])]
-    operands: list[list[Label]] = [[rows, None], [rows], [None]]
-    results: list[list[Label]] = [["n"] if reduction == 0 else [], []]
-    over = {} if reduction == 1 else {"n": "sum"}
-    # Not linear in the scores: the second result, a sum of weights, does not depend on them.
-    return tensors, [reduction, ignored], Rule(operands[: len(tensors)], results, over)
-
-
-@rule(aten.nll_loss_backward.default)
-def _nll_backward(
-    gradient: Held, scores: Held, target: Held, weight: Held | None, reduction: int, ignored: int, total: Held
-) -> Ruled:
-    if weight is not None or len(scores.dims) != 2 or reduction == 0:
-        raise UntypedError("a loss with weights of classes, or one of each row")
-    operands: list[list[Label]] = [[], ["n", None], ["n"], []]
-    tensors = [gradient, scores, target, total]
-    return tensors, [reduction, ignored], Rule(operands, [["n", scores.shape[1]]], linear=linear(0))

@@ -34,7 +34,7 @@ Dims = tuple[tuple[Atom, ...], ...]
 class Term:
     """An operation on terms; ``shape`` is that of its result, ``varies`` are the axes of data along which it differs.
 
-    ``number`` orders terms by when they were made. ``ranked`` are the axes on whose coordinate its meaning depends.
+    ``number`` orders terms by when they were made.
     """
 
     number: int
@@ -42,7 +42,6 @@ class Term:
     operands: tuple[Any, ...]
     shape: tuple[int, ...]
     varies: frozenset[str]
-    ranked: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         operation = self.operation[0] if isinstance(self.operation, tuple) else self.operation
@@ -77,18 +76,16 @@ class Terms:
         shape: Sequence[int],
         varies: Iterable[str] = (),
         fixed: Iterable[str] = (),
-        ranked: Iterable[str] = (),
     ) -> Term:
         """The term of an operation; ``operands`` are views and constants, in containers too.
 
-        It varies along the axes of its operands and those that are given, but for ``fixed`` ones; likewise ranked.
+        It varies along the axes of its operands and those that are given, but for ``fixed`` ones.
         """
         key = (operation, _key(operands), tuple(shape))
         if key not in self._known:
             views = list(_views(operands))
             varying = frozenset(varies).union(*(view.term.varies for view in views)) - frozenset(fixed)
-            on_ranks = frozenset(ranked).union(*(view.term.ranked for view in views))
-            self._known[key] = Term(len(self._known), operation, tuple(operands), tuple(shape), varying, on_ranks)
+            self._known[key] = Term(len(self._known), operation, tuple(operands), tuple(shape), varying)
         return self._known[key]
 
     def __len__(self) -> int:
