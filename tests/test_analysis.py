@@ -165,7 +165,7 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        pytest.param(llama(6), "fsdp", id="llama-fsdp"),
+        pytest.param(llama(6), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
         pytest.param(llama(6), "zero2", id="llama-zero2", marks=pytest.mark.slow),
         pytest.param(gpt2(6), "ddp", id="gpt2-ddp"),
         pytest.param(gpt2(6), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),

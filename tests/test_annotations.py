@@ -224,7 +224,11 @@ def test_constrain_along_an_axis_that_is_none_of_operators_is_noted():
     ("name", "annotations"),
     [
         ("llama", {"model.layers.*": output(shard(1, "tp")), "model.layers.0.mlp.up_proj.weight": shard(1, "tp")}),
-        ("gpt2", {"transformer.h.*.mlp": input(shard(2, "tp")), "transformer.h.1.attn.c_attn.weight": replicate("tp")}),
+        pytest.param(
+            "gpt2",
+            {"transformer.h.*.mlp": input(shard(2, "tp")), "transformer.h.1.attn.c_attn.weight": replicate("tp")},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_models_of_transformers_are_annotated_on_meshes_with_data(name, annotations):
@@ -299,6 +303,7 @@ def peak(annotations: dict, layers: int = 4) -> int:
     ).peak_memory
 
 
+@pytest.mark.slow
 def test_recomputation_lowers_the_predicted_peak_and_saving_inside_of_it_raises_it_again():
     everything, nothing = peak({}), peak({"model.layers.*": recompute()})
     some = peak({"model.layers.*": recompute(), "model.layers.*.mlp": save()})
@@ -381,6 +386,7 @@ def test_a_region_of_many_operations_is_recomputed():
     assert len(program.backward.graph.nodes) > 1000
 
 
+@pytest.mark.slow
 def test_save_keeps_what_sequence_parallelism_would_gather_again():
     model = llama(2, vocab_size=64)
     again = Counter(gathers(lowered(model, "tp+sp", TP, **text())))

@@ -112,6 +112,7 @@ def cluster(measured: Measurements) -> Cluster:
     return fit(measured)
 
 
+@pytest.mark.slow
 def test_every_kind_of_work_is_measured(cluster: Cluster) -> None:
     assert set(cluster.device.rates) == {f"{kind}/float32" for kind in FLOP_KINDS} | {*BYTE_KINDS, VIEW}
     assert set(cluster.efficiency) == set(COLLECTIVES)

@@ -193,7 +193,7 @@ def test_without_gradients_the_loss_is_in_chunks_too():
         ("gpt2", "fsdp+tp+sp", BOTH),
         pytest.param("llama", "zero2", DP, marks=pytest.mark.slow),
         ("llama", "tp+sp", {"tp": 3}),
-        ("t5", "ddp", DP),
+        pytest.param("t5", "ddp", DP, marks=pytest.mark.slow),
         pytest.param("t5", "tp", TP, marks=pytest.mark.slow),
         ("llama", "cp", {"cp": 3}),
         pytest.param("mixture", "ep", {"ep": 2}, marks=pytest.mark.slow),

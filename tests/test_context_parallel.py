@@ -173,7 +173,13 @@ def check_model(module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama", "fsdp+cp"), ("gpt2", "fsdp+cp+tp"), ("bert", "cp"), ("tied-transformer", "cp")]
+    ("model", "plan"),
+    [
+        ("llama", "fsdp+cp"),
+        ("gpt2", "fsdp+cp+tp"),
+        pytest.param("bert", "cp", marks=pytest.mark.slow),
+        ("tied-transformer", "cp"),
+    ],
 )
 def test_training_equals_the_unsharded_model(model, plan):
     check_model(*call_of(model, 4 if model == "tied-transformer" else 8), plan, MESHES[plan])
@@ -187,7 +193,7 @@ def test_every_model_on_every_mesh_equals_the_unsharded_model(model, mesh):
         check_model(*call_of(model), plan, mesh)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bert"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
     module, args, kwargs = call_of(model)
     for dropout in (part for part in module.modules() if isinstance(part, nn.Dropout)):

@@ -83,7 +83,7 @@ def copies(gm: fx.GraphModule, target=TO_DEVICE) -> list[fx.Node]:
         ("odd-mlp", "hsdp", {"dp_replicate": 2, "dp_shard": 2}),
         ("tied-transformer", "fsdp", DP),
         ("gpt2", "single", {"dp": 1}),
-        ("llama", "fsdp+tp", {"dp": 2, "tp": 2}),
+        pytest.param("llama", "fsdp+tp", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("tied-transformer", "single", {"dp": 1}, marks=pytest.mark.slow),
         pytest.param("tied-transformer", "tp+sp", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("gpt2", "zero2", DP, marks=pytest.mark.slow),

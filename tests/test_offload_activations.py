@@ -335,6 +335,7 @@ def test_a_pipelines_predicted_peak_is_the_measured_one():
         assert measured == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.slow
 def test_memory_for_recomputation_is_found_on_top_of_what_is_offloaded():
     offloaded = shardgraph.analyze(Deep(6), (rows(),), "fsdp", mesh=DP, cluster=LINKED, offload="activations")
     budget = offloaded.peak_memory - 100_000

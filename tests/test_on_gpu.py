@@ -21,6 +21,7 @@ def run(out: Path, *options: str) -> tuple[int, dict]:
     return ran.returncode, {section["name"]: section for section in sections}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_sections_run_or_say_why_not(tmp_path):
     code, sections = run(tmp_path / "found.json", "--only", "default-device", "streams")
