@@ -417,8 +417,8 @@ error, and *blamed* those that it blames on the pass that made the mistake. No p
 mistake is a false alarm, of `verify` or of the judge: `tests/test_mutants.py` checks that too.
 
 *Proved* are those that differ and that the symbolic proof (`shardgraph/proof`) shows to be right
-nevertheless: any is a fault of a rule of it. *Numeric* are proved ones of which only the rounding is
-wrong ({numeric}), which is not what it is about: it does not look at dtypes.
+nevertheless: any is a fault of a rule of it. *Numeric* are proved ones of which only the rounding
+is wrong ({numeric}), which is not what it is about: it does not look at dtypes.
 What it does not know is not proved, with a mistake or without one.
 
 The figures are from `python -m tests.mutation`; with `--proof-only` only the last two columns are
