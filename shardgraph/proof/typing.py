@@ -12,7 +12,7 @@ from torch import fx
 
 from shardgraph.ir import Role, outputs
 from shardgraph.ir.attributes import ROLE
-from shardgraph.proof import definitions, experts, joins, lookups, of_rank, ranges, ring, shifts, vocabulary  # noqa: F401 (they register)
+from shardgraph.proof import definitions, experts, joins, lookups, norms, of_rank, ranges, ring, shifts, vocabulary  # noqa: F401 (they register)
 from shardgraph.proof.collectives import EXCHANGES
 from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
 from shardgraph.proof.labels import apply, lifted
