@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
-from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, outputs, placeholders
+from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, SquaredNorm, outputs, placeholders
 from shardgraph.ir.attributes import MADE_BY, REGISTRY
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.plans.activation_plan import Rules
@@ -194,7 +194,9 @@ class _Snapshot:
         # One flat list: ten thousand tuples for every pass would keep the garbage collector busy.
         nodes = [part for node in gm.graph.nodes for part in (node, node.target, node.args, node.kwargs)]
         # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
-        forms = [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in outputs(gm)]
+        # Squared norms are measurements that passes add, and drop with what they are of.
+        results = [(role, value) for role, value in outputs(gm) if not isinstance(role, SquaredNorm)]
+        forms = [(role, None if isinstance(role, Gradient) else _form(value)) for role, value in results]
         return cls(gm, nodes, forms)
 
 

@@ -22,6 +22,7 @@ from shardgraph.passes.offload.offload_activations import OffloadActivations
 from shardgraph.passes.offload.offload_parameters import OffloadGradients, OffloadParameters
 from shardgraph.passes.parameters.accumulate_gradients import KeepGradientsLocal
 from shardgraph.passes.parameters.average_buffers import AverageBuffers
+from shardgraph.passes.parameters.measure_gradients import MeasureGradients
 from shardgraph.passes.parameters.mixed_precision import MixedPrecision
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
@@ -68,6 +69,7 @@ RANK_PASSES: tuple[Pass, ...] = (
     MixedPrecision(),  # stored parameters are cast before they are gathered, gradients before they are reduced
     OffloadParameters(),  # offloaded parameters are copied to the device before that
     ReduceGradients(),  # local gradients become their mean over ranks
+    MeasureGradients(),  # whose squared norms are read on the device
     OffloadGradients(),  # and are copied to the host
     AverageBuffers(),  # running statistics stay equal on all ranks
 )

@@ -37,6 +37,7 @@ from shardgraph.errors import (
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.optim.adascale import AdaScale
 from shardgraph.plans.annotations.constrain import constrain
 from shardgraph.plans.annotations.kinds import (
     input,
@@ -63,6 +64,7 @@ from shardgraph.runtime.launch import launch
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaScale",
     "Analysis",
     "BackwardError",
     "CaptureError",

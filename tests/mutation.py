@@ -68,6 +68,7 @@ WITHOUT = {
     "mark-offloaded": "marks what is moved to the host if it is saved; another choice gives the same values",
     "overlap-collectives": "reorders: a graph that is valid in two orders has the same values in both",
     "overlap-copies": "reorders, likewise",
+    "measure-gradients": "adds results that verify does not compare; prove does, and tests compare their numbers",
     "add-accumulated": "derived under no_sync, which verify does not run; tests of no_sync compare with one process",
     "reduce-alone": "derived likewise, for a program that ends a no_sync of another one",
 }

@@ -45,7 +45,7 @@ _NAMES = {
         native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm rms_norm sum mean var
         var_mean std amax amin argmax argmin prod norm cumsum cumprod sort topk avg_pool2d max_pool2d_with_indices
         adaptive_avg_pool2d mean_dim batch_norm_elemt batch_norm_gather_stats native_batch_norm_legit
-        native_batch_norm_legit_no_training native_batch_norm_legit_functional linalg_vector_norm
+        native_batch_norm_legit_no_training native_batch_norm_legit_functional linalg_vector_norm squared_norm
     """,
     "gather": """
         embedding embedding_dense index index_add index_select index_put gather scatter scatter_add scatter_reduce take

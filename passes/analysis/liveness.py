@@ -29,6 +29,7 @@ KINDS = {
     ir.Tangent: "gradients",
     ir.Gradient: "gradients",
     ir.Accumulated: "gradients",
+    ir.SquaredNorm: "gradients",
     ir.Returned: "gradients",
     ir.Gathered: "gathered parameters",
     ir.Forwarded: "activations",

@@ -213,7 +213,7 @@ def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Ro
             parts[node] = saved[role]
     for node in gm.graph.nodes:
         name = REDUCES.get(node) or (SUBJECT.get(node) if MEMORY_KIND.get(node) == "gathered" else None)
-        if name not in shards or node in parts:
+        if name not in shards or node in parts or node.target is ir.SQUARED_NORM:
             continue
         source = parts.get(node.args[0])
         if node.target in (ir.REDUCE_SCATTER, ir.local_chunk, ir.trim_shard):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gradient, Parameter, Role, outputs
+from shardgraph.ir import Accumulated, Gradient, Parameter, Role, SquaredNorm, outputs, set_outputs
 from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
 from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass
@@ -20,6 +20,8 @@ from shardgraph.passes.parameters.rewrite import replace_results
 class KeepGradientsLocal(Pass):
     """Takes a backward graph; makes it the ``no_sync`` variant, which returns whole, unreduced gradients.
 
+    Squared norms of reduced gradients are no results of it.
+
     Must not change: gradients of inputs, and of parameters whose gradients are not reduced.
     """
 
@@ -30,6 +32,7 @@ class KeepGradientsLocal(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         replace_results(gm, Gradient, Parameter, lambda _, value: local_gradient(value))
+        set_outputs(gm, [(role, value) for role, value in outputs(gm) if not _of_reduced(role)])
         for node in [n for n in reversed(gm.graph.nodes) if n in REDUCES]:
             gm.graph.erase_node(node)
 
@@ -94,7 +97,13 @@ def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
                 results.append((role, value))
     if not results:
         return None
+    results += [(role, value) for role, value in outputs(backward) if _of_reduced(role)]
     return subgraph(backward, [node for node in backward.graph.nodes if node in REDUCES], inputs, results)
+
+
+def _of_reduced(role: Role | None) -> bool:
+    """Whether a result is measured of a reduced gradient."""
+    return isinstance(role, SquaredNorm) and role.reduced
 
 
 def local_gradient(reduced: fx.Node) -> fx.Node:

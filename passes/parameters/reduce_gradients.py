@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, local_chunk, trim_shard
-from shardgraph.ir.attributes import CAST_OF, MEAN_OF, REDUCES, SOURCE, SUBJECT
+from shardgraph.ir.attributes import CAST_OF, MEAN_OF, REDUCES, SOURCE, SUBJECT, Attribute
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
@@ -30,7 +31,10 @@ class ReduceGradients(Pass):
     gradients are sums already. The reduction runs in the gradient's dtype, and its result is cast to the dtype in which
     the parameter is stored.
 
-    Every node added here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
+    Under a plan that measures gradients, those that are partial along operator axes are summed by a reduction of their
+    own, before which no rank has the gradient of its batch. ``no_sync`` keeps it.
+
+    Every other node added here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
     """
 
     name = "reduce-gradients"
@@ -46,8 +50,13 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
     """Insert the reduction of ``gradient`` (this rank's own) right after it; returns the reduced node."""
     entry, world, mesh = context.parameters[fqn], context.plan.data_size, context.plan.mesh
     sums = context.sums.get(fqn, ())
-    labels = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, ""), REDUCES: fqn}
-    build = Builder(gm.graph, context.values, labels, after=gradient)
+    labels: dict[Attribute[Any], Any] = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, "")}
+    captured = CAST_OF.get(gradient, gradient.name)
+    if sums and context.plan.measures_gradients:
+        of_batch = Builder(gm.graph, context.values, labels, after=gradient)
+        gradient = of_batch.all_reduce(gradient, together(axis for axis in context.plan.axes if axis in sums))
+        sums = ()
+    build = Builder(gm.graph, context.values, {**labels, REDUCES: fqn}, after=gradient)
     node, dtype = gradient, gradient.meta["val"].dtype
     stored = context.stored.get(fqn, dtype)
     if world == 1 and not sums:
@@ -77,5 +86,5 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
         node = build.call(trim_shard, node, rows, axis)
     if node.meta["val"].dtype != stored:
         node = build.cast(node, stored)
-    MEAN_OF.set(node, CAST_OF.get(gradient, gradient.name))
+    MEAN_OF.set(node, captured)
     return node

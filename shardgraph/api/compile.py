@@ -52,6 +52,7 @@ def compile(
     memory: int | str | None = None,
     loss_chunk: int | str | None = None,
     offload: str | Offload | None = None,
+    gradient_statistics: bool = False,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -95,6 +96,8 @@ def compile(
         offload: ``"parameters"``, ``"activations"``, ``"all"`` or an :class:`Offload`: what is kept in host memory, or
             on disk, while the device does not use it. Gradients and optimizer state of offloaded parameters stay there
             too. Without a process group the device is then an accelerator, if there is one.
+        gradient_statistics: also measure gradients before and after they are reduced over data-parallel ranks, for
+            :class:`shardgraph.AdaScale`; as ``gradient_statistics`` of the plan.
         initialize: run the model's own initialisation for tensors on ``meta``. False: a checkpoint is loaded next.
         timeout: seconds that a rank waits for rank 0 to choose the plan, and for the others to compile the program.
         progress: show a progress line on standard error; None: on a terminal only.
@@ -117,8 +120,9 @@ def compile(
     mesh_of = partial(run_axes, mesh)
     with agreement.on_all_ranks("the model and the plan") as lines:
         _check_not_compiled(model)
+        options = (recompute, memory, loss_chunk, offload, cluster)
         question = Question.of(
-            model, plan, mesh_of, mesh is None, pipeline, precision, recompute, memory, loss_chunk, offload, cluster
+            model, plan, mesh_of, mesh is None, pipeline, precision, *options, gradient_statistics=gradient_statistics
         )
         device = _device(model, mesh, question.plan.offload.parameters)
         check_present(question.plan, device)

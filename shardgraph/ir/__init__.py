@@ -69,6 +69,8 @@ from shardgraph.ir.roles import (
     Returned,
     Role,
     Saved,
+    SquaredNorm,
     Tangent,
     of_backward,
 )
+from shardgraph.ir.squared_norm import SQUARED_NORM

@@ -80,6 +80,14 @@ class Accumulated(Role):
     of: Parameter
 
 
+@dataclass(frozen=True)
+class SquaredNorm(Role):
+    """The squared norm of what a rank has of the gradient of a parameter: of its own, or of the ``reduced`` one."""
+
+    of: Parameter
+    reduced: bool
+
+
 def of_backward(role: Role | None) -> bool:
     """Whether this role is of an input or a result of backward, not of forward."""
-    return isinstance(role, (Tangent, Gradient, Returned))
+    return isinstance(role, (Tangent, Gradient, Returned, SquaredNorm))

@@ -33,6 +33,7 @@ from shardgraph.proof.prove import prove
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import Executor, State
+from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.torch_api import pytree
@@ -190,6 +191,11 @@ class ShardedModule(nn.Module):
         super().zero_grad(set_to_none)
         for gradients in self._state.accumulated:
             gradients.clear()
+
+    @property
+    def gradient_statistics(self) -> GradientStatistics:
+        """What has been measured of gradients since they were last cleared, under a plan that measures them."""
+        return self._state.statistics
 
     def _run(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Executor, list[Any], Any]:
         """What ran the call, its flattened inputs, and the output."""

@@ -75,6 +75,9 @@ class Plan:
         See :class:`shardgraph.plans.activation_plan.Activations`.
     ``offload``
         What is kept in host memory while it is not used; see :class:`shardgraph.Offload`.
+    ``gradient_statistics``
+        Whether backward measures gradients before and after they are reduced over data-parallel ranks, which
+        :class:`shardgraph.AdaScale` needs.
     ``note``
         Why this plan was chosen, for display only.
     ``considered``
@@ -93,6 +96,7 @@ class Plan:
     pipeline: Pipeline | None = None
     precision: Precision = AS_STORED
     offload: Offload = NOTHING
+    gradient_statistics: bool = False
     activations: Activations | None = None
     note: str = ""
     considered: tuple[Candidate, ...] = ()
@@ -130,6 +134,11 @@ class Plan:
     def data_size(self) -> int:
         """Number of ranks with a batch of their own."""
         return math.prod(size for _, size in self.data_mesh)
+
+    @property
+    def measures_gradients(self) -> bool:
+        """Whether gradients are measured: those of a single data-parallel rank are not reduced."""
+        return self.gradient_statistics and self.data_size > 1
 
     def data_rank(self, rank: int) -> int:
         """The index of the batch of ``rank``."""
@@ -260,6 +269,8 @@ class Plan:
             lines.append(f"  computed again in backward: {rules}")
         if self.loss_chunk is not None:
             lines.append(f"  scores of a loss in chunks of {format_bytes(self.loss_chunk)}")
+        if self.gradient_statistics:
+            lines.append("  gradients measured before and after their reduction")
         lines += [f"  annotated {written(each)}" for each in self.annotations]
         return "\n".join(lines)
 
@@ -346,6 +357,12 @@ def _check_plan(plan: Plan) -> None:
         expected = "given beside axes of data, not of operators: 'ep' or 'tp', not both"
         check(not plan.operators, "experts", plan.experts, expected)
     check(isinstance(plan.offload, Offload), "offload", plan.offload, "an Offload, such as Offload(parameters=True)")
+    statistics = plan.gradient_statistics
+    check(isinstance(statistics, bool), "gradient_statistics", statistics, "true or false")
+    expected = "False in a pipeline, which sums over microbatches first: use a plan without 'pp', such as 'fsdp'"
+    check(not (statistics and plan.pipeline), "gradient_statistics", statistics, expected)
+    expected = "False with experts, of which no rank has a gradient of its batch alone: use a plan without 'ep'"
+    check(not (statistics and plan.experts), "gradient_statistics", statistics, expected)
     if plan.activations is not None:
         chosen = isinstance(plan.activations, Activations)
         check(chosen, "activations", plan.activations, "an Activations, or None to have them chosen")

@@ -211,6 +211,7 @@ _PLAN = {  # in the order in which they are written
     "pipeline": _Field(dict, "a mapping of ranks, schedule, microbatches and stages", _pipeline),
     "precision": _Field(dict, "a mapping of parameters, reduce, buffers and outputs to dtypes", _precision),
     "offload": _Field(dict, "a mapping of parameters, activations and disk", _offload),
+    "gradient_statistics": _BOOL,
     "activations": _Field(dict, "a mapping of 'call' and mesh axes to the placements of operations", _activations),
     "considered": _Field(list, "a list of the candidates that were compared", _considered),
     "parameters": _Field(dict, "a mapping of name patterns to the plans of those parameters", _parameters),

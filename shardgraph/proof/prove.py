@@ -13,8 +13,10 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MADE_BY, SOURCE
 from shardgraph.mesh import size_along
 from shardgraph.passes.program import Halves, Program, StageProgram
+from shardgraph.plans.parameter_plan import unsharded
 from shardgraph.proof.definitions import added, filled
 from shardgraph.proof.held import Held, UntypedError, of_term
+from shardgraph.proof.norms import Squared
 from shardgraph.proof.shards import stored, undivided
 from shardgraph.proof.terms import Terms
 from shardgraph.proof.typing import Typing
@@ -78,7 +80,8 @@ def prove(program: Program) -> Proof:
 
     Every value of the program is typed: which value of the captured graph it is, and how the ranks of the mesh hold it
     (whole, divided, as summands, or each for its batch). Outputs must be the captured ones, gradients the mean of the
-    captured ones over data-parallel ranks, held as their parameters are. Nothing runs, so sizes do not matter.
+    captured ones over data-parallel ranks, held as their parameters are. Squared norms of gradients must be of
+    these, and of those of each rank. Nothing runs, so sizes do not matter.
 
     What is only numeric (a dtype, the order of a sum) is not proved: see :func:`shardgraph.verify`.
     """
@@ -141,6 +144,7 @@ class _Proving:
                 results = self._backward(typing, stage, halves, {**own, **returned})
                 returned = {role: value for role, value in results.items() if isinstance(role, ir.Returned)}
                 self._collect(typing, stage, results, totals, self.captured)
+                self._compare_norms(results, self.captured)
         self._compare_gradients(totals, self.captured)
         self.unknown[:0] = [self._of_node(node, why) for node, why in typing.untyped]
 
@@ -157,6 +161,7 @@ class _Proving:
         totals: dict[str, Any] = {}
         (stage,) = self.program.stages
         self._collect(typing, stage, results, totals, expected)
+        self._compare_norms(results, expected)
         self._compare_gradients(totals, expected)
         self.unknown[:0] = [self._of_node(node, why) for node, why in (*captured.untyped, *typing.untyped)]
 
@@ -246,6 +251,24 @@ class _Proving:
                     self._unknown(role, str(error))
                 else:
                     self._compare(role, totals.get(fqn), expected)
+
+    def _compare_norms(self, results: dict[ir.Role, Any], captured: dict[ir.Role, Any]) -> None:
+        """A squared norm is of what a rank has of its batch's gradient, as operators divide it, or of the mean."""
+        gradients = {r.of: v for r, v in captured.items() if isinstance(r, ir.Gradient) and v is not None}
+        for of, gradient in gradients.items() if self.program.plan.measures_gradients else ():
+            if not isinstance(of, ir.Parameter):
+                continue
+            entry = self.program.parameters[of.fqn]
+            for reduced in (False, True):
+                role = ir.SquaredNorm(of, reduced)
+                value = results.get(role)
+                try:
+                    expected = self._mean(gradient) if reduced else gradient
+                    expected = stored(self.terms, expected, entry if reduced else unsharded(entry), self.mesh)
+                except UntypedError as error:
+                    self._unknown(role, str(error))
+                else:
+                    self._compare(role, value.of if isinstance(value, Squared) else None, expected)
 
     def _mean(self, held: Held) -> Held:
         """The mean over data-parallel ranks."""

@@ -12,7 +12,21 @@ from torch import fx
 
 from shardgraph.ir import Role, outputs
 from shardgraph.ir.attributes import ROLE
-from shardgraph.proof import definitions, dimensions, experts, joins, lookups, of_rank, ranges, ring, shifts, vocabulary  # noqa: F401 (they register)
+
+# They register rules, definitions and lemmas.
+from shardgraph.proof import (  # noqa: F401
+    definitions,
+    dimensions,
+    experts,
+    joins,
+    lookups,
+    norms,
+    of_rank,
+    ranges,
+    ring,
+    shifts,
+    vocabulary,
+)
 from shardgraph.proof.collectives import EXCHANGES
 from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
 from shardgraph.proof.labels import apply, lifted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -96,14 +96,20 @@ class Differentiable(Executor):
                 inputs.append(self._accumulated(role.of.fqn, traced))
         saved.clear()
         tangents.clear()
-        results = zip(bound.results, bound(inputs), strict=True)
-        values: dict[ir.Role, Any] = {role.of: value for (role, _), value in results if isinstance(role, ir.Gradient)}
+        results = [(role, value) for (role, _), value in zip(bound.results, bound(inputs), strict=True)]
+        values: dict[ir.Role, Any] = {role.of: value for role, value in results if isinstance(role, ir.Gradient)}
         for fqn in left_out:
             values.pop(ir.Parameter(fqn), None)
+        state.statistics.add(_squared_norms(results, reduced=False))
         if local:
             state.unsynced[self] = None
         else:
-            self._reduce_rest()
+            norms = _squared_norms(results, reduced=True)
+            for fqn in left_out:
+                norms.pop(fqn, None)
+            norms |= self._reduce_rest()
+            if state.mesh is not None:
+                state.statistics.reduce(norms, self.program.parameters, self.program.plan, state.mesh)
         return [self._gradient(role, values.get(role), local) for role in self.inputs]
 
     def _accumulated(self, fqn: str, traced: torch.Tensor) -> torch.Tensor:
@@ -111,9 +117,13 @@ class Differentiable(Executor):
         earlier = self.state.unreduced.pop(fqn, None)
         return torch.zeros_like(traced, device=self.state.device) if earlier is None else earlier
 
-    def _reduce_rest(self) -> None:
-        """Reduce what other programs have accumulated of parameters that this one has no gradient of."""
+    def _reduce_rest(self) -> dict[str, torch.Tensor]:
+        """Reduce what other programs have accumulated of parameters that this one has no gradient of.
+
+        Returns the squared norms of these gradients, if the plan measures them.
+        """
         state, done = self.state, self.program.trained
+        norms: dict[str, torch.Tensor] = {}
         for executor in state.unsynced:
             assert isinstance(executor, Differentiable)
             rest, done = executor.program.trained - done, done | executor.program.trained
@@ -124,12 +134,15 @@ class Differentiable(Executor):
             names -= {*executor._left_out(frozenset(state.unreduced), reduces=True)}
             bound = executor.graph("reduce")
             inputs = [(role.of.fqn, traced) for role, traced in bound.inputs if isinstance(role, ir.Accumulated)]
-            results = bound([self._accumulated(fqn, traced) for fqn, traced in inputs])
-            reduced = gradients_of(zip([role for role, _ in bound.results], results, strict=True))
-            state.add_gradients({fqn: value for fqn, value in reduced.items() if fqn in names})
+            values = bound([self._accumulated(fqn, traced) for fqn, traced in inputs])
+            results = [(role, value) for (role, _), value in zip(bound.results, values, strict=True)]
+            state.add_gradients({fqn: value for fqn, value in gradients_of(results).items() if fqn in names})
+            measured = _squared_norms(results, reduced=True)
+            norms |= {fqn: value for fqn, value in measured.items() if fqn in names}
         state.add_gradients(state.unreduced)  # of parameters whose gradients need no reduction
         state.unreduced.clear()
         state.unsynced.clear()
+        return norms
 
     def _left_out(self, used: Set[str], reduces: bool) -> list[str]:
         """The parameters without a gradient, as in PyTorch: those that no loss depends on, of this rank or, if
@@ -157,6 +170,12 @@ class Differentiable(Executor):
             self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
             return None
         return torch_api.as_placed(value, parameter)
+
+
+def _squared_norms(results: Iterable[tuple[ir.Role | None, Any]], reduced: bool) -> dict[str, torch.Tensor]:
+    """The squared norms among results by role, of reduced gradients or of this rank's own, by parameter."""
+    norms = ((role, value) for role, value in results if isinstance(role, ir.SquaredNorm))
+    return {role.of.fqn: value for role, value in norms if role.reduced is reduced}
 
 
 def _tangent_of(role: ir.Role | None, program: Program) -> ir.Tangent | None:

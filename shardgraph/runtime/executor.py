@@ -20,6 +20,7 @@ from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host
 from shardgraph.runtime.bind import bind
+from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.layout import Layout
 from shardgraph.torch_api import pytree
 
@@ -28,14 +29,17 @@ class State:
     """State shared by calls of one sharded module: its tensors, and gradients not yet reduced.
 
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
-    ``accumulated`` are all such dictionaries: those of a pipeline's stages too.
+    ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
+    gradients of parameters: those of a pipeline's stages too.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.model, self.mesh, self.device = model, mesh, device
         self.layout = Layout(model)
         self.unreduced: dict[str, torch.Tensor] = {}
-        self.accumulated = [self.unreduced]
+        self.statistics = GradientStatistics()
+        measured = self.statistics.own, self.statistics.measured
+        self.accumulated: list[dict[str, Any]] = [self.unreduced, *measured]
         self.unsynced: dict[Executor, None] = {}  # in the order of their first, which all ranks have in common
 
     def add_gradients(self, local: Mapping[str, torch.Tensor]) -> None:

@@ -67,6 +67,8 @@ class Question:
         offload: str | Offload | None = None,
         cluster: Cluster | str | Path | None = None,
         optimizer: str = "adamw",
+        *,
+        gradient_statistics: bool = False,
     ) -> Question:
         """The question of a caller; see :func:`shardgraph.compile`.
 
@@ -87,6 +89,8 @@ class Question:
             requested = Plan("auto", mesh, (), precision=Precision.of(precision or AS_STORED))
         else:
             requested = resolve_plan(named, mesh, pipeline, precision)
+        if gradient_statistics:
+            requested = replace(requested, gradient_statistics=True)
         budget, chunk = (None if size is None else parse_bytes(size) for size in (memory, loss_chunk))
         offloaded = None if offload is None else Offload.of(offload)
         machine = None if cluster is None else machine_for(cluster, ranks)
@@ -112,12 +116,16 @@ class Question:
         return replace(self, plan=plan, automatic=False, recompute=None, memory=None, loss_chunk=None, offload=None)
 
     def with_options(self, plan: Plan) -> Plan:
-        """``plan`` with this question's annotations, precision and options; ``memory`` alone means ``"budget"``."""
+        """``plan`` with what the requested one has whatever is chosen, and this question's options.
+
+        ``memory`` alone means ``"budget"``.
+        """
         options: dict[str, Any] = {"recompute": self.recompute, "loss_chunk": self.loss_chunk, "offload": self.offload}
         if self.recompute is None and self.memory is not None and plan.recompute == "none":
             options["recompute"] = "budget"
         options = {name: value for name, value in options.items() if value is not None}
-        return replace(plan, annotations=self.plan.annotations, precision=self.plan.precision, **options)
+        common = {name: getattr(self.plan, name) for name in ("annotations", "precision", "gradient_statistics")}
+        return replace(plan, **common, **options)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -1,0 +1,1 @@
+"""Optimizers that read what a sharded program knows of its gradients."""
