@@ -9,10 +9,11 @@ from torch import fx
 from shardgraph.ir import SQUARED_NORM
 from shardgraph.proof.definitions import Typing, define
 from shardgraph.proof.held import Held
+from shardgraph.proof.of_rank import OfRank
 
 
 @dataclass(frozen=True)
-class Squared:
+class Squared(OfRank):
     """The squared norm of the elements that each rank has of a value, whatever they are; no operand of anything."""
 
     of: Held
