@@ -1,5 +1,6 @@
 """What every test shares: one thread, quiet libraries, no downloads, and ranks that start with their imports done."""
 
+import gc
 import multiprocessing
 import os
 
@@ -12,6 +13,8 @@ from tests.parts import (  # noqa: F401  hooks of pytest
     pytest_configure,
     pytest_runtest_makereport,
 )
+
+pytest_plugins = ["tests.variants"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +41,13 @@ def values_are_checked_between_passes():
 
     with checking(CheckValues()):
         yield
+
+
+def pytest_collection_finish():
+    """Leave what imports have made, millions of objects, out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_sessionfinish():

@@ -94,6 +94,7 @@ def _serve(port: int) -> None:
     if dist.get_rank() == 0:
         store.set("process", str(os.getpid()))
     number = 0
+    gc.freeze()  # imports are in no later collection
     with sharing_captures():
         while (work := _unpacked(store.get(f"work {number}"))) is not None:
             torch.manual_seed(0)

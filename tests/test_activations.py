@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("cp+tp", "fsdp+ep")
 @pytest.mark.parametrize("name", ["tp", pytest.param("fsdp+tp+sp", marks=pytest.mark.slow), "cp+tp", "fsdp+ep"])
 def test_a_saved_plan_compiles_again_to_the_same_text_without_solving_anything(name, no_solver):
     make, mesh = CASES[name]
@@ -171,6 +172,7 @@ def test_a_call_of_other_shapes_trains_as_the_unsharded_model():
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_layers_that_differ_have_rules_of_their_own():
     model = gpt2(4)
     joint, plan = captured(model, (), text(2, 16)), shardgraph.preset("tp", {"tp": 2})

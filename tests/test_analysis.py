@@ -211,6 +211,7 @@ def test_layers_that_do_not_repeat_are_analysed_one_by_one():
     assert [row.node for row in folded.rows] == [row.node for row in whole.rows]
 
 
+@pytest.mark.slow
 def test_the_model_is_whole_again_after_a_folded_analysis():
     model = llama(13)
     shardgraph.analyze(model, plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster())

@@ -220,6 +220,7 @@ def test_constrain_along_an_axis_that_is_none_of_operators_is_noted():
     assert "no effect: 'tp' is no axis of operators in plan 'fsdp'" in note and "test_annotations.py" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "annotations"),
     [
@@ -310,6 +311,7 @@ def test_recomputation_lowers_the_predicted_peak_and_saving_inside_of_it_raises_
     assert nothing < 0.6 * everything and nothing < some < everything
 
 
+@pytest.mark.quick("fsdp+tp+sp-mesh2")
 @pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 2}), ("tp", TP), ("fsdp+tp+sp", BOTH)])
 def test_recomputed_layers_with_dropout_equal_the_unsharded_model(plan, mesh):
     model, (args, _) = make("tied-transformer", 4)
@@ -379,6 +381,7 @@ def test_save_inside_of_recompute_keeps_what_it_names():
     assert "model.layers.0.self_attn.q_proj" in again
 
 
+@pytest.mark.slow
 def test_a_region_of_many_operations_is_recomputed():
     model = llama(8)
     annotate(model, {"model": recompute()})

@@ -160,6 +160,16 @@ def same(value: Any, other: Any) -> bool:
     return all(torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
 
 
+@pytest.mark.quick(
+    "ep-2-mixture",
+    "zero2-2-conv-batch-norm",
+    "pp+tp-2x2-language",
+    "fsdp-2-language-offload",
+    "zero1-3-odd-mlp",
+    "fsdp+tp-2x2-language",
+    "hsdp-2x2-language",
+    "tp+sp-2-language",
+)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)], ids=str)
 def test_bound_graphs_of_every_rank_compute_what_lockstep_does(case):
     check(case.program)
@@ -202,6 +212,7 @@ def around_the_ring_backwards(monkeypatch):
     monkeypatch.setattr(bind, "_send", backwards)
 
 
+@pytest.mark.quick("send", "part")
 @pytest.mark.parametrize(
     ("case", "fault"),
     [

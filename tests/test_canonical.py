@@ -144,6 +144,7 @@ def test_attention_under_autocast_has_its_precision(enabled):
     assert shardgraph.verify(model, (x,), "single", world_size=1).ok
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "vit", "t5"])
 def test_no_graph_has_a_kernel_of_one_device(model):
     module, (args, kwargs) = make(model, 2)
@@ -157,6 +158,7 @@ def test_capture_leaves_cudnn_as_it_was():
     assert torch.backends.cudnn.enabled is before
 
 
+@pytest.mark.slow
 def test_a_plan_that_names_a_kernel_of_another_device_means_what_it_computes():
     model, (args, kwargs) = make("llama", 2)
     plan = shardgraph.preset("single", ())

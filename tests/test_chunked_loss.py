@@ -186,6 +186,7 @@ def test_without_gradients_the_loss_is_in_chunks_too():
 # -- under every plan ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("gpt2-fsdp+tp+sp-mesh1")
 @pytest.mark.parametrize(
     ("name", "plan", "mesh"),
     [
@@ -226,6 +227,7 @@ def test_a_sharded_head_is_gathered_once_for_all_chunks_of_a_half():
         assert sum("head.weight" in str(SUBJECT.of(node)) for node in gathers) == 1
 
 
+@pytest.mark.quick("always")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_the_last_stage_of_a_pipeline_computes_its_loss_in_chunks(checkpoint):
     model, (args, kwargs) = make("gpt2", 8)

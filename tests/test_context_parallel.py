@@ -101,6 +101,9 @@ def test_a_causal_ring_is_attention(cp):
     check(Attention(is_causal=True), (X,), cp=cp)
 
 
+@pytest.mark.quick(
+    "packed documents, for each of the batch", "none", "padding", "queries that see nothing", "a bias for every head"
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_ring_is_attention_under_any_mask(mask):
     check(Attention(), (X, MASKS[mask]), cp=4)
@@ -172,6 +175,7 @@ def check_model(module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor],
     assert report.ok, str(report)
 
 
+@pytest.mark.quick("tied-transformer-cp", "llama-fsdp+cp")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -193,6 +197,7 @@ def test_every_model_on_every_mesh_equals_the_unsharded_model(model, mesh):
         check_model(*call_of(model), plan, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
     module, args, kwargs = call_of(model)
@@ -204,6 +209,7 @@ def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
     assert sends(program(module, *args, **kwargs)) == (0 if gathered else 2, 6)
 
 
+@pytest.mark.quick("position_ids")
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])
 def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
     module, args, kwargs = call_of("llama")
@@ -213,6 +219,7 @@ def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
     check_model(module, args, kwargs, "cp", {"cp": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_five_steps_on_real_processes_equal_the_unsharded_model():
     for worst in on_ranks(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
@@ -222,6 +229,7 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model():
 # -- what a rank holds -------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("degree", [2, 4])
 def test_activations_fall_by_the_degree(degree):
     def peak(plan: str, mesh: dict[str, int]) -> int:

@@ -55,6 +55,7 @@ def test_the_counts_of_the_table_of_torchs_tests_are_those_of_its_rows() -> None
     assert told == [*counted, [sum(each) for each in zip(*counted, strict=True)]]
 
 
+@pytest.mark.quick("README.md")
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md"])
 def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def written(plan: str, mesh: dict[str, int], axis: str) -> Plan:
 # -- numerics ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("ep", "zero1+ep")
 @pytest.mark.parametrize("plan", MESHES)
 def test_training_equals_the_unsharded_model(plan):
     check(*make("mixture", 8), plan, MESHES[plan])
@@ -117,6 +118,7 @@ def test_whatever_stands_between_the_products_is_right(between):
     check(Layer(BETWEEN[between]), ((torch.randn(8, 4, 6),), {}), "ep", {"ep": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("plan", "mesh"), [pytest.param("ep", {"ep": 2}, marks=pytest.mark.slow), ("fsdp+ep", {"dp": 2, "ep": 2})]
@@ -133,6 +135,7 @@ def test_gradients_added_up_over_microbatches_and_their_norm_equal_those_of_the_
         assert worst < 1e-8 and norm < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_checkpoint_of_divided_experts_loads_under_another_plan(tmp_path):
     on_ranks(ranks.save_sharded, 4, args=("mixture", "fsdp+ep", {"dp": 2, "ep": 2}, str(tmp_path)))
@@ -143,6 +146,7 @@ def test_a_checkpoint_of_divided_experts_loads_under_another_plan(tmp_path):
 # -- exchanges ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("fsdp+ep")
 @pytest.mark.parametrize("plan", ["ep", "fsdp+ep"])
 def test_a_layer_exchanges_one_tensor_before_and_one_after_its_experts_in_either_direction(plan):
     layers = 2
@@ -193,6 +197,7 @@ def test_a_plan_with_experts_round_trips():
     assert plan.experts == "ep" and plan.data_size == 4
 
 
+@pytest.mark.slow
 def test_what_is_found_is_what_the_pattern_of_experts_names():
     call = make("mixture", 2)
     found = program(*call, "fsdp+ep", MESHES["fsdp+ep"])
@@ -249,6 +254,7 @@ def test_a_mesh_that_does_not_suit_is_refused(name, mesh, message):
 # -- Mixtral -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("grouped_mm-tp-mesh1")
 @pytest.mark.parametrize(
     ("implementation", "plan", "mesh"),
     [

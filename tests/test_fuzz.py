@@ -28,7 +28,7 @@ from tests.fuzzing import (
     random_sharding,
 )
 
-QUICK, ALL = 20, 520
+QUICK, ALL = 10, 510
 SEEDS = [
     pytest.param(seed, id=f"seed{seed}-", marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(ALL)
 ]

@@ -72,6 +72,7 @@ def analyze(model: LlamaForCausalLM, plan: str, cluster: Cluster, length: int = 
     return shardgraph.analyze(model, (), plan, example_kwargs=call, cluster=cluster, **options)
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "fsdp"])
 def test_an_analysed_program_keeps_the_closed_forms_bytes(plan: str) -> None:
     """In float32 the shard that the optimizer updates stands for the 32-bit copy: 4, 4 and 4 + 8 bytes."""

@@ -28,6 +28,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # -- training ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("*-fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", like_torch.MODELS)
 def test_training_equals_the_unsharded_model(name, plan):
@@ -64,6 +65,7 @@ def test_what_is_frozen_after_compiling_is_not_reduced_until_it_trains_again(pla
         assert error < EXACT and reduced == [6, 6, 12]
 
 
+@pytest.mark.slow
 def test_microbatches_accumulate_with_and_without_reductions_under_every_plan_of_data():
     plans: list[tuple[str, dict[str, int]]] = [(plan, {"dp": 4}) for plan in ("ddp", "zero1", "zero2", "fsdp")]
     plans.append(("hsdp", {"dp_replicate": 2, "dp_shard": 2}))
@@ -112,6 +114,7 @@ def test_a_model_on_meta_whose_operators_are_divided_has_the_values_of_the_unsha
     assert max(on_ranks(like_torch.meta_initialisation_of_divided_operators, 2, args=(mesh, plan))) == 0.0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_rows_and_columns_loads_under_other_plans(tmp_path):
     both = {"dp": 2, "tp": 2}
     on_ranks(ranks.save_sharded, 4, args=("tied-transformer", "fsdp+tp", both, str(tmp_path)))
@@ -293,6 +296,7 @@ def test_a_checkpointed_layer_casts_as_the_same_layer_without(outputs):
 # -- pipelines ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_of_a_pipeline_leaves_no_tensors_behind():
     sharded = shardgraph.compile(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))),

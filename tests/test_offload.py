@@ -72,6 +72,7 @@ def copies(gm: fx.GraphModule, target=TO_DEVICE) -> list[fx.Node]:
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick("tied-*", "odd-mlp-*")
 @pytest.mark.parametrize(
     ("kind", "plan", "mesh"),
     [

@@ -66,6 +66,7 @@ def copied(program: Program) -> list[str]:
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("tied-*", "odd-*", "unet-*", "conv-*")
 @pytest.mark.parametrize(
     ("name", "plan", "mesh", "more"),
     [

@@ -49,6 +49,7 @@ def check(model: str, plan: str, mesh: dict[str, int]) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.quick("tied-transformer-fsdp+tp+sp", "tied-transformer-tp", "odd-mlp-*", "conv-*")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -149,6 +150,7 @@ def test_a_layer_of_llama_reduces_twice_in_forward_and_twice_in_backward_as_mega
     assert sent_by_a_layer("tp") == {"forward": {whole: 2}, "backward": {whole: 2}}
 
 
+@pytest.mark.slow
 def test_with_sequences_cut_each_reduction_is_a_gather_and_a_scatter_and_inputs_are_gathered_again():
     gather, scatter = ((kind, BATCH * LENGTH * WIDTH) for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"))
     assert sent_by_a_layer("tp+sp") == {"forward": {gather: 2, scatter: 2}, "backward": {gather: 4, scatter: 2}}

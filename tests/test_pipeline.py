@@ -51,6 +51,7 @@ def test_every_schedule_trains_every_model_like_the_unsharded_model(name, ranks)
     assert max(errors(name, "pp", {"pp": ranks}, schedules, steps=5)) < 1e-6
 
 
+@pytest.mark.quick("pp+tp-*")
 @pytest.mark.parametrize("name", ["tied-transformer", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("plan", "mesh", "schedule"),

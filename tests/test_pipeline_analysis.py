@@ -23,6 +23,7 @@ def analysis(layers: int, ranks: int, pipeline: Pipeline, plan: str = "pp", **me
     return shardgraph.analyze(gpt2(layers), (), wanted, example_kwargs=text(8), cluster=toy_cluster())
 
 
+@pytest.mark.slow
 def test_stages_are_of_equal_length_where_no_one_says_where_to_cut():
     seconds = [stage.cost.forward + stage.cost.backward for stage in analysis(8, 4, Pipeline(8)).stages]
     assert max(seconds) < 1.25 * min(seconds)
@@ -66,6 +67,7 @@ def test_stages_that_no_cut_makes_fit_name_the_least_memory():
         shardgraph.analyze(gpt2(4), (), preset("pp", {"pp": 2}, Pipeline(4)), example_kwargs=text(8), cluster=small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_budget_is_kept_by_every_rank_and_a_smaller_one_has_no_larger_peak(schedule):
     plan = preset("pp", {"pp": 2}, Pipeline(4, schedule, stages=("transformer.h.1",)))
@@ -77,6 +79,7 @@ def test_a_budget_is_kept_by_every_rank_and_a_smaller_one_has_no_larger_peak(sch
         shardgraph.analyze(gpt2(2), (), plan, memory=int(0.2 * most), **given)
 
 
+@pytest.mark.slow
 def test_a_pipeline_within_a_budget_equals_the_unsharded_model():
     (model, (args, kwargs)), plan = make("gpt2", 8), preset("pp", {"pp": 2}, Pipeline(4, stages=("transformer.h.1",)))
     most = shardgraph.analyze(model, args, plan, example_kwargs=kwargs).peak_memory
@@ -85,6 +88,7 @@ def test_a_pipeline_within_a_budget_equals_the_unsharded_model():
     assert report.plan.recompute not in ("none", "budget")
 
 
+@pytest.mark.slow
 def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -261,6 +261,7 @@ def descent(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 TWICE = Precision("float32", reduce="float64")
 
 
+@pytest.mark.quick("fsdp+ep-*")
 @pytest.mark.parametrize(
     ("plan", "mesh", "name"),
     [

@@ -29,6 +29,7 @@ def proof(name: str, plan: str, mesh: dict[str, int]) -> Proof:
     return prove(lower(joint, preset(plan, mesh), shapes))
 
 
+@pytest.mark.quick("*-tied-transformer", "*-odd-mlp", "*-conv-batch-norm", "*-mixture", "fsdp-mesh3-llama")
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(
     ("plan", "mesh"),
@@ -45,6 +46,7 @@ def test_every_model_under_every_plan_of_data_parallelism_is_proved(name, plan, 
     assert found.ok, str(found)
 
 
+@pytest.mark.quick("*-tied-transformer", "*-odd-mlp", "*-conv-batch-norm", "tp+sp-*-mixture", "fsdp+tp-*-llama")
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(("plan", "mesh"), [("tp", {"tp": 2}), ("tp+sp", {"tp": 2}), ("fsdp+tp", {"dp": 2, "tp": 2})])
 def test_divided_operators_are_proved(name, plan, mesh):
@@ -64,6 +66,7 @@ PROVED += [
 ]
 
 
+@pytest.mark.quick("ep-2", "pp+tp-2x2", "fsdp-2-recompute", "fsdp-2-offload", "fsdp-2-loss-chunk")
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in PROVED], ids=lambda case: case.id)
 def test_recomputed_offloaded_and_staged_programs_are_proved(case):
     found = prove(subject(case).program)
@@ -73,6 +76,7 @@ def test_recomputed_offloaded_and_staged_programs_are_proved(case):
 MUTATED = ["fsdp-2", "tp+sp-2", "ep-2", "fsdp-2-loss-chunk"]
 
 
+@pytest.mark.quick("fsdp-2", "fsdp-2-loss-chunk")
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in MUTATED], ids=lambda case: case.id)
 def test_a_program_with_a_fault_is_not_proved(case):
     made = subject(case)

@@ -160,6 +160,7 @@ def test_tokens_counted_on_one_rank_of_a_divided_sequence(monkeypatch):
 # -- auxiliary losses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("factor", [2, 0.5])
 def test_an_auxiliary_loss_scaled_by_a_parallel_degree(after_pass, factor):
     """Megatron-LM pull requests 3769 (smaller by the data ranks), 5047 (dependent on the degree of tp), and 7452,
@@ -225,6 +226,7 @@ def with_sums(change: Callable[[dict[str, tuple[str, ...]]], Any], monkeypatch: 
     monkeypatch.setattr(ReduceGradients, "run", run)
 
 
+@pytest.mark.quick("norm.weight-*", "head.bias-*", "moe.*")
 @pytest.mark.parametrize(
     ("parameter", "plan", "mesh"),
     [

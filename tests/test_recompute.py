@@ -89,6 +89,7 @@ def computed_again(program: Program) -> set[str]:
 # -- by name -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("full-fsdp+tp+sp-*", "selective-fsdp-*")
 @pytest.mark.parametrize(
     ("mode", "plan", "mesh"),
     [("full", "ddp", DP), ("selective", "fsdp", DP), ("full", "fsdp+tp+sp", BOTH), ("selective", "tp", TP)],
@@ -228,6 +229,7 @@ def test_equal_layers_are_decided_once():
     assert folded(4) == folded(8) == 4  # the first layer, whose input needs no gradient, is not like the others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "mesh"),
     [
@@ -323,6 +325,7 @@ def test_a_budget_that_is_no_size_is_an_error():
         shardgraph.analyze(Deep(), (rows(),), mesh=DP, cluster=toy_cluster(), memory="much")
 
 
+@pytest.mark.slow
 def test_layers_that_rules_tell_apart_are_analysed_one_by_one():
     plan = replace(preset("fsdp", DP), recompute=(("layers.[0-6].2", ("gelu",)),))
     given = {"plan": plan, "cluster": toy_cluster()}

@@ -81,6 +81,7 @@ def test_convolutions_are_cut_along_their_channels():
     check(Channels(), "tp", {"tp": 2}, images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [pytest.param("tp", marks=pytest.mark.slow), "tp+sp"])
 def test_eight_ranks_for_four_heads_are_right(plan):
     model, (args, kwargs) = make("llama", 2)
@@ -92,6 +93,7 @@ def test_one_row_for_each_rank_is_enough():
     check(model, "fsdp+tp", {"dp": 2, "tp": 2}, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_with_sequences_cut_what_is_kept_for_backward_falls_by_the_degree(degree):
     def kept(plan: str, ranks: int) -> int:

@@ -21,6 +21,7 @@ PLANS = ["ddp", "zero1", "zero2", "fsdp"]
 LONG = ("gpt2", "bert", "vit", "t5", "mixtral")  # models whose verification takes ten seconds or more
 
 
+@pytest.mark.quick("*-3")
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer"])
@@ -30,6 +31,7 @@ def test_five_steps_equal_the_original(name, plan, world_size):
     assert report.ok, str(report)
 
 
+@pytest.mark.quick("mixture", "odd-mlp", "conv-batch-norm")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in ZOO])
 def test_hybrid_sharding_equals_the_original(name):
     model, (args, kwargs) = make(name, 8)
@@ -38,6 +40,7 @@ def test_hybrid_sharding_equals_the_original(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.quick("vit-*", "gpt2-*")
 @pytest.mark.parametrize(
     ("name", "plan", "world_size"),
     [("llama", "fsdp", 3), ("gpt2", "zero1", 3), ("bert", "zero2", 4), ("vit", "fsdp", 3)],
