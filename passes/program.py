@@ -233,17 +233,23 @@ class Program:
 
     @cached_property
     def reached(self) -> dict[ir.Tangent, frozenset[str]]:
-        """The parameters whose gradients depend on each incoming gradient of a program without a pipeline."""
-        assert self.backward is not None
-        inputs = ir.placeholders(self.backward)
+        """The parameters whose gradients depend on each incoming gradient, of a program that has any."""
+        gm = self.joint.module if self.backward is None else self.backward  # a pipeline's stages have parts of it
+        inputs = ir.placeholders(gm)
         depends: dict[fx.Node, frozenset[ir.Role]] = {
             node: frozenset({role}) for role, node in inputs.items() if isinstance(role, ir.Tangent)
         }
-        for node in self.backward.graph.nodes:
+        for node in gm.graph.nodes:
             depends.setdefault(node, frozenset().union(*(depends[each] for each in node.all_input_nodes)))
-        gradients = gradients_of(ir.outputs(self.backward))
+        gradients = gradients_of(ir.outputs(gm))
         tangents = [role for role in inputs if isinstance(role, ir.Tangent)]
         return {role: frozenset(f for f, value in gradients.items() if role in depends[value]) for role in tangents}
+
+    @cached_property
+    def optional(self) -> list[str]:
+        """The parameters that a loss may leave out, since not every differentiable output depends on them."""
+        reached = self.reached.values()
+        return sorted(frozenset().union(*reached) - frozenset.intersection(*reached)) if reached else []
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:

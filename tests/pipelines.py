@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -50,18 +51,35 @@ def pipelined(
 
 
 def pipeline_errors(
-    name: str, plan: str, mesh: dict[str, int], pipelines: list[Pipeline], rows: int = 8, steps: int = 5
+    name: str,
+    plan: str,
+    mesh: dict[str, int],
+    pipelines: list[Pipeline],
+    rows: int = 8,
+    steps: int = 5,
+    called: bool = False,
 ) -> list[float]:
-    """For each pipeline the largest difference of any loss, gradient or weight from the unsharded model's."""
-    return [_pipeline_error(*pipelined(name, plan, mesh, each, rows), steps) for each in pipelines]
+    """For each pipeline the largest difference of any loss, gradient or weight from the unsharded model's.
+
+    Steps are ``train_step`` or, if ``called``, calls of the module with a loss that the caller computes.
+    """
+    return [_pipeline_error(*pipelined(name, plan, mesh, each, rows), steps, called) for each in pipelines]
 
 
-def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int) -> float:
+def _step(sharded: Any, called: bool, *args: Any, target: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if not called:
+        return sharded.train_step(*args, target=target, **kwargs)
+    loss = batch_loss(sharded(*args, **kwargs), target)
+    loss.backward()
+    return loss.detach()
+
+
+def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int, called: bool) -> float:
     args, kwargs, (whole_args, whole_kwargs) = calls
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, original)]
     theirs, worst = dict(original.named_parameters()), 0.0
     for _ in range(steps):
-        loss = sharded.train_step(*args, **kwargs)
+        loss = _step(sharded, called, *args, **kwargs)
         reference = scalar(original(*whole_args, **whole_kwargs))
         reference.backward()
         dist.all_reduce(loss)
@@ -81,17 +99,116 @@ def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int) -
     return worst
 
 
-def outputs_in_eval(name: str, pipeline: Pipeline) -> tuple[float, str]:
-    """How far outputs are from the unsharded model's in eval mode, and the error of a call in training mode."""
+def outputs_in_eval(name: str, pipeline: Pipeline) -> float:
+    """How far outputs are from the unsharded model's in eval mode."""
     sharded, original, (*_, call) = pipelined(name, "pp", {"pp": 2}, pipeline)
-    try:
-        sharded(*call[0], **call[1])
-        message = ""
-    except shardgraph.ShardGraphError as error:
-        message = str(error)
     mine, theirs = sharded.eval()(*call[0], **call[1]), original.eval()(*call[0], **call[1])
     pairs = zip(torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs if isinstance(b, torch.Tensor) and b.numel()), message
+    return max((a - b).abs().max().item() for a, b in pairs if isinstance(b, torch.Tensor) and b.numel())
+
+
+class TwoOutputs(nn.Module):
+    """A stack of layers with a head for each of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        self.one, self.other = nn.Linear(6, 2), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layers(x)
+        return {"one": self.one(hidden), "other": self.other(hidden)}
+
+
+def two_outputs(schedule: str = "1f1b") -> tuple[Any, nn.Module, torch.Tensor]:
+    """``(sharded, original, batch)`` of a model that is compiled at its first call."""
+    torch.manual_seed(0)
+    model = TwoOutputs().double()
+    original = copy.deepcopy(model)
+    batch = torch.randn(8, 6, dtype=torch.float64)
+    pipeline = Pipeline(4, schedule, stages=("layers.2",))
+    return shardgraph.compile(model, "pp", pipeline=pipeline, example_inputs=(batch,)), original, batch
+
+
+def two_calls_before_backward() -> float:
+    """How far gradients are from the unsharded model's when a loss is of the outputs of two calls."""
+    sharded, original, batch = two_outputs()
+    batches = batch, batch + 1
+    for model in (sharded, original):
+        first, second = (model(each) for each in batches)
+        (first["one"].square().mean() + (second["one"].sum() * first["other"].mean())).backward()
+    theirs = dict(original.named_parameters())
+    return max((whole(p.grad) - theirs[fqn].grad).abs().max().item() for fqn, p in sharded.named_parameters())
+
+
+def a_loss_of_one_output() -> list[str]:
+    """The parameters that have no gradient after a loss of one output, and after one of both."""
+    sharded, _, batch = two_outputs()
+    sharded(batch)["one"].sum().backward()
+    without = [fqn for fqn, parameter in sharded.named_parameters() if parameter.grad is None]
+    sharded(batch)["other"].sum().backward()
+    return without + [fqn for fqn, parameter in sharded.named_parameters() if parameter.grad is None]
+
+
+def gradient_of_the_input() -> float:
+    """How far the gradient of what the batch was computed from is from the unsharded model's."""
+    sharded, original, batch = two_outputs()
+    gradients = []
+    for model in (sharded, original):
+        scale = torch.full((6,), 2.0, dtype=torch.float64, requires_grad=True)
+        sum(each.square().sum() for each in model(batch * scale).values()).backward()
+        gradients.append(scale.grad)
+    return (gradients[0] - gradients[1]).abs().max().item()
+
+
+def refused_backward() -> list[str]:
+    """The errors of a second backward of one call, and of weights changed before backward."""
+    sharded, _, batch = two_outputs()
+
+    def message(loss: torch.Tensor) -> str:
+        try:
+            loss.backward(retain_graph=True)
+        except shardgraph.BackwardError as error:
+            return str(error)
+        return ""
+
+    loss = sum(each.sum() for each in sharded(batch).values())
+    loss.backward(retain_graph=True)
+    messages = [message(loss)]
+    loss = sum(each.sum() for each in sharded(batch).values())
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.mul_(2)
+    return [*messages, message(loss)]
+
+
+class Contrast(nn.Module):
+    """Combines the rows of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(x).tanh())
+        return hidden @ hidden.t()
+
+
+def rows_that_are_combined() -> tuple[float, list[str]]:
+    """How far the gradients of a model that combines rows are from the unsharded model's, and what it warns of."""
+    torch.manual_seed(0)
+    model = Contrast().double()
+    original, batch = copy.deepcopy(model), torch.randn(8, 6, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        sharded = shardgraph.compile(
+            model, "pp", pipeline=Pipeline(4, stages=("second",)), example_inputs=(batch,), progress=False
+        )
+        for each in (sharded, original):
+            each(batch).square().mean().backward()
+    theirs = dict(original.named_parameters())
+    worst = max((whole(p.grad) - theirs[fqn].grad).abs().max().item() for fqn, p in sharded.named_parameters())
+    return worst, [str(each.message) for each in told]
 
 
 def running_statistics(pipeline: Pipeline) -> float:

@@ -20,11 +20,17 @@ MORE_STAGES = ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv
 
 
 def errors(
-    name: str, plan: str, mesh: dict[str, int], several: list[Pipeline], rows: int = 8, steps: int = 2
+    name: str,
+    plan: str,
+    mesh: dict[str, int],
+    several: list[Pipeline],
+    rows: int = 8,
+    steps: int = 2,
+    called: bool = False,
 ) -> list[float]:
     """For each pipeline the largest difference of a loss, gradient, norm or weight from the unsharded model's."""
-    count = math.prod(mesh.values())
-    found = on_ranks(pipelines.pipeline_errors, count, args=(name, plan, mesh, several, rows, steps), timeout=800)
+    count, args = math.prod(mesh.values()), (name, plan, mesh, several, rows, steps, called)
+    found = on_ranks(pipelines.pipeline_errors, count, args=args, timeout=800)
     return [max(each) for each in zip(*found, strict=True)]
 
 
@@ -84,11 +90,53 @@ def test_running_statistics_are_those_of_the_whole_batch():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_outputs_in_eval_mode_are_on_every_rank_and_a_call_in_training_mode_says_what_to_call(schedule):
-    found = on_ranks(pipelines.outputs_in_eval, 2, args=("tied-transformer", Pipeline(4, schedule)))
-    for error, message in found:
+def test_outputs_in_eval_mode_are_on_every_rank(schedule):
+    assert max(on_ranks(pipelines.outputs_in_eval, 2, args=("tied-transformer", Pipeline(4, schedule)))) < 1e-12
+
+
+# -- called like the model, by loss.backward() -------------------------------------------------------------------
+
+
+def test_a_loss_of_the_outputs_trains_like_the_unsharded_model():
+    several = [
+        Pipeline(4, "gpipe", checkpoint="except_last"),
+        Pipeline(4, "zbv"),
+        Pipeline(4, "interleaved-zero-bubble"),
+    ]
+    assert max(errors("tied-transformer", "pp", {"pp": 2}, several, called=True)) < 1e-6
+
+
+@pytest.mark.quick("pp+fsdp-*-tied-transformer")
+@pytest.mark.parametrize("name", ["tied-transformer", "gpt2", "t5", "conv-batch-norm"])
+@pytest.mark.parametrize(("plan", "mesh"), [("pp+fsdp", {"pp": 2, "dp": 2}), ("pp+tp", {"pp": 2, "tp": 2})])
+def test_a_loss_of_the_outputs_trains_beside_every_other_axis(name, plan, mesh):
+    assert max(errors(name, plan, mesh, [Pipeline(2, "1f1b")], called=True)) < 1e-6
+
+
+def test_one_loss_may_be_of_the_outputs_of_two_calls():
+    assert max(on_ranks(pipelines.two_calls_before_backward, 2)) < 1e-12
+
+
+def test_parameters_that_a_loss_leaves_out_have_no_gradient():
+    first, last = on_ranks(pipelines.a_loss_of_one_output, 2)
+    assert (first, last) == ([], ["other.weight", "other.bias"])
+
+
+def test_a_batch_that_was_computed_gets_its_gradient_on_every_rank():
+    assert max(on_ranks(pipelines.gradient_of_the_input, 2)) < 1e-12
+
+
+def test_backward_that_cannot_be_right_is_refused():
+    for again, changed in on_ranks(pipelines.refused_backward, 2):
+        assert "backward of a pipeline's step has run, and runs once: call the module again" in again
+        assert "was changed in place between forward and backward" in changed
+
+
+def test_a_batch_whose_rows_are_combined_goes_through_as_one_microbatch_and_says_so():
+    for error, (told, *rest) in on_ranks(pipelines.rows_that_are_combined, 2):
         assert error < 1e-12
-        assert "sharded.train_step(" in message
+        assert "goes through the pipeline as one microbatch" in told
+        assert not rest
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Variants of a test that ``make test`` runs: ``@pytest.mark.quick("fsdp-*", "tp")`` names them, the others are slow."""
+"""Variants of tests that ``make test`` runs: ``@pytest.mark.quick("fsdp-*", "tp")`` names them; the others are slow."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgraph.capture.capture import own_loss
+from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
@@ -127,7 +127,7 @@ def compile(
         device = _device(model, mesh, question.plan.offload.parameters)
         check_present(question.plan, device)
         if inputs is not None:
-            question = _about_call(question, *inputs, loss_fn)
+            question = _about_call(question, *inputs, loss_fn, device)
         lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model)]
     setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight)
     chosen = _decided(agreement, question, setup.captures)
@@ -135,16 +135,16 @@ def compile(
     whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
     kind = ShardedModule if chosen.pipeline is None else PipelinedModule
     sharded = kind(model, chosen, whole_mesh, setup)
-    if inputs is not None:
-        sharded.compile_for(*inputs[0], **inputs[1])  # while the model is as it was
+    if question.call is not None:
+        sharded.compile_for(question.call)  # while the model is as it was
     owners = sharded.owners if isinstance(sharded, PipelinedModule) else {}
     stages = Stages(chosen, whole_mesh, sharded.mesh, owners)
     tied = tied_names(model)
     shard_model(model, chosen, stages, device, agreement, initialize)
     sharded.settle()
-    if inputs is not None and tied_names(model) != tied:  # its initialisation has tied parameters
+    if question.call is not None and tied_names(model) != tied:  # its initialisation has tied parameters
         sharded.forget()
-        sharded.compile_for(*inputs[0], **inputs[1])
+        sharded.compile_for(question.call)
 
     if plan == "auto" and (not dist.is_initialized() or dist.get_rank() == 0):
         print(f"shardgraph: {chosen}", flush=True)
@@ -168,14 +168,20 @@ def _decided(agreement: Agreement, question: Question, captures: Captures) -> Pl
 
 
 def _about_call(
-    question: Question, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None
+    question: Question,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    device: torch.device,
 ) -> Question:
-    """The question for the call to compile: ``train_step`` for a pipeline in training mode."""
+    """The question for the call to compile: for a pipeline in training mode ``train_step``, if it has a loss."""
     training, loss = torch.is_grad_enabled(), loss_fn if "target" in kwargs else None
     if question.plan.pipeline is None:
         return question.about(args, kwargs, loss, training)
     step = training and question.model.training
-    return question.about(args, kwargs, (loss or own_loss) if step else None, step)
+    if step and loss is None and returns_loss(question.model, args, kwargs, device):
+        loss = own_loss
+    return question.about(args, kwargs, loss if step else None, step)
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | Mapping[str, int] | None, offloads: bool) -> torch.device:

@@ -119,12 +119,25 @@ def output_shapes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> list[torch.Size | None]:
     """The shapes of the tensors that ``model(*args, **kwargs)`` returns, None for all else; nothing is computed."""
+    leaves = pytree.tree_leaves(_fake_output(model, args, kwargs, device))
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
+def returns_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Whether ``model(*args, **kwargs)`` returns a loss, as :func:`own_loss` finds it; nothing is computed."""
+    try:
+        loss = own_loss(_fake_output(model, args, kwargs, device))
+    except Exception:  # that the model cannot be run on shapes alone is reported by its capture
+        return False
+    return isinstance(loss, torch.Tensor) and not loss.dim() and loss.is_floating_point()
+
+
+def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, device)
     private = _stand_in(model, mode, device, {})
     with same_kernels(), mode, torch.no_grad():
-        leaves = pytree.tree_leaves(private(*fake_args, **fake_kwargs))
-    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        return private(*fake_args, **fake_kwargs)
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -1,9 +1,10 @@
-"""The compiled module of a plan with a pipeline: this rank's stages, trained with :meth:`train_step`."""
+"""The compiled module of a plan with a pipeline: this rank's stages."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.proof.microbatches import rows_of
 from shardgraph.runtime.executor import Executor
+from shardgraph.runtime.pipeline.differentiable import differentiable
 from shardgraph.runtime.pipeline.failure import report_failure
 from shardgraph.runtime.pipeline.microbatches import batch_size, can_merge, merged, microbatches
 from shardgraph.runtime.pipeline.running import RunningPipeline, Work
@@ -47,23 +49,31 @@ class PipelinedModule(ShardedModule):
         self._own(pipeline=plan.pipeline, owners={}, _running=running, _written={}, _mergeable={})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's forward, without gradients; every rank of the pipeline returns its output.
+        """The original's forward; every rank of the pipeline returns its output.
 
-        Raises:
-            ShardGraphError: the module is in training mode with gradients enabled; use ``train_step``.
+        In training mode with gradients enabled, ``backward()`` of a loss of the output, which every rank must compute,
+        runs backward of all microbatches: the order of GPipe, whatever the schedule, so that a rank holds what all of
+        them save for backward. :meth:`train_step` holds less, and computes the loss on the last stage alone.
+        Gradients of parameters become their ``grad``; ``torch.autograd.grad`` has those of inputs alone.
         """
         if torch.is_grad_enabled() and self.training:
-            raise ShardGraphError(
-                f"plan {self.plan.name!r} has a pipeline, whose microbatches go forward and backward by turns: train "
-                "with sharded.train_step(*inputs, target=...), and call sharded(*inputs) for outputs in eval() mode or "
-                "under torch.no_grad()"
-            )
+            work = self._work(args, kwargs, None)
+            results = differentiable(self._running, work, lambda: self._sync, self._guarded)
+            return self._delivered(work, results)
         with torch.no_grad():
             work = self._work(args, kwargs, None)
-            with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
+            with self._guarded():
                 results = self._running.infer(work)
-            outputs = [item.executor.deliver(result, item.leaves) for item, result in zip(work, results, strict=True)]
-            return merged(outputs, [item.executor.program for item in work], [item.value for item in work])
+            return self._delivered(work, results)
+
+    def _delivered(self, work: list[Work], results: list[dict[Any, Any]]) -> Any:
+        """The output of the batch, from the results of its microbatches."""
+        outputs = [item.executor.deliver(result, item.leaves) for item, result in zip(work, results, strict=True)]
+        return merged(outputs, [item.executor.program for item in work], [item.value for item in work])
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """What reports a failing step alike on every rank."""
+        return report_failure(self._setup.agreement, self._running.group, self._running.neighbours)
 
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward of all microbatches; see :meth:`ShardedModule.train_step`.
@@ -77,7 +87,7 @@ class PipelinedModule(ShardedModule):
         with torch.enable_grad():
             work = self._work(args, kwargs, self._loss_of(kwargs))
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._state.device)))
-        with report_failure(self._setup.agreement, self._running.group, self._running.neighbours):
+        with self._guarded():
             return self._running.train(work, self._sync, scale, by_tokens=self._setup.loss_weight == "tokens")
 
     def clip_grad_norm_(
@@ -111,6 +121,13 @@ class PipelinedModule(ShardedModule):
             shapes = output_shapes(self.original, *call, self._state.device)
             programs = [executor.program for executor in executors]
             self._mergeable[key] = can_merge(programs, shapes) and all(rows_of(p.joint).apart for p in programs)
+            if not self._mergeable[key] and self.training and torch.is_grad_enabled():
+                warnings.warn(
+                    "the batch goes through the pipeline as one microbatch, stage after stage, since the outputs of "
+                    "microbatches cannot be put together to those of the batch: return what has a row for each of the "
+                    "batch's, or use train_step",
+                    stacklevel=5,
+                )
         return self._mergeable[key]
 
     def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
@@ -118,13 +135,10 @@ class PipelinedModule(ShardedModule):
         executors = self._executables(calls, spec, loss_fn)
         return [Work(e, self._numbers.lift(leaves, spec)) for e, leaves in zip(executors, calls, strict=True)]
 
-    def compile_for(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the training step (in eval mode, the forward) for these inputs now, without running it."""
-        if self.training and torch.is_grad_enabled():
-            self._work(args, kwargs, self._loss_of(kwargs))
-        else:
-            with torch.no_grad():
-                self._work(args, kwargs, None)
+    def compile_for(self, call: Call) -> None:
+        """See :meth:`ShardedModule.compile_for`."""
+        with torch.set_grad_enabled(call.training):
+            self._work(call.args, dict(call.kwargs), call.loss_fn)
 
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         program = super()._program(call, show)

@@ -234,10 +234,10 @@ class ShardedModule(nn.Module):
         self._programs.clear()
         self._latest = self._agreed = None
 
-    def compile_for(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for these inputs now, without running; only their shapes, dtypes and numbers matter."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._executables([leaves], spec, self.loss_fn if "target" in kwargs else None)
+    def compile_for(self, call: Call) -> None:
+        """Compile for a call now, without running; only the shapes, dtypes and numbers of its inputs matter."""
+        leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        self._executables([leaves], spec, call.loss_fn)
 
     def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +13,7 @@ from shardgraph import ir, torch_api
 from shardgraph.errors import BackwardError
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.runtime.executor import Executor, State, mesh_rank
+from shardgraph.runtime.gradients import check_unchanged, on_any_data_rank, tangent_of
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
 
@@ -38,14 +38,11 @@ class Differentiable(Executor):
         seen = {
             i: tangent
             for i, (role, value) in enumerate(ir.outputs(self.forward.module))
-            if isinstance(value, fx.Node) and (tangent := _tangent_of(role, program)) is not None
+            if isinstance(value, fx.Node) and (tangent := tangent_of(role, program)) is not None
         }
         self.returned = [(i, tangent) for i, tangent in seen.items() if tangent in inputs]
         self.detached = [i for i, tangent in seen.items() if tangent not in inputs]
-        reached = {} if program.backward is None else program.reached
-        always = frozenset.intersection(*reached.values()) if reached else frozenset()
-        # Parameters that a loss may leave out, since not every output depends on them.
-        self.optional = sorted(frozenset().union(*reached.values()) - always)
+        self.optional = [] if program.backward is None else program.optional
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
         """Run on the flattened inputs of a call; returns the model's output. ``sync()`` is called in backward."""
@@ -149,13 +146,9 @@ class Differentiable(Executor):
         gradients are reduced, of any data rank, since they were last. This rank's losses have ``used`` the others."""
         if not self.optional:
             return []
-        state = self.state
         flags = [fqn in used for fqn in self.optional]
-        if reduces and state.mesh is not None:
-            on_device = torch.tensor(flags, dtype=torch.int32, device=state.device)
-            for axis, _ in self.program.plan.data_mesh:
-                dist.all_reduce(on_device, dist.ReduceOp.MAX, state.mesh.get_group(axis))
-            flags = on_device.tolist()
+        if reduces:
+            flags = on_any_data_rank(flags, self.program.plan, self.state)
         return [fqn for fqn, flag in zip(self.optional, flags, strict=True) if not flag]
 
     def _gradient(self, role: ir.Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
@@ -178,13 +171,6 @@ def _squared_norms(results: Iterable[tuple[ir.Role | None, Any]], reduced: bool)
     return {role.of.fqn: value for role, value in norms if role.reduced is reduced}
 
 
-def _tangent_of(role: ir.Role | None, program: Program) -> ir.Tangent | None:
-    """The incoming gradient of a result, if autograd returns that result."""
-    if isinstance(role, ir.Output):
-        return None if role.index in program.joint.aliases else ir.Tangent(role.index)
-    return ir.Tangent(-1 - role.index) if isinstance(role, ir.IntermediateBase) else None
-
-
 class _Run(torch.autograd.Function):
     """The two graphs as an autograd function. Parameters are DTensors and get DTensor gradients."""
 
@@ -204,7 +190,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executor: Differentiable = ctx.executor
-        _check_unchanged(ctx.versions)
+        check_unchanged(ctx.versions)
         tensors = list(ctx.saved_tensors)
         if not torch_api.keep_graph():
             ctx.maybe_clear_saved_tensors()
@@ -217,16 +203,6 @@ class _Run(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
         return (None, None, None, None, *gradients)
-
-
-def _check_unchanged(versions: Sequence[tuple[str, torch.Tensor, int]]) -> None:
-    """Raise BackwardError if a parameter whose value backward needs was changed in place after forward."""
-    for fqn, shard, version in versions:
-        if shard._version != version:
-            raise BackwardError(
-                f"the parameter {fqn!r} was changed in place between forward and backward, and backward needs the "
-                "value that forward used: step the optimizer after backward, or call the module again before it"
-            )
 
 
 class _Once(torch.autograd.Function):

@@ -17,10 +17,11 @@ from shardgraph.passes.program import Program, gradients_of
 from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State, mesh_rank
+from shardgraph.runtime.gradients import on_any_data_rank
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
 from shardgraph.runtime.pipeline.microbatches import loss_counts, weighted_sum
-from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage
+from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage, Suspended
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import common_draw, rank_seed
 
@@ -47,6 +48,8 @@ class RunningPipeline:
         self.rank = 0 if mesh is None else mesh.get_local_rank(self.pipeline.axis)
         self.numbers = self.pipeline.stages_of(self.rank)
         self.stages = [RunningStage(number, self.pipeline, state, self.group) for number in self.numbers]
+        self._used: dict[str, None] = {}  # the parameters that losses depend on whose gradients are not reduced yet
+        state.accumulated.append(self._used)
         self._schedules: dict[int, Any] = {}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -77,9 +80,12 @@ class RunningPipeline:
         loss = torch.zeros((), dtype=traced.dtype, device=self.state.device)
         if losses:
             loss = weighted_sum([each.detach() for each in losses], weights).to(traced.dtype)
+        self._used.update(dict.fromkeys(program.trained))
         if reduce:
             self._finish_gradients(program)
-        self._differentiate_inputs(work)
+        leaves, gradients = self._input_gradients(work)
+        if leaves:
+            torch.autograd.backward(leaves, gradients)
         for stage in self.stages:
             stage.end()
         return self._from_last_stage(loss)
@@ -161,10 +167,19 @@ class RunningPipeline:
             if gradient.stride() != local.stride() or gradient.untyped_storage().data_ptr() in taken:
                 totals[fqn] = torch.empty_like(local).copy_(gradient)
             taken.add(totals[fqn].untyped_storage().data_ptr())
+        self._leave_out(totals, program)
         self.state.add_gradients(totals)
 
-    def _differentiate_inputs(self, work: Sequence[Work]) -> None:
-        """Continue backward from the inputs that require a gradient, on every rank of the pipeline."""
+    def _leave_out(self, gradients: dict[str, torch.Tensor], program: Program) -> None:
+        """Drop the gradients, of zero, of parameters that no loss of any data rank depends on, as in PyTorch."""
+        if program.optional:
+            used = on_any_data_rank([fqn in self._used for fqn in program.optional], self.plan, self.state)
+            for fqn in itertools.compress(program.optional, [not each for each in used]):
+                gradients.pop(fqn, None)
+        self._used.clear()
+
+    def _input_gradients(self, work: Sequence[Work]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The inputs that require a gradient, and their gradients, on every rank of the pipeline."""
         tensors, gradients = [], []
         for number, item in enumerate(work):
             for index, leaf in enumerate(item.leaves):
@@ -177,8 +192,7 @@ class RunningPipeline:
                         dist.all_reduce(total, group=self.group)
                     tensors.append(leaf)
                     gradients.append(total)
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
+        return tensors, gradients
 
     def prepare(self, owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make the groups over which the gradients of shared parameters are added up; all ranks must call it."""
@@ -192,8 +206,59 @@ class RunningPipeline:
                 self._sharing[ranks], _ = dist.new_subgroups_by_enumeration(groups, backend=backend)
 
     def infer(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
-        """Forward of all microbatches; returns the model's outputs for each, by role, on every rank."""
+        """Forward of all microbatches alone; returns the model's outputs for each, by role, on every rank."""
         self._begin(work)
+        results = self._forward(work)
+        for stage in self.stages:
+            stage.end()
+        return results
+
+    def forward(self, work: Sequence[Work]) -> tuple[list[dict[Any, Any]], list[Suspended]]:
+        """As :meth:`infer`, of a step that :meth:`backward` continues; returns each stage's part of it too."""
+        self._begin(work, [1.0] * len(work))
+        results = self._forward(work)
+        self._write_buffers(work)
+        return results, [stage.suspend() for stage in self.stages]
+
+    def backward(
+        self,
+        work: Sequence[Work],
+        step: Sequence[Suspended],
+        tangents: Sequence[Mapping[ir.Tangent, torch.Tensor]],
+        reduce: bool,
+    ) -> list[torch.Tensor]:
+        """Backward of all microbatches from the gradients of their outputs, for parameters as in :meth:`train`.
+
+        Returns:
+            the gradients of the inputs that require one, microbatch by microbatch.
+        """
+        for stage, suspended in zip(self.stages, step, strict=True):
+            stage.resume(suspended, tangents)
+        local = dict(zip(self.numbers, self.stages, strict=True))
+        sends: list[Any] = []
+        for stage, number in itertools.product(reversed(self.stages), range(len(work))):
+            if following := local.get(stage.stage_index + 1):
+                stage.set_local_bwd_input(following.get_local_bwd_output(number), number)
+            else:
+                for receive in _start(stage.get_bwd_recv_ops(number)):
+                    receive.wait()
+            stage.backward_one_chunk(number)
+            if stage.stage_index - 1 not in local:
+                sends += _start(stage.get_bwd_send_ops(number))
+        for send in sends:
+            send.wait()
+        program = work[0].executor.program
+        for role in {role for each in tangents for role in each}:
+            self._used.update(dict.fromkeys(program.reached[role]))
+        if reduce:
+            self._finish_gradients(program)
+        _, gradients = self._input_gradients(work)
+        for stage in self.stages:
+            stage.end()
+        return gradients
+
+    def _forward(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
+        """Stage after stage, all microbatches."""
         local = dict(zip(self.numbers, self.stages, strict=True))
         sends: list[Any] = []
         for stage, number in itertools.product(self.stages, range(len(work))):
@@ -207,10 +272,7 @@ class RunningPipeline:
                 sends += _start(stage.get_fwd_send_ops(number))
         for send in sends:
             send.wait()
-        results = [self._outputs(number, item) for number, item in enumerate(work)]
-        for stage in self.stages:
-            stage.end()
-        return results
+        return [self._outputs(number, item) for number, item in enumerate(work)]
 
     def _outputs(self, number: int, item: Work) -> dict[Any, Any]:
         last = next((stage for stage in self.stages if stage.is_last), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,15 @@ class Microbatch:
         return self.executor.graph(name) if name in self.executor.program.graphs else None
 
 
+@dataclass(frozen=True)
+class Suspended:
+    """A step of a stage between its forward and its backward."""
+
+    work: Sequence[Microbatch]
+    saved: defaultdict[int, dict[ir.Role, Any]]
+    gathered: dict[ir.Role, Any]
+
+
 class RunningStage(torch_api.PipelineStageBase):
     """One stage of this rank.
 
@@ -62,10 +71,11 @@ class RunningStage(torch_api.PipelineStageBase):
         self.gradients: dict[str, torch.Tensor] = {}
         state.accumulated.append(self.gradients)
         self._summed: set[str] = set()  # the gradients that have memory of their own
+        self.tangents: Sequence[Mapping[ir.Tangent, torch.Tensor]] | None = None
 
-    def begin(self, work: list[Microbatch]) -> None:
+    def begin(self, work: Sequence[Microbatch], gathers: bool = True) -> None:
         """Forget the last step, and gather the parameters that are kept for all microbatches of this one."""
-        self.work = work
+        self.work, self.tangents = work, None
         self.arrived: dict[tuple[str, int], list[torch.Tensor]] = {}
         self.leaving: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self.saved: defaultdict[int, dict[ir.Role, Any]] = defaultdict(dict)
@@ -73,9 +83,20 @@ class RunningStage(torch_api.PipelineStageBase):
         self.written: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
         self.input_gradients: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self.gathered: dict[ir.Role, Any] = {}
-        if gather := work[0].once("gather"):
+        if gathers and (gather := work[0].once("gather")):
             values = gather([torch_api.local_tensor(self.state.value(role, ())) for role, _ in gather.inputs])
             self.gathered = {role: value for (role, _), value in zip(gather.results, values, strict=True) if role}
+
+    def suspend(self) -> Suspended:
+        """What backward of this step needs, so that another step may begin before it."""
+        suspended = Suspended(self.work, self.saved, self.gathered)
+        self.saved, self.gathered = defaultdict(dict), {}
+        return suspended
+
+    def resume(self, step: Suspended, tangents: Sequence[Mapping[ir.Tangent, torch.Tensor]]) -> None:
+        """Go on with backward of a step; ``tangents`` are the incoming gradients of each microbatch's outputs."""
+        self.begin(step.work, gathers=False)
+        self.saved, self.gathered, self.tangents = step.saved, step.gathered, tangents
 
     def end(self) -> None:
         """Release all that only the step needs."""
@@ -130,9 +151,7 @@ class RunningStage(torch_api.PipelineStageBase):
         values |= {ir.Returned(i): value for i, value in enumerate(self.arrived.pop(("backward", number), []))}
         bound = microbatch.graph(kind)
         inputs = [
-            torch.full(traced.shape, microbatch.weight, dtype=traced.dtype, device=self.state.device)
-            if isinstance(role, ir.Tangent)  # of the loss
-            else values[role]
+            self._tangent(number, role, traced) if isinstance(role, ir.Tangent) else values[role]
             for role, traced in bound.inputs
         ]
         if kind == "I":  # the other half has its own uses of them
@@ -151,6 +170,13 @@ class RunningStage(torch_api.PipelineStageBase):
                     self._add(role.of.fqn, gradient)
                 elif isinstance(role.of, ir.Input):
                     self.input_gradients[number][role.of.index] = gradient
+
+    def _tangent(self, number: int, role: ir.Tangent, traced: torch.Tensor) -> torch.Tensor:
+        """The incoming gradient of an output: what the caller gives, or what the microbatch's loss counts for."""
+        if self.tangents is not None and role in self.tangents[number]:
+            return in_layout(self.tangents[number][role], traced)
+        value = self.work[number].weight if self.tangents is None else 0.0
+        return torch.full(traced.shape, value, dtype=traced.dtype, device=self.state.device)
 
     def _add(self, fqn: str, gradient: torch.Tensor) -> None:
         if fqn not in self.gradients:  # may share memory with other results of backward

@@ -1,0 +1,41 @@
+"""What autograd is told of a program, whether one graph is its backward or the steps of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardgraph import ir
+from shardgraph.errors import BackwardError
+from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
+from shardgraph.runtime.executor import State
+
+
+def tangent_of(role: ir.Role | None, program: Program) -> ir.Tangent | None:
+    """The incoming gradient of a result, if autograd returns that result."""
+    if isinstance(role, ir.Output):
+        return None if role.index in program.joint.aliases else ir.Tangent(role.index)
+    return ir.Tangent(-1 - role.index) if isinstance(role, ir.IntermediateBase) else None
+
+
+def on_any_data_rank(flags: list[bool], plan: Plan, state: State) -> list[bool]:
+    """Each flag, true where it is on any of the data-parallel ranks that this one averages gradients with."""
+    if state.mesh is None:
+        return flags
+    on_device = torch.tensor(flags, dtype=torch.int32, device=state.device)
+    for axis, _ in plan.data_mesh:
+        dist.all_reduce(on_device, dist.ReduceOp.MAX, state.mesh.get_group(axis))
+    return list(map(bool, on_device.tolist()))
+
+
+def check_unchanged(versions: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+    """Raise BackwardError if a parameter whose value backward needs was changed in place after forward."""
+    for fqn, shard, version in versions:
+        if shard._version != version:
+            raise BackwardError(
+                f"the parameter {fqn!r} was changed in place between forward and backward, and backward needs the "
+                "value that forward used: step the optimizer after backward, or call the module again before it"
+            )
