@@ -368,8 +368,16 @@ CASES = [
             index(6, 4),
             to=lambda x, t, how=how, ignored=ignored: (x, t, None, how, ignored),
         )
-        for how in (1, 2)
+        for how in (0, 1, 2)
         for ignored in (-100, 2)
+    ),
+    *(
+        case(
+            aten.nll_loss_forward.default,
+            *(real(4, 6), index(6, 4), positive(6)),
+            to=lambda x, t, w, how=how: (x, t, w, how, 2),
+        )
+        for how in (0, 1, 2)
     ),
     *(
         case(
@@ -378,6 +386,16 @@ CASES = [
             to=lambda g, x, t, n, how=how: (g, x, t, None, how, 2, n),
         )
         for how in (1, 2)
+    ),
+    case(
+        aten.nll_loss_backward.default,
+        *(real(4), real(4, 6), index(6, 4), positive(6), positive()),
+        to=lambda g, x, t, w, n: (g, x, t, w, 0, 2, n),
+    ),
+    case(
+        aten.nll_loss_backward.default,
+        *(real(), real(4, 6), index(6, 4), positive(6), positive()),
+        to=lambda g, x, t, w, n: (g, x, t, w, 1, 2, n),
     ),
     case(fused.ATTENTION, Q, Q, Q, to=lambda q, k, v: (q, k, v, None, True, 0.3)),
     case(fused.ATTENTION, Q, Q, Q, real(4, 1, 6, 6), to=lambda q, k, v, m: (q, k, v, m, False, 0.3)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
 from torch import fx
@@ -13,6 +15,7 @@ aten = torch.ops.aten
 
 ROWS, WIDTH = 6, 4
 BOUNDS = [(0, 2), (2, 4), (4, 6)]
+ONE_ROW_LEFT = [(0, 5), (5, 6)]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -37,17 +40,32 @@ def _soft(small: Small, x: fx.Node, weight: fx.Node) -> fx.Node:
     return small.call(aten._log_softmax.default, small.call(aten.mm.default, x, weight), 1, False)
 
 
-def test_results_of_chunks_that_are_joined_are_those_of_the_whole():
+@pytest.mark.parametrize("bounds", [BOUNDS, ONE_ROW_LEFT], ids=["of equal length", "the last of one row"])
+def test_results_of_chunks_that_are_joined_are_those_of_the_whole(bounds):
     small = Small(1)
     x, weight = small.input(random(ROWS, WIDTH)), small.input(random(WIDTH, 5))
-    joined = small.call(aten.cat.default, [_soft(small, each, weight) for each in pieces(small, x, BOUNDS)])
+    joined = small.call(aten.cat.default, [_soft(small, each, weight) for each in pieces(small, x, bounds)])
     assert same(small, joined, _soft(small, x, weight))
 
 
 @pytest.mark.parametrize(
     "bounds",
-    [[(0, 2), (2, 4)], [(0, 2), (2, 4), (2, 4)], [(0, 2), (4, 6), (2, 4)], [(0, 2), (2, 5), (3, 6)], [(0, 3), (4, 6)]],
-    ids=["one is missing", "one is there twice", "in another order", "they overlap", "a row is missing"],
+    [
+        [(0, 2), (2, 4)],
+        [(0, 2), (2, 4), (2, 4)],
+        [(0, 2), (4, 6), (2, 4)],
+        [(0, 2), (2, 5), (3, 6)],
+        [(0, 3), (4, 6)],
+        [(0, 5), (4, 5)],
+    ],
+    ids=[
+        "one is missing",
+        "one is there twice",
+        "in another order",
+        "they overlap",
+        "a row is missing",
+        "another row is the last",
+    ],
 )
 def test_chunks_that_are_not_all_rows_in_order_are_not_the_whole(bounds):
     small = Small(1)
@@ -87,17 +105,18 @@ def _products(small: Small, left: fx.Node, right: fx.Node, bounds: list[tuple[in
     return total
 
 
-def test_sums_over_chunks_are_the_sum():
+@pytest.mark.parametrize("bounds", [[(2, 4), (4, 6), (0, 2)], [(5, 6), (0, 5)]])
+def test_sums_over_chunks_are_the_sum(bounds):
     small = Small(1)
     left, right = small.input(random(3, ROWS)), small.input(random(ROWS, WIDTH))
-    total = _products(small, left, right, [(2, 4), (4, 6), (0, 2)])
+    total = _products(small, left, right, bounds)
     assert same(small, total, small.call(aten.mm.default, left, right))
 
 
 @pytest.mark.parametrize(
     "bounds",
-    [[(0, 2), (2, 4)], [(0, 2), (2, 4), (4, 6), (2, 4)], [(0, 3), (2, 6)], [(0, 2), (3, 6)]],
-    ids=["one is missing", "one is there twice", "they overlap", "a row is missing"],
+    [[(0, 2), (2, 4)], [(0, 2), (2, 4), (4, 6), (2, 4)], [(0, 3), (2, 6)], [(0, 2), (3, 6)], [(0, 5), (4, 5)]],
+    ids=["one is missing", "one is there twice", "they overlap", "a row is missing", "another row is the last"],
 )
 def test_sums_over_chunks_that_are_not_each_row_once_are_not_the_sum(bounds):
     small = Small(1)
@@ -105,12 +124,30 @@ def test_sums_over_chunks_that_are_not_each_row_once_are_not_the_sum(bounds):
     assert not same(small, _products(small, left, right, bounds), small.call(aten.mm.default, left, right))
 
 
-def test_sums_of_elements_of_chunks_are_the_sum():
+@pytest.mark.parametrize("bounds", [BOUNDS, ONE_ROW_LEFT], ids=["of equal length", "the last of one row"])
+def test_sums_of_elements_of_chunks_are_the_sum(bounds):
     small = Small(1)
     x = small.input(random(ROWS, WIDTH))
-    parts = [small.call(aten.sum.dim_IntList, each, [0]) for each in pieces(small, x, BOUNDS)]
-    total = small.call(aten.add.Tensor, small.call(aten.add.Tensor, parts[0], parts[1]), parts[2])
+    first, *rest = (small.call(aten.sum.dim_IntList, each, [0]) for each in pieces(small, x, bounds))
+    total = reduce(lambda one, other: small.call(aten.add.Tensor, one, other), rest, first)
     assert same(small, total, small.call(aten.sum.dim_IntList, x, [0]))
+
+
+def test_one_row_of_a_value_and_one_of_another_are_not_a_row_of_their_product():
+    small = Small(1)
+    x, y = small.input(random(ROWS, WIDTH)), small.input(random(ROWS, WIDTH) + 1)
+    ((one,), (other,)) = pieces(small, x, [(1, 2)]), pieces(small, y, [(2, 3)])
+    (whole,) = pieces(small, small.call(aten.mul.Tensor, x, y), [(1, 2)])
+    assert not same(small, small.call(aten.mul.Tensor, one, other), whole)
+
+
+def test_a_row_is_not_a_column():
+    small = Small(1)
+    x = small.input(random(ROWS, ROWS))
+    ((row,), (column,)) = pieces(small, x, [(1, 2)]), pieces(small, x, [(1, 2)], 1)
+    assert not same(small, small.call(aten.mm.default, row, x), small.call(aten.mm.default, row, small.call(
+        aten.mul.Tensor, x, column
+    )))  # fmt: skip
 
 
 def test_the_greatest_of_a_chunk_is_not_the_greatest():

@@ -258,7 +258,17 @@ def summed(typing: HasTerms, held: Held, dims: Any = None, keep: bool = False) -
     again = {dim for dim in over if held.dims[dim] and all(atom.source is None for atom in held.dims[dim])}
     factor = math.prod(held.shape[dim] for dim in again)
     held = held.with_dims([() if k in again else dim for k, dim in enumerate(held.dims)])
-    labels: list[Label] = [f"d{k}" if dim else None for k, dim in enumerate(held.dims)]
+    if held.view.term.operation == "piece":  # of one element it is a part of the sum over all
+        for one in [dim for dim in sorted(over - again) if not held.dims[dim]]:
+            part = _summed(typing, held, over, keep, factor, one)
+            if part.term.operation == "part of a sum":
+                return part
+    return _summed(typing, held, over, keep, factor)
+
+
+def _summed(typing: HasTerms, held: Held, over: set[int], keep: bool, factor: float, one: int | None = None) -> Held:
+    """The sum over dimensions that have elements to be added up, and over ``one`` that has a single one."""
+    labels: list[Label] = [f"d{k}" if dim or k not in over or k == one else None for k, dim in enumerate(held.dims)]
     results: list[Label] = [
         1 if label is None or k in over else label for k, label in enumerate(labels) if keep or k not in over
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,13 +147,15 @@ def _range(view: View, size: int) -> tuple[int, int, int] | None:
     return None
 
 
-def _cut(view: View) -> tuple[int, Range] | None:
-    """Of a piece, its dimension and range."""
+def _cuts(view: View) -> list[tuple[int, Range]]:
+    """Of a piece, its dimension and range: of a piece of one element each dimension of size 1, as it is all of them."""
     if view.term.operation != "piece":
-        return None
+        return []
     base, begin, length, step = view.term.operands
+    if length == 1:
+        return [(dim, Range(1, begin, 1, step, base.shape[0], 1)) for dim, own in enumerate(view.dims) if not own]
     found = _range(view, length)
-    return found and (found[0], Range(found[1], begin, length, step, base.shape[0], found[2]))
+    return [(found[0], Range(found[1], begin, length, step, base.shape[0], found[2]))] if found else []
 
 
 def _padded(view: View) -> tuple[int, Range] | None:
@@ -171,7 +173,7 @@ def _inner(view: View, dim: int, place: Range) -> View:
     size = base.shape[0]
     full = () if size == 1 else (Atom(0, 1, size),)
     dims = list(view.dims)
-    dims[dim] = tuple(new for atom in dims[dim] for new in (full if atom.source == 0 else (atom,)))
+    dims[dim] = tuple(new for atom in dims[dim] for new in (full if atom.source == 0 else (atom,))) or full
     return View(base.term, view.factor * base.factor, through(dims, base.dims))
 
 
@@ -202,10 +204,10 @@ def pieces_that_are_joined_in_order_are_one(terms: Terms, made: Whole) -> View |
     """Each begins where the one before it ends."""
     if made.operation != "cat":
         return None
-    cuts = [_cut(view) for view in made.operands]
-    if any(cut is None or cut[0] != made.constants for cut in cuts):
+    dim = made.constants
+    places = [place for view in made.operands for at, place in _cuts(view) if at == dim]
+    if len(places) < len(made.operands):
         return None
-    dim, places = made.constants, [cut[1] for cut in cuts if cut is not None]
     first = places[0]
     if any(replace(each, begin=0, length=0) != replace(first, begin=0, length=0) for each in places):
         return None
@@ -224,15 +226,17 @@ def _follow(places: Sequence[Range]) -> bool:
 @lemma
 def what_is_computed_of_pieces_is_a_piece(terms: Terms, made: Whole) -> View | None:
     """Of every operand the same piece, along a dimension that runs through the operation or is summed over."""
-    for position, view in enumerate(made.operands):
-        found = _cut(view)
-        label = made.rule.operands[position][found[0]] if found else None
-        if found is None or not _runs(made, label):
-            continue
-        operands = _changed(made, label, found[1].whole, lambda v, dim, place=found[1]: _uncut(v, dim, place))
-        if operands is not None:
-            return _of_pieces(terms, made, operands, label, found[1])
+    cuts = ((labels[dim], place) for view, labels in _operands(made) for dim, place in _cuts(view))
+    for label, place in cuts:
+        if _runs(made, label):
+            operands = _changed(made, label, place.whole, lambda v, dim, place=place: _uncut(v, dim, place))
+            if operands is not None:
+                return _of_pieces(terms, made, operands, label, place)
     return None
+
+
+def _operands(made: Whole) -> Iterator[tuple[View, Sequence[Label]]]:
+    return zip(made.operands, made.rule.operands, strict=True)
 
 
 def _runs(made: Whole, label: Label) -> bool:
@@ -247,11 +251,10 @@ def _changed(made: Whole, label: Label, size: int, change: Any) -> list[View] | 
             if own != label:
                 continue
             view = operands[position]
-            if all(atom.source is None for atom in view.dims[dim]):
-                many = repeated(size) if view.dims[dim] else ()
-                operands[position] = replace(view, dims=(*view.dims[:dim], many, *view.dims[dim + 1 :]))
-                continue
-            new = change(view, dim)
+            again = all(atom.source is None for atom in view.dims[dim])
+            new = None if again and view.dims[dim] else change(view, dim)
+            if new is None and again:
+                new = replace(view, dims=(*view.dims[:dim], repeated(size), *view.dims[dim + 1 :]))
             if new is None:
                 return None
             operands[position] = new
@@ -259,7 +262,7 @@ def _changed(made: Whole, label: Label, size: int, change: Any) -> list[View] | 
 
 
 def _uncut(view: View, dim: int, place: Range) -> View | None:
-    return _inner(view, dim, place) if _cut(view) == (dim, place) else None
+    return _inner(view, dim, place) if (dim, place) in _cuts(view) else None
 
 
 def _of_pieces(terms: Terms, made: Whole, operands: list[View], label: Label, place: Range) -> View | None:

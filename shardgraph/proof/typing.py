@@ -163,7 +163,14 @@ class Typing:
         return value if dims is None else replace(value, dims=dims)
 
 
-_NEW = (aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.add.Tensor, aten.add_.Tensor)
+_NEW = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.addmm_.default,
+    aten.add.Tensor,
+    aten.add_.Tensor,
+    aten._to_copy.default,
+)
 """Operations whose result is memory of its own, or of an operand that they write."""
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.proof.definitions import DEFINED, Typing, added, define, summed
+from shardgraph.proof.definitions import DEFINED, Typing, added, define, filled, summed
 from shardgraph.proof.held import Held, UntypedError, patterns, whole_size
 from shardgraph.proof.labels import Label, Rule, apply, linear
 from shardgraph.proof.moves import MOVES
@@ -54,14 +54,16 @@ def _log_softmax_backward(typing: Typing, node: fx.Node, gradient: Held, output:
 def _nll(
     typing: Typing, node: fx.Node, scores: Held, target: Held, weight: Held | None, reduction: int, ignored: int
 ) -> list[Held]:
-    """The scores of the targets that count, negated: their sum and number, or their mean and number."""
-    _plain(scores, weight, reduction)
+    """The scores of targets that count, negated and weighted: each, or their sum or mean; and the sum of weights."""
+    _of_rows(scores)
     terms, column = typing.terms, target.with_dims([target.dims[0], ()])
     (picked,) = apply(terms, aten.gather.default, *RULES[aten.gather.default](scores, 1, column))
-    kept = pointwise(terms, aten.ne.Scalar, (target, ignored), {})
-    product = pointwise(terms, aten.mul.Tensor, (picked.with_dims(picked.dims[:1]), kept), {})
-    count = summed(typing, pointwise(terms, aten._to_copy.default, (kept, "floating"), {}))
-    loss = summed(typing, product).scaled(-1)
+    kept = _weights(typing, target, weight, ignored)
+    loss = pointwise(terms, aten.mul.Tensor, (picked.with_dims(picked.dims[:1]), kept), {}).scaled(-1)
+    if reduction == 0:
+        return [loss, filled(typing, (), 0)]
+    count = summed(typing, pointwise(terms, aten._to_copy.default, (kept, "floating"), {}) if weight is None else kept)
+    loss = summed(typing, loss)
     if reduction == 1:
         loss = pointwise(terms, aten.div.Tensor, (loss, count), {})
     return [loss, count]
@@ -79,13 +81,12 @@ def _nll_backward(
     ignored: int,
     count: Held,
 ) -> Held:
-    """The gradient, negated, at the targets that count; over their number if the loss is a mean."""
-    _plain(scores, weight, reduction)
+    """The gradient, negated and weighted, at the targets that count; over the sum of weights if the loss is a mean."""
+    _of_rows(scores)
     terms, gradient = typing.terms, gradient.scaled(-1)
     if reduction == 1:
         gradient = pointwise(terms, aten.div.Tensor, (gradient, count), {})
-    kept = pointwise(terms, aten.ne.Scalar, (target, ignored), {})
-    of_rows = pointwise(terms, aten.mul.Tensor, (kept, gradient), {})
+    of_rows = pointwise(terms, aten.mul.Tensor, (_weights(typing, target, weight, ignored), gradient), {})
     column = target.with_dims([target.dims[0], ()])
     classes = patterns(scores.dims[1])
     if any(kind != "own" for kind, _, _ in classes):
@@ -93,9 +94,19 @@ def _nll_backward(
     return _placed(typing, column, of_rows.with_dims([of_rows.dims[0], ()]), 1, classes)
 
 
-def _plain(scores: Held, weight: Held | None, reduction: int) -> None:
-    if weight is not None or len(scores.dims) != 2 or reduction == 0:
-        raise UntypedError("a loss with weights of classes, or one of each row")
+def _of_rows(scores: Held) -> None:
+    if len(scores.dims) != 2:
+        raise UntypedError("a loss of scores that are not in rows")
+
+
+def _weights(typing: Typing, target: Held, weight: Held | None, ignored: int) -> Held:
+    """What each target counts for: nothing where it is ignored."""
+    kept = pointwise(typing.terms, aten.ne.Scalar, (target, ignored), {})
+    if weight is None:
+        return kept
+    table = weight.with_dims([*weight.dims, ()])
+    (of_target,) = apply(typing.terms, aten.embedding.default, *RULES[aten.embedding.default](table, target))
+    return pointwise(typing.terms, aten.mul.Tensor, (of_target.with_dims(of_target.dims[:1]), kept), {})
 
 
 def _placed(typing: Typing, index: Held, values: Held, dim: int, classes: Any) -> Held:
