@@ -38,6 +38,7 @@ from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.adascale import AdaScale
+from shardgraph.optim.averaged_weights import AveragedWeights
 from shardgraph.plans.annotations.constrain import constrain
 from shardgraph.plans.annotations.kinds import (
     input,
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaScale",
     "Analysis",
+    "AveragedWeights",
     "BackwardError",
     "CaptureError",
     "CheckpointError",

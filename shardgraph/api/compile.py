@@ -170,7 +170,7 @@ def _decided(agreement: Agreement, question: Question, captures: Captures) -> Pl
 def _about_call(
     question: Question,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
     device: torch.device,
 ) -> Question:
@@ -179,7 +179,7 @@ def _about_call(
     if question.plan.pipeline is None:
         return question.about(args, kwargs, loss, training)
     step = training and question.model.training
-    if step and loss is None and returns_loss(question.model, args, kwargs, device):
+    if step and loss is None and returns_loss(question.model, args, dict(kwargs), device):
         loss = own_loss
     return question.about(args, kwargs, loss if step else None, step)
 
