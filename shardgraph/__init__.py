@@ -38,6 +38,7 @@ from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.adascale import AdaScale
+from shardgraph.optim.sharded import ShardedOptimizer
 from shardgraph.plans.annotations.constrain import constrain
 from shardgraph.plans.annotations.kinds import (
     input,
@@ -93,6 +94,7 @@ __all__ = [
     "Rate",
     "ShardGraphError",
     "ShardedModule",
+    "ShardedOptimizer",
     "analyze",
     "annotate",
     "calibrate",

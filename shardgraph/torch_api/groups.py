@@ -23,6 +23,17 @@ def ordered_gloo() -> str:
     return name
 
 
+def ordered_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A group of the same ranks (default: all), whose collectives may be in flight together: over gloo a new one."""
+    group = group or dist.distributed_c10d._get_default_group()
+    if dist.get_backend(group) != "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made: Any = dist.new_group(ranks, backend=ordered_gloo(), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def group_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group along one axis of ``mesh`` or several, made the first time; all ranks must ask alike."""
     if len(axes) == 1:
