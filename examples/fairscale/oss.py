@@ -19,8 +19,8 @@ from torch import nn
 from shardgraph.fairscale import OSS
 from shardgraph.fairscale import ShardedDataParallel as ShardedDDP
 
-WORLD_SIZE, EPOCHS, ROWS = 2, 3, 16
-BASE_OPTIMIZER, ARGUMENTS = torch.optim.Adam, {"lr": 1e-2}
+WORLD_SIZE, EPOCHS, ROWS = 2, 5, 16
+BASE_OPTIMIZER, ARGUMENTS = torch.optim.Adam, {"lr": 3e-2}
 LOSS = nn.MSELoss()
 
 
@@ -53,7 +53,9 @@ def train(rank: int, world_size: int, epochs: int) -> None:
             optimizer.step()
             show(epoch, loss)
     held = sum(value.numel() for state in optimizer.state.values() for value in state.values())
-    print(f"rank {rank} holds {held:,} numbers of optimizer state", flush=True)
+    dist.all_reduce(total := torch.tensor(held))
+    if rank == 0:
+        print(f"rank 0 holds {held} of {total} numbers of optimizer state", flush=True)
     dist.destroy_process_group()
 
 
