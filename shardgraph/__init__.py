@@ -38,6 +38,7 @@ from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.adascale import AdaScale
+from shardgraph.optim.local_sgd import LocalSGD, SlowMo
 from shardgraph.optim.sharded import ShardedOptimizer
 from shardgraph.plans.annotations.constrain import constrain
 from shardgraph.plans.annotations.kinds import (
@@ -80,6 +81,7 @@ __all__ = [
     "InitializationError",
     "LaunchError",
     "Link",
+    "LocalSGD",
     "Offload",
     "OffloadError",
     "ParameterPlan",
@@ -95,6 +97,7 @@ __all__ = [
     "ShardGraphError",
     "ShardedModule",
     "ShardedOptimizer",
+    "SlowMo",
     "analyze",
     "annotate",
     "calibrate",

@@ -3,5 +3,6 @@
 from shardgraph.fairscale.adascale import AdaScale
 from shardgraph.fairscale.oss import OSS
 from shardgraph.fairscale.sharded_ddp import ShardedDataParallel
+from shardgraph.fairscale.slowmo import SlowMoDistributedDataParallel
 
-__all__ = ["OSS", "AdaScale", "ShardedDataParallel"]
+__all__ = ["OSS", "AdaScale", "ShardedDataParallel", "SlowMoDistributedDataParallel"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -75,6 +76,7 @@ class ShardedModule(nn.Module):
     original: nn.Module
     plan: Plan
     mesh: DeviceMesh | None
+    replicas: dist.ProcessGroup | None  # those with this rank's shards in all replicas of the model
     loss_fn: Callable[..., torch.Tensor] | None
     _setup: Setup
     _state: State
@@ -89,8 +91,12 @@ class ShardedModule(nn.Module):
         # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
-        self._own(original=model, training=model.training, plan=plan, mesh=mesh, loss_fn=setup.loss_fn)
-        state = State(model, mesh, setup.device)
+        replicas = mesh.get_group(plan.replicas[0][0]) if mesh is not None and plan.replicas else None
+        if mesh is not None and plan.replicas:
+            mesh = mesh[plan.axes] if plan.axes else None
+        self._own(original=model, training=model.training, plan=plan, loss_fn=setup.loss_fn)
+        self._own(mesh=mesh, replicas=replicas)
+        state = State(model, mesh, setup.device, 0 if replicas is None else dist.get_rank(replicas))
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
