@@ -24,7 +24,8 @@ def consolidated(
     ranks that receive nothing hold none. What has no dimensions travels with the description; ``as_objects`` has
     everything travel so.
     """
-    rank, described = dist.get_rank(group), [{} for _ in range(dist.get_world_size(group))]
+    rank = dist.get_rank(group)
+    described: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(described, {i: pytree.tree_map(_shape_of(as_objects), own[i]) for i in own}, group)
     whole: dict[int, Any] = {}
     for index, owner in sorted((index, owner) for owner, states in enumerate(described) for index in states):

@@ -170,7 +170,7 @@ class LocalSGD(torch.optim.Optimizer):
         group = self._module.replicas
         if group is None:  # a single replica: the result is the argument
             for result, *given in calls:
-                result.copy_(*given or [result])
+                result.copy_(given[0] if given else result)
             return
         for work in [collective(*call, group=group, async_op=True) for call in calls]:
             work.wait()
