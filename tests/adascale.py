@@ -131,7 +131,7 @@ def noise_then_signal() -> list[float]:
 
 
 def gain_of_an_optimizer_from_before() -> float:
-    """The gain of the first step, whose gradients are opposite on two ranks, of an optimizer made before ``compile``."""
+    """The first gain of an optimizer made before ``compile``, of gradients that are opposite on two ranks."""
     model = nn.Linear(2, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     sharded = shardgraph.compile(model, "fsdp", gradient_statistics=True)

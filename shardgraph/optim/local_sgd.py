@@ -16,7 +16,7 @@ from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.replaced import adopt
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.sizes import is_whole
-from shardgraph.torch_api import local_tensor
+from shardgraph.torch_api import all_gather, local_tensor, reduce_scatter
 
 Outer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -138,13 +138,13 @@ class LocalSGD(torch.optim.Optimizer):
     def _bring_together(self, outer: torch.optim.Optimizer | None) -> None:
         flats = {parameter: self._flat(parameter) for parameter in self._parameters()}
         means = {parameter: torch.empty_like(self._part_of(flat)) for parameter, flat in flats.items()}
-        self._communicate(dist.reduce_scatter_tensor, [(means[each], flat) for each, flat in flats.items()])
+        self._communicate(reduce_scatter, [(means[each], flat) for each, flat in flats.items()])
         for mean in means.values():
             mean /= self._count
         if outer is not None:
             self._step_outer(outer, means)
             means = {parameter: start.detach() for parameter, start in self._pairs()}
-        self._communicate(dist.all_gather_into_tensor, [(flat, means[each]) for each, flat in flats.items()])
+        self._communicate(all_gather, [(flat, means[each]) for each, flat in flats.items()])
         for parameter, flat in flats.items():
             local = local_tensor(parameter)
             if flat.data_ptr() != local.data_ptr():

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Named so since torch 2.13, which warns of the names before.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def ordered_gloo() -> str:
     """The name of a gloo backend whose groups run one collective at a time, in order.
