@@ -38,6 +38,7 @@ from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.adascale import AdaScale
+from shardgraph.optim.gossip import StochasticGradientPush
 from shardgraph.optim.local_sgd import LocalSGD, SlowMo
 from shardgraph.optim.sharded import ShardedOptimizer
 from shardgraph.plans.annotations.constrain import constrain
@@ -98,6 +99,7 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "SlowMo",
+    "StochasticGradientPush",
     "analyze",
     "annotate",
     "calibrate",

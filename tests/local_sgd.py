@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
-from shardgraph import LocalSGD, SlowMo
+from shardgraph import LocalSGD, SlowMo, StochasticGradientPush
 from shardgraph.fairscale import SlowMoDistributedDataParallel
 from tests.ranks import whole
 
@@ -126,17 +126,18 @@ def _difference(sharded: nn.Module, weights: Weights) -> float:
     return max((whole(parameter.detach()) - value).abs().max().item() for parameter, value in pairs)
 
 
-def continued() -> float:
+def continued(pushes: bool) -> float:
     """The largest difference of a weight of a run that was saved in the middle of a round and loaded."""
     made_optimizers = []
     for _ in range(2):
         sharded = shardgraph.compile(made(), "local-sgd")
         inner = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
-        made_optimizers.append((sharded, SlowMo(inner, sharded, frequency=FREQUENCY, momentum=0.6)))
+        base: Any = StochasticGradientPush(inner, sharded, staleness=1) if pushes else inner
+        made_optimizers.append((sharded, SlowMo(base, sharded, frequency=FREQUENCY, momentum=0.6)))
     (first, saved), (second, loaded) = made_optimizers
     _train(first, saved, saved.param_groups, range(4))
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     for sharded, optimizer in made_optimizers:
         _train(sharded, optimizer, optimizer.param_groups, range(4, STEPS))
     return _difference(second, [parameter.detach() for parameter in first.parameters()])
@@ -171,12 +172,17 @@ def alone_and_together() -> dict[str, Any]:
     return said
 
 
-def fairscales(momentum: float, average: int) -> float:
+def fairscales(momentum: float, average: int, base: str) -> float:
     """The largest difference of a weight with FairScale's wrapper in a loop that steps the optimizer by itself."""
     model = made()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapped = SlowMoDistributedDataParallel(
-        model, 1, slowmo_momentum=momentum, slowmo_frequency=FREQUENCY, localsgd_frequency=average
+        model,
+        1,
+        slowmo_base_algorithm=base,
+        slowmo_momentum=momentum,
+        slowmo_frequency=FREQUENCY,
+        localsgd_frequency=average,
     )
     for step in range(STEPS):
         inner.param_groups[0]["lr"] = rate_at(step)
@@ -187,13 +193,86 @@ def fairscales(momentum: float, average: int) -> float:
     return _difference(wrapped.module, Papers("slowmo", momentum, 1.0, average).run())
 
 
+def pushed(staleness: int, frequency: int | None) -> tuple[float, float]:
+    """The largest difference of a weight of this rank's replica after all steps of stochastic gradient push, within
+    rounds of slow momentum if they have a ``frequency``, and the weight of its sum."""
+    sharded = shardgraph.compile(made(), "local-sgd")
+    inner = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
+    push = StochasticGradientPush(inner, sharded, staleness=staleness)
+    optimizer = push if frequency is None else SlowMo(push, sharded, frequency=frequency, **SLOW)
+    for step in range(STEPS):
+        inner.param_groups[0]["lr"] = rate_at(step)
+        optimizer.zero_grad()
+        loss_of(sharded(rows(step, dist.get_rank()))).backward()
+        optimizer.step()
+    expected = pushed_in_one_process(dist.get_world_size(), staleness, frequency)
+    found = _difference(sharded, expected[dist.get_rank()]), push.weight
+    push.drain()  # so that no message is left
+    return found
+
+
+def grown() -> float:
+    """The largest change of a weight, at a rate of 0, when a group is added while messages are on their way."""
+    sharded = shardgraph.compile(made(), "local-sgd")
+    first, last = sharded.get_submodule("0"), sharded.get_submodule("2")
+    push = StochasticGradientPush(torch.optim.SGD(first.parameters(), lr=0.0), sharded, staleness=2)
+    for step in range(STEPS):
+        if step == 3:
+            push.add_param_group({"params": list(last.parameters())})
+        push.zero_grad()
+        loss_of(sharded(rows(step, dist.get_rank()))).backward()
+        push.step()
+    push.drain()
+    return _difference(sharded, [parameter.detach() for parameter in made().parameters()])
+
+
+def pushed_in_one_process(ranks: int, staleness: int, frequency: int | None) -> list[Weights]:
+    """The paper's algorithm as it is written, over whole replicas, with a queue of messages."""
+    models = [made() for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    x = [[p.detach().clone() for p in model.parameters()] for model in models]
+    w, queue, hops = [1.0] * ranks, [], [hop for hop in (1, 2, 4) if hop < ranks]
+    start, momentum = x[0], [torch.zeros_like(each) for each in x[0]]
+
+    def receive() -> None:
+        for receiver, values, weight in queue.pop(0):
+            x[receiver] = [a + b for a, b in zip(x[receiver], values, strict=True)]
+            w[receiver] += weight
+
+    for step in range(STEPS):
+        messages = []
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            z = [value / w[rank] for value in x[rank]]
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), z, strict=True):
+                    parameter.copy_(value)
+            optimizer.param_groups[0]["lr"] = rate_at(step)
+            optimizer.zero_grad()
+            loss_of(model(rows(step, rank))).backward()
+            optimizer.step()
+            moved = [p.detach() - value for p, value in zip(model.parameters(), z, strict=True)]
+            x[rank], w[rank] = [(a + b) / 2 for a, b in zip(x[rank], moved, strict=True)], w[rank] / 2
+            messages.append(((rank + hops[step % len(hops)]) % ranks, x[rank], w[rank]))
+        queue.append(messages)
+        if len(queue) > staleness:
+            receive()
+        if frequency is not None and (step + 1) % frequency == 0:
+            while queue:
+                receive()
+            moved = [a - sum(each) / ranks for a, *each in zip(start, *x, strict=True)]
+            momentum = [SLOW["momentum"] * u + delta / rate_at(step) for u, delta in zip(momentum, moved, strict=True)]
+            start = [a - SLOW["lr"] * rate_at(step) * u for a, u in zip(start, momentum, strict=True)]
+            x, w = [start] * ranks, [1.0] * ranks
+    return [[value / w[rank] for value in x[rank]] for rank in range(ranks)]
+
+
 def refused() -> dict[str, str]:
     """What is said of what cannot be."""
     reduced = shardgraph.compile(made(), "ddp")
     sgd = torch.optim.SGD(reduced.parameters(), lr=0.1)
     asked = {
         "reduced": lambda: LocalSGD(sgd, reduced, frequency=2),
-        "gossip": lambda: SlowMoDistributedDataParallel(made(), 1, slowmo_base_algorithm="sgp"),
+        "base": lambda: SlowMoDistributedDataParallel(made(), 1, slowmo_base_algorithm="gossip"),
         "no inner axis": lambda: shardgraph.compile(made(), "local-sgd+fsdp"),
     }
     said = {}

@@ -29,8 +29,9 @@ def test_replicas_of_several_ranks_are_those_of_the_papers(inside):
         assert len(found) == 2 and max(found.values()) < EXACT, found
 
 
-def test_a_run_that_was_saved_in_the_middle_of_a_round_continues():
-    assert on_ranks(local_sgd.continued, 2) == [0.0, 0.0]
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_run_that_was_saved_in_the_middle_of_a_round_continues(pushes):
+    assert on_ranks(local_sgd.continued, 2, args=(pushes,)) == [0.0, 0.0]
 
 
 def test_replicas_communicate_draw_and_normalise_by_themselves_until_a_round_ends():
@@ -43,13 +44,33 @@ def test_replicas_communicate_draw_and_normalise_by_themselves_until_a_round_end
 
 
 def test_fairscales_slowmo_steps_beside_the_optimizer():
-    assert max(on_ranks(local_sgd.fairscales, 2, args=(0.5, 2))) < EXACT
+    assert max(on_ranks(local_sgd.fairscales, 2, args=(0.5, 2, "localsgd"))) < EXACT
+    # On two ranks, one neighbour is all: push takes the mean in every step.
+    assert max(on_ranks(local_sgd.fairscales, 2, args=(0.5, 1, "sgp"))) < EXACT
+
+
+@pytest.mark.parametrize(("staleness", "frequency"), [(0, None), (2, None), (1, 3)])
+def test_stochastic_gradient_push_is_that_of_the_paper(staleness, frequency):
+    for left, weight in on_ranks(local_sgd.pushed, 2, args=(staleness, frequency)):
+        assert left < EXACT
+        assert (weight == 1.0) == (staleness == 0 or frequency is not None)
+
+
+def test_a_parameter_group_is_added_while_messages_are_on_their_way():
+    assert max(on_ranks(local_sgd.grown, 2)) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "frequency"), [(0, None), (3, None), (1, 3)])
+def test_stochastic_gradient_push_over_four_ranks_goes_round_by_powers_of_two(staleness, frequency):
+    for left, _ in on_ranks(local_sgd.pushed, 4, args=(staleness, frequency)):
+        assert left < EXACT
 
 
 def test_what_has_no_replicas_says_what_would_work():
     for said in on_ranks(local_sgd.refused, 2):
         assert "compile it with plan='local-sgd'" in said["reduced"] and "plan 'ddp'" in said["reduced"]
-        assert "use 'localsgd'" in said["gossip"]
+        assert "it may be localsgd or sgp" in said["base"]
         assert "give mesh={'replicas': R, 'dp': N}" in said["no inner axis"]
 
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgraph.api.compile import compile
-from shardgraph.errors import ShardGraphError, expect
+from shardgraph.errors import expect
+from shardgraph.optim.gossip import StochasticGradientPush
 from shardgraph.optim.local_sgd import SlowMo
 
 
@@ -24,13 +25,14 @@ class SlowMoDistributedDataParallel(nn.Module):
         nprocs_per_node: ranks that share a copy.
         broadcast_buffers: has no effect: buffers are averaged over the ranks of a node in forward, and over nodes with
             the parameters.
-        slowmo_base_algorithm: ``"localsgd"``; stochastic gradient push (``"sgp"``) is refused.
+        slowmo_base_algorithm: what copies do between outer steps: ``"localsgd"``, or ``"sgp"`` for
+            :class:`shardgraph.StochasticGradientPush`.
         slowmo_momentum: of the outer step.
         slowmo_memory_efficient: has no effect: slow momentum is always sharded.
         slowmo_frequency: steps between outer steps.
         slowmo_lr: of the outer step.
         slowmo_num_shards: has no effect: there are as many shards as nodes.
-        localsgd_frequency: steps between averages of the parameters.
+        localsgd_frequency: steps between averages of the parameters, with ``"localsgd"``.
         options: of :func:`shardgraph.compile`.
 
     Raises:
@@ -52,23 +54,21 @@ class SlowMoDistributedDataParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if slowmo_base_algorithm != "localsgd":
-            raise ShardGraphError(
-                f"slowmo_base_algorithm is {slowmo_base_algorithm!r}, and replicas are averaged over all nodes at "
-                "once here, not with one neighbour at a time: use 'localsgd'"
-            )
+        known, gossips = ("localsgd", "sgp"), slowmo_base_algorithm == "sgp"
+        expect(slowmo_base_algorithm in known, "slowmo_base_algorithm", slowmo_base_algorithm, " or ".join(known))
         ranks = dist.get_world_size()
         expect(ranks % nprocs_per_node == 0, "nprocs_per_node", nprocs_per_node, f"a divisor of the {ranks} ranks")
         mesh = {"nodes": ranks // nprocs_per_node, "dp": nprocs_per_node}
         self.module = compile(module, "local-sgd+ddp", mesh=mesh, **options)
         trained = [{"params": [each]} for each in self.module.parameters() if each.requires_grad]
+        base: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.0)  # in whose place another one steps
         self.slowmo = SlowMo(
-            torch.optim.SGD(trained, lr=0.0),  # in whose place another one steps
+            StochasticGradientPush(base, self.module) if gossips else base,
             self.module,
             frequency=slowmo_frequency,
             momentum=slowmo_momentum,
             lr=slowmo_lr,
-            average_frequency=localsgd_frequency,
+            average_frequency=None if gossips else localsgd_frequency,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,4 +82,6 @@ class SlowMoDistributedDataParallel(nn.Module):
         rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         for group in self.slowmo.param_groups:
             group["lr"] = rates.get(group["params"][0], 0.0)
+        if isinstance(self.slowmo.optimizer, StochasticGradientPush):
+            self.slowmo.optimizer.exchange()
         self.slowmo.advance()

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgraph.errors import ShardGraphError, expect
-from shardgraph.module.replaced import adopt
+from shardgraph.errors import expect
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.optim.gossip import StochasticGradientPush
+from shardgraph.optim.replicas import OfReplicas
 from shardgraph.sizes import is_whole
 from shardgraph.torch_api import all_gather, local_tensor, reduce_scatter
 
 Outer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class LocalSGD(torch.optim.Optimizer):
+class LocalSGD(OfReplicas):
     """Steps an optimizer on each replica of a model, and every ``frequency`` steps brings the replicas together.
 
     Without ``outer`` all take their mean (local SGD). With it, what the mean has moved since the replicas were last
@@ -56,21 +57,12 @@ class LocalSGD(torch.optim.Optimizer):
         outer: Outer | None = None,
         average_frequency: int | None = None,
     ) -> None:
-        # Not that of torch: groups, state and hooks are those of the wrapped optimizer.
-        _check_module(module)
         expect(is_whole(frequency, 1), "frequency", frequency, "a whole number of steps from 1")
         whole = average_frequency is None or is_whole(average_frequency, 1)
         expect(whole, "average_frequency", average_frequency, "a whole number of steps from 1, or None")
-        adopt(optimizer)
-        self.optimizer, self.frequency, self.average_frequency = optimizer, frequency, average_frequency
-        self._module, self._steps = module, 0
-        self._count = module.plan.copies
+        super().__init__(optimizer, module)
+        self.frequency, self.average_frequency, self._steps = frequency, average_frequency, 0
         self.outer = None if outer is None else outer([self._starts_of(group) for group in optimizer.param_groups])
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     @property
     def together(self) -> bool:
@@ -100,13 +92,9 @@ class LocalSGD(torch.optim.Optimizer):
         elif self.average_frequency is not None and self._steps % self.average_frequency == 0:
             self._bring_together(None)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, in which replicas are equal."""
-        self.optimizer.add_param_group(param_group)
+        super().add_param_group(param_group)
         if self.outer is not None:
             group = self._starts_of(self.param_groups[-1])
             self.outer.add_param_group(group)
@@ -114,7 +102,8 @@ class LocalSGD(torch.optim.Optimizer):
                 start.data.copy_(self._part_of(self._flat(parameter)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with that of the outer step under ``"local_sgd"``: this rank's own of both."""
+        """The optimizer's state, with that of the outer step under ``"local_sgd"``; both are of this rank alone, as its
+        parameters are."""
         outer = self.outer
         starts = [] if outer is None else [start.detach().clone() for _, start in self._pairs()]
         own = {"steps": self._steps, "starts": starts, "outer": None if outer is None else outer.state_dict()}
@@ -136,6 +125,8 @@ class LocalSGD(torch.optim.Optimizer):
         return f"{type(self).__name__}(every {self.frequency} steps of {self._count} replicas, {self.optimizer!r})"
 
     def _bring_together(self, outer: torch.optim.Optimizer | None) -> None:
+        if isinstance(self.optimizer, StochasticGradientPush):
+            self.optimizer.settle()
         flats = {parameter: self._flat(parameter) for parameter in self._parameters()}
         means = {parameter: torch.empty_like(self._part_of(flat)) for parameter, flat in flats.items()}
         self._communicate(reduce_scatter, [(means[each], flat) for each, flat in flats.items()])
@@ -174,10 +165,6 @@ class LocalSGD(torch.optim.Optimizer):
             return
         for work in [collective(*call, group=group, async_op=True) for call in calls]:
             work.wait()
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from (parameter for parameter in group["params"] if local_tensor(parameter).numel())
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter, with this replica's part of where the round started."""
@@ -239,13 +226,3 @@ class SlowMo(LocalSGD):
             for start in starts["params"]:
                 if start.grad is not None and rate:  # at a rate of 0 nothing has moved
                     start.grad /= rate
-
-
-def _check_module(module: ShardedModule) -> None:
-    if not isinstance(module, ShardedModule) or (module.plan.world_size > 1 and not module.plan.replicas):
-        name = repr(module.plan.name) if isinstance(module, ShardedModule) else type(module).__name__
-        raise ShardGraphError(
-            f"replicas train by themselves here, and this module has none (plan {name}, under which gradients are "
-            "reduced over all ranks at every step): compile it with plan='local-sgd', or 'local-sgd+' and the plan of "
-            "a replica on the inner axes of the mesh, such as 'local-sgd+fsdp'"
-        )
