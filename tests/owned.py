@@ -92,6 +92,27 @@ def whole_tensors(names: list[str]) -> dict[str, float]:
     return found
 
 
+def in_rows(plan: str, mesh: dict[str, int] | None) -> tuple[float, float]:
+    """With parameters stored in shards, what is left after three clipped steps between weights, and between states."""
+    model = nn.Sequential(nn.Linear(6, 3, bias=False), nn.Tanh(), nn.Linear(3, 5, bias=False)).double()
+    original = copy.deepcopy(model)
+    sharded = shardgraph.compile(model, plan, mesh=mesh)
+    optimizer = shardgraph.ShardedOptimizer(sharded.parameters(), torch.optim.Muon, lr=RATE)
+    plain = torch.optim.Muon(original.parameters(), lr=RATE)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        sharded(part(batch())).square().mean().backward()
+        original(batch()).square().mean().backward()
+        optimizer.clip_grad_norm(0.1)
+        nn.utils.clip_grad_norm_(original.parameters(), 0.1)
+        optimizer.step()
+        plain.step()
+    states = zip(optimizer.state_dict(all_ranks=True)["state"].values(), plain.state.values(), strict=True)
+    left = max((a["momentum_buffer"] - b["momentum_buffer"]).abs().max().item() for a, b in states)
+    return difference(sharded, original, gradients=False), left
+
+
 def under_torchs_ddp() -> float:
     """As a plain tensor: parameters that no one has compiled."""
     model = made()
@@ -308,12 +329,12 @@ def with_adascale() -> list[tuple[float, float]]:
 
 def refused() -> dict[str, str]:
     """What is said of what cannot be."""
-    model = shardgraph.compile(made(), "fsdp")
+    model = shardgraph.compile(made(), "tp", example_inputs=(batch(), True))
     loose = [nn.Parameter(torch.ones(2))]
     few = OSS(loose, torch.optim.SGD, lr=RATE)
     other = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))], lr=RATE).state_dict()
     asked = {
-        "shards": lambda: OSS(model.parameters(), torch.optim.SGD, lr=RATE),
+        "columns": lambda: OSS(model.parameters(), torch.optim.SGD, lr=RATE),
         "loss": lambda: OSS(loose, torch.optim.LBFGS),
         "groups": lambda: few.load_state_dict(other),
         "no OSS": lambda: ShardedDataParallel(made(), torch.optim.SGD(loose, lr=RATE)),

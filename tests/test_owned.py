@@ -19,6 +19,18 @@ def test_optimizers_that_need_whole_tensors_are_the_unsharded_ones():
         assert len(found) == 3 and max(found.values()) < EXACT, found
 
 
+@pytest.mark.parametrize("plan", ["fsdp", "zero2"])
+def test_parameters_in_shards_of_rows_are_whole_for_their_owners_optimizer(plan):
+    for weights, states in on_ranks(owned.in_rows, 2, args=(plan, None)):
+        assert weights < EXACT and states < EXACT
+
+
+@pytest.mark.slow
+def test_parameters_in_uneven_and_empty_shards_are_whole_for_their_owners_optimizer():
+    for weights, states in on_ranks(owned.in_rows, 4, args=("fsdp", None)):  # three and five rows
+        assert weights < EXACT and states < EXACT
+
+
 def test_parameters_under_torchs_ddp_are_updated_like_the_unsharded_ones():
     assert max(on_ranks(owned.under_torchs_ddp, 2)) < EXACT
 
@@ -92,7 +104,7 @@ def test_adascale_over_a_sharded_optimizer_is_that_over_the_plain_one():
 
 def test_what_cannot_be_sharded_says_what_would_work():
     for said in on_ranks(owned.refused, 2):
-        assert "with them an optimizer's state is sharded already" in said["shards"]
+        assert "compile the model with plan 'ddp', 'zero1', 'zero2' or 'fsdp'" in said["columns"]
         assert "evaluates the loss as often as it needs" in said["loss"]
         assert "make it with the groups that the state was saved with" in said["groups"]
         assert "wrap the class" in said["no OSS"]

@@ -18,6 +18,7 @@ from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.replaced import current
 from shardgraph.optim.consolidation import consolidated
 from shardgraph.optim.ownership import balanced_owners
+from shardgraph.optim.rows import gather_rows, in_rows, scatter_rows
 from shardgraph.torch_api import local_tensor, ordered_group
 
 _OF_PARAMETERS = ("params", "param_names")  # what is no option of a parameter group
@@ -26,11 +27,11 @@ _OF_PARAMETERS = ("params", "param_names")  # what is no option of a parameter g
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps any torch optimizer with its state spread over ranks by whole parameters, balanced by size.
 
-    For parameters that are whole on every rank, with equal gradients: under the plan ``"ddp"``, or under
-    ``DistributedDataParallel``. Each rank runs an optimizer of its own parameters alone, which sees plain whole
-    tensors, so that ones that need them (Muon, Adafactor, LARS) compute what they would on one rank; then owners
-    broadcast the new values, all at once. Where an optimizer works element by element, a plan that shards parameters by
-    rows (``"zero1"``, ``"zero2"``, ``"fsdp"``) spreads its state more evenly and sends less, and no wrapper is needed::
+    Each rank runs an optimizer of its own parameters alone, which sees plain whole tensors, so that ones that need them
+    (Muon, Adafactor, LARS) compute what they would on one rank. Parameters that are whole on every rank, as under the
+    plan ``"ddp"`` or ``DistributedDataParallel``, are then broadcast by their owners, all at once. Of parameters stored
+    in shards of rows (``"zero1"``, ``"zero2"``, ``"fsdp"``) the owner gathers values and gradients, and scatters new
+    values. Under these an optimizer that works element by element needs no wrapper: its state is of shards::
 
         sharded = shardgraph.compile(model, "ddp")
         optimizer = shardgraph.ShardedOptimizer(sharded.parameters(), torch.optim.Adafactor, lr=1e-2)
@@ -49,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: options of ``optim``.
 
     Raises:
-        ShardGraphError: ``optim`` evaluates the loss itself, as ``LBFGS`` does, or a parameter is stored in shards.
+        ShardGraphError: ``optim`` evaluates the loss itself, as ``LBFGS`` does, or a parameter is stored otherwise.
     """
 
     optim: torch.optim.Optimizer
@@ -69,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         self._loads, self._owners = [0] * ranks, list[list[int]]()
         self._broadcast_dtype, self._state_as_objects = broadcast_dtype, state_as_objects
-        self._whole: Any = WeakIdKeyDictionary()  # by DTensor, the plain tensor that an optimizer sees
+        self._whole: Any = WeakIdKeyDictionary()  # by DTensor, the plain tensor that its owner's optimizer sees
         self._consolidated: dict[int, Any] | None = None
         super().__init__(params, defaults)
         owned = [self._owned(index) for index in range(len(self.param_groups))]
@@ -125,10 +126,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         self._consolidated = None  # it would be of the step before
         self.refresh()
-        for parameter, whole in self._pairs():
-            if whole is not parameter:
-                whole.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+        self._take_gradients()
         self.optim.step(**kwargs)
+        self._scatter()
         for parameter, whole in self._pairs():
             if whole is not parameter:
                 whole.grad = None
@@ -229,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _owned(self, index: int) -> list[torch.Tensor]:
         """The parameters of a group that this rank owns, as plain tensors."""
         parameters = self.param_groups[index]["params"]
-        _check_whole(parameters, index)
+        _check_placed(parameters, index, self.world_size)
         return [
             self._plain(parameter)
             for parameter, owner in zip(parameters, self._owners[index], strict=True)
@@ -240,7 +240,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not isinstance(parameter, DTensor):
             return parameter
         if parameter not in self._whole:
-            self._whole[parameter] = nn.Parameter(local_tensor(parameter).detach(), parameter.requires_grad)
+            local = local_tensor(parameter).detach()
+            value = local.new_zeros(parameter.shape) if in_rows(parameter, self.world_size) else local
+            self._whole[parameter] = nn.Parameter(value, parameter.requires_grad)
         whole: torch.Tensor = self._whole[parameter]
         return whole
 
@@ -264,14 +266,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(_options(own))
         self.state = self.optim.state
 
+    def _updated(self, rows: bool) -> list[tuple[torch.Tensor, int]]:
+        """The parameters that a step updates, with their owners: those stored in shards of ``rows``, or the others."""
+        updated = ((p, owner) for _, owner, p in self._numbered() if p.grad is not None)
+        return [(p, owner) for p, owner in updated if in_rows(p, self.world_size) is rows]
+
+    def _take_gradients(self) -> None:
+        """Give this rank's optimizer the gradients of its parameters; of those stored in shards, which owners gather,
+        the values too."""
+        for parameter, owner in self._updated(rows=False):
+            if owner == self._rank and isinstance(parameter, DTensor):
+                self._plain(parameter).grad = local_tensor(parameter.grad)
+        if (group := self._group) is None or not (sharded := self._updated(rows=True)):
+            return
+        values = gather_rows(sharded, group)
+        gradients = gather_rows([(parameter.grad, owner) for parameter, owner in sharded], group)
+        for (parameter, _), value, gradient in zip(sharded, values, gradients, strict=True):
+            if value is not None:
+                whole = self._plain(parameter)
+                whole.copy_(value)
+                whole.grad = gradient
+
+    def _scatter(self) -> None:
+        """Write what owners have made of these parameters to the shards of all ranks."""
+        if (group := self._group) is None or not (sharded := self._updated(rows=True)):
+            return
+        new = [self._plain(parameter) if owner == self._rank else None for parameter, owner in sharded]
+        scatter_rows(new, sharded, group)
+
     def _broadcast(self) -> None:
         """Send the parameters that a step has updated to all ranks: started together, awaited together."""
         if self._group is None:
             return
         in_flight = []
-        for _, owner, parameter in self._numbered():
-            if parameter.grad is None:
-                continue
+        for parameter, owner in self._updated(rows=False):
             value = local_tensor(parameter).detach()
             sent = value.to(self._broadcast_dtype or value.dtype).contiguous()
             work = dist.broadcast(sent, group=self._group, group_src=owner, async_op=True)
@@ -305,11 +333,13 @@ def _check_kind(optim: Callable[..., torch.optim.Optimizer]) -> None:
         )
 
 
-def _check_whole(parameters: Iterable[torch.Tensor], index: int) -> None:
+def _check_placed(parameters: Iterable[torch.Tensor], index: int, ranks: int) -> None:
     for position, parameter in enumerate(parameters):
-        if isinstance(parameter, DTensor) and not all(each.is_replicate() for each in parameter.placements):
+        whole = not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements)
+        if not whole and not in_rows(parameter, ranks):
             raise ShardGraphError(
-                f"parameter {position} of parameter group {index}, of shape {list(parameter.shape)}, is stored in "
-                f"shards, {list(parameter.placements)}: with them an optimizer's state is sharded already. Give the "
-                "parameters to a torch optimizer, or compile the model with plan 'ddp' for one that needs whole tensors"
+                f"parameter {position} of parameter group {index}, of shape {list(parameter.shape)}, is placed as "
+                f"{list(parameter.placements)}, and its owner can gather it if it is in shards of rows over all "
+                f"{ranks} ranks: compile the model with plan 'ddp', 'zero1', 'zero2' or 'fsdp', or give the parameters "
+                "to an optimizer that works element by element, which needs no wrapper"
             )
