@@ -290,6 +290,28 @@ def rounded() -> tuple[float, bool]:
     return (weights - first).abs().max().item(), torch.equal(weights, weights.half().float())
 
 
+def scaled() -> tuple[float, bool]:
+    """What is left between weights after steps with a scaled loss, and whether an overflow on one rank leaves all
+    weights as they are."""
+    beside = Beside()
+    scaler = shardgraph.GradScaler("cpu", init_scale=2.0**8)
+    for _ in range(2):
+        beside.optimizer.zero_grad()
+        beside.plain.zero_grad()
+        scaler.scale(beside.sharded(part(batch()), True).square().mean()).backward()
+        beside.original(batch(), True).square().mean().backward()
+        scaler.step(beside.optimizer)
+        scaler.update()
+        beside.plain.step()
+    left = beside.difference
+    beside.optimizer.zero_grad()
+    factor = float("inf") if dist.get_rank() == 1 else 1.0
+    scaler.scale(factor * beside.sharded(part(batch()), True).square().mean()).backward()
+    scaler.step(beside.optimizer)
+    scaler.update()
+    return left, beside.difference == left and scaler.get_scale() == 2.0**7
+
+
 def plain_states() -> tuple[bool, float]:
     """Whether the state of the module is of plain tensors under FairScale's names, and what it changes when loaded."""
     beside = Beside()

@@ -89,6 +89,11 @@ def test_updates_sent_in_float16_are_the_same_on_every_rank():
         assert left == 0.0 and is_half
 
 
+def test_a_scaled_loss_is_unscaled_and_an_overflow_skips_the_step_on_all_ranks():
+    for left, skipped in on_ranks(owned.scaled, 2):
+        assert left < EXACT and skipped
+
+
 def test_the_state_of_a_module_is_of_plain_whole_tensors_under_fairscales_names():
     for plain, left in on_ranks(owned.plain_states, 2):
         assert plain and left == 0.0

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardgraph.torch_api import local_tensor
 
-Owned = tuple[DTensor, int]
+Owned = tuple[torch.Tensor, int]
 """A tensor, and the rank in the group that owns it."""
 
 
@@ -50,7 +50,7 @@ def scatter_rows(whole: Iterable[torch.Tensor | None], tensors: Iterable[Owned],
         local.copy_(received[: local.shape[0]])
 
 
-def _most_rows(tensor: DTensor, ranks: int) -> int:
+def _most_rows(tensor: torch.Tensor, ranks: int) -> int:
     return -(-tensor.shape[0] // ranks)
 
 

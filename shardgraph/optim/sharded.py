@@ -276,11 +276,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the values too."""
         for parameter, owner in self._updated(rows=False):
             if owner == self._rank and isinstance(parameter, DTensor):
-                self._plain(parameter).grad = local_tensor(parameter.grad)
+                self._plain(parameter).grad = local_tensor(_gradient_of(parameter))
         if (group := self._group) is None or not (sharded := self._updated(rows=True)):
             return
         values = gather_rows(sharded, group)
-        gradients = gather_rows([(parameter.grad, owner) for parameter, owner in sharded], group)
+        gradients = gather_rows([(_gradient_of(parameter), owner) for parameter, owner in sharded], group)
         for (parameter, _), value, gradient in zip(sharded, values, gradients, strict=True):
             if value is not None:
                 whole = self._plain(parameter)
@@ -319,6 +319,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
 
 
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
 
@@ -335,8 +340,9 @@ def _check_kind(optim: Callable[..., torch.optim.Optimizer]) -> None:
 
 def _check_placed(parameters: Iterable[torch.Tensor], index: int, ranks: int) -> None:
     for position, parameter in enumerate(parameters):
-        whole = not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements)
-        if not whole and not in_rows(parameter, ranks):
+        if not isinstance(parameter, DTensor) or in_rows(parameter, ranks):
+            continue
+        if not all(each.is_replicate() for each in parameter.placements):
             raise ShardGraphError(
                 f"parameter {position} of parameter group {index}, of shape {list(parameter.shape)}, is placed as "
                 f"{list(parameter.placements)}, and its owner can gather it if it is in shards of rows over all "
