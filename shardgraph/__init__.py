@@ -39,6 +39,9 @@ from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.adascale import AdaScale
 from shardgraph.optim.averaged_weights import AveragedWeights
+from shardgraph.optim.gossip import StochasticGradientPush
+from shardgraph.optim.local_sgd import LocalSGD, SlowMo
+from shardgraph.optim.sharded import ShardedOptimizer
 from shardgraph.plans.annotations.constrain import constrain
 from shardgraph.plans.annotations.kinds import (
     input,
@@ -81,6 +84,7 @@ __all__ = [
     "InitializationError",
     "LaunchError",
     "Link",
+    "LocalSGD",
     "Offload",
     "OffloadError",
     "ParameterPlan",
@@ -95,6 +99,9 @@ __all__ = [
     "Rate",
     "ShardGraphError",
     "ShardedModule",
+    "ShardedOptimizer",
+    "SlowMo",
+    "StochasticGradientPush",
     "analyze",
     "annotate",
     "calibrate",

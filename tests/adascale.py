@@ -130,6 +130,16 @@ def noise_then_signal() -> list[float]:
     return gains
 
 
+def gain_of_an_optimizer_from_before() -> float:
+    """The first gain of an optimizer made before ``compile``, of gradients that are opposite on two ranks."""
+    model = nn.Linear(2, 1, bias=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    sharded = shardgraph.compile(model, "fsdp", gradient_statistics=True)
+    optimizer = shardgraph.AdaScale(sgd, sharded)
+    sharded(torch.tensor([[2.0, 0.0]]) * (1 - 2 * dist.get_rank())).sum().backward()
+    return optimizer.gain()
+
+
 def reductions_of_a_step(plan: str) -> tuple[list[int], bool]:
     """The sizes of reductions beside those of the graphs, and whether those are the same as without measuring."""
     x = torch.ones(3, 4, dtype=torch.float64)

@@ -47,6 +47,10 @@ def test_gradients_that_are_noise_have_the_number_of_ranks_as_gain_and_equal_one
     assert gains == others == pytest.approx([2.0, 1.0])
 
 
+def test_an_optimizer_that_was_made_before_compiling_has_the_gain_of_its_first_step():
+    assert on_ranks(adascale.gain_of_an_optimizer_from_before, 2) == pytest.approx([2.0, 2.0])
+
+
 def test_a_step_reduces_two_numbers_for_each_parameter_at_once():
     for sizes, same in on_ranks(adascale.reductions_of_a_step, 2, args=("fsdp",)):
         assert sizes == [2 * len(list(adascale.made().parameters()))]

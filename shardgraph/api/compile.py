@@ -69,7 +69,8 @@ def compile(
         plan: a preset, ``"auto"``, a :class:`Plan`, or the path of a plan file (``.yaml``). Presets are ``"ddp"``,
             ``"zero1"``, ``"zero2"``, ``"fsdp"``, ``"hsdp"`` and ``"single"``; ``"tp"``, ``"tp+sp"``, ``"cp"`` and
             ``"ep"``, alone or after one of these (``"fsdp+tp"``); any of them after ``"pp"`` (``"pp+fsdp"``), which
-            gives ranks along the outermost axis different stages of the model.
+            gives ranks along the outermost axis different stages of the model, or after ``"local-sgd"``, which gives
+            them copies of their own (:class:`shardgraph.LocalSGD`).
         example_inputs: positional inputs of one call; only their shapes, dtypes and numbers matter. With these or
             ``example_kwargs`` the program is compiled now, otherwise at the first call. Required if placements along
             an axis of operators or experts are still to be chosen (``"tp"``, ``"ep"``).

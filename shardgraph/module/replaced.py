@@ -23,8 +23,15 @@ def remember(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     _NEW.update(replaced)
 
 
-def _adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step, put the new parameters in the place of replaced ones.
+def current(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter that is in the place of ``parameter`` now: itself, unless compilation has replaced it."""
+    while parameter in _NEW:  # compiled more than once
+        parameter = _NEW[parameter]
+    return parameter
+
+
+def adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Put the new parameters of an optimizer in the place of replaced ones, as happens before each of its steps.
 
     Raises:
         ShardGraphError: the optimizer has stepped before, and its state is of whole parameters.
@@ -40,11 +47,9 @@ def _adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     "shards, and its state is that of whole parameters: make a new optimizer of sharded.parameters(), "
                     "and load the state with torch.distributed.checkpoint"
                 )
-            while parameter in _NEW:  # compiled more than once
-                parameter = _NEW[parameter]
-            parameters[i] = parameter
+            parameters[i] = current(parameter)
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_adopt)
+    register_optimizer_step_pre_hook(adopt)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +26,7 @@ from shardgraph.module import checkpoint
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, shown
+from shardgraph.module.replaced import current
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -73,6 +76,7 @@ class ShardedModule(nn.Module):
     original: nn.Module
     plan: Plan
     mesh: DeviceMesh | None
+    replicas: dist.ProcessGroup | None  # those with this rank's shards in all replicas of the model
     loss_fn: Callable[..., torch.Tensor] | None
     _setup: Setup
     _state: State
@@ -87,11 +91,16 @@ class ShardedModule(nn.Module):
         # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
-        self._own(original=model, training=model.training, plan=plan, mesh=mesh, loss_fn=setup.loss_fn)
-        state = State(model, mesh, setup.device)
+        replicas = mesh.get_group(plan.replicas[0][0]) if mesh is not None and plan.replicas else None
+        if mesh is not None and plan.replicas:
+            mesh = mesh[plan.axes] if plan.axes else None
+        self._own(original=model, training=model.training, plan=plan, loss_fn=setup.loss_fn)
+        self._own(mesh=mesh, replicas=replicas)
+        state = State(model, mesh, setup.device, 0 if replicas is None else dist.get_rank(replicas))
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
+        _MODULES.add(self)
 
     def _own(self, **attributes: Any) -> None:
         """Set attributes of this module, where assignment may set the model's."""
@@ -196,6 +205,18 @@ class ShardedModule(nn.Module):
     def gradient_statistics(self) -> GradientStatistics:
         """What has been measured of gradients since they were last cleared, under a plan that measures them."""
         return self._state.statistics
+
+    def measure_gradients(self) -> None:
+        """Measure gradients where they are reduced, from the next call on, as with ``gradient_statistics`` of the plan.
+
+        All ranks must call it. Programs are compiled anew.
+
+        Raises:
+            PlanError: the plan cannot.
+        """
+        if not self.plan.gradient_statistics:
+            self._own(plan=replace(self.plan, gradient_statistics=True))
+            self.forget()
 
     def _run(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Executor, list[Any], Any]:
         """What ran the call, its flattened inputs, and the output."""
@@ -388,6 +409,25 @@ class ShardedModule(nn.Module):
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
         checkpoint.save_safetensors(self, path, self._whole)
+
+
+_MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
+
+
+def module_of(parameter: torch.Tensor) -> ShardedModule:
+    """The compiled module that has ``parameter``, or what replaced it.
+
+    Raises:
+        ShardGraphError: there is none.
+    """
+    wanted = current(parameter)
+    for module in _MODULES:
+        if any(own is wanted for own in module.parameters()):
+            return module
+    raise ShardGraphError(
+        f"a parameter of shape {list(parameter.shape)} is not of a compiled module: compile the model first, with "
+        "shardgraph.compile or a wrapper of shardgraph.fairscale"
+    )
 
 
 def _describe(key: tuple[Any, ...], changed: str) -> str:

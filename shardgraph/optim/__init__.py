@@ -1,1 +1,1 @@
-"""Optimizers that read what a sharded program knows of its gradients."""
+"""Optimizers that read what a program knows of its gradients, share their state, or bring replicas together."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardgraph.errors import ShardGraphError, expect
+from shardgraph.module.replaced import adopt
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.runtime.gradient_statistics import Measured
 from shardgraph.sizes import is_whole
@@ -97,6 +98,7 @@ class AdaScale(torch.optim.Optimizer):
                 "AdaScale reads how gradients differ between ranks, and this module does not measure it: give it the "
                 "module that shardgraph.compile(..., gradient_statistics=True) returns"
             )
+        adopt(optimizer)  # gains are read before its first step
         self.optimizer, self._module, self._debias = optimizer, module, debias_ewma
         self._is_scaled_loss, self._scale = is_scaled_loss, None if scale is None else _checked_scale(scale)
         self._averages = [_Averages() for _ in optimizer.param_groups]

@@ -78,6 +78,9 @@ class Plan:
     ``gradient_statistics``
         Whether backward measures gradients before and after they are reduced over data-parallel ranks, which
         :class:`shardgraph.AdaScale` needs.
+    ``replicas``
+        The axis outside of ``mesh`` along which copies of the model train by themselves, without communication, as
+        ``(axis name, size)``; :class:`shardgraph.LocalSGD` averages them. Empty for a single copy.
     ``note``
         Why this plan was chosen, for display only.
     ``considered``
@@ -97,6 +100,7 @@ class Plan:
     precision: Precision = AS_STORED
     offload: Offload = NOTHING
     gradient_statistics: bool = False
+    replicas: Mesh = ()
     activations: Activations | None = None
     note: str = ""
     considered: tuple[Candidate, ...] = ()
@@ -112,8 +116,14 @@ class Plan:
 
     @property
     def whole_mesh(self) -> Mesh:
-        """The mesh of all ranks: the pipeline axis, if any, outside the mesh of a stage."""
-        return ((self.pipeline.axis, self.pipeline.ranks), *self.mesh) if self.pipeline else self.mesh
+        """The mesh of all ranks: the axis of a pipeline or of replicas, if any, outside that of a stage or replica."""
+        outside = ((self.pipeline.axis, self.pipeline.ranks),) if self.pipeline else self.replicas
+        return (*outside, *self.mesh)
+
+    @property
+    def copies(self) -> int:
+        """Number of replicas, which train with batches of their own."""
+        return math.prod(size for _, size in self.replicas)
 
     @property
     def of_stage(self) -> Plan:
@@ -250,6 +260,8 @@ class Plan:
         lines = [f"plan {self.name} on {mesh}, prefetch {self.prefetch}" + (f": {self.note}" if self.note else "")]
         if self.pipeline:
             lines.append(f"  pipeline {self.pipeline}")
+        if self.replicas:
+            lines.append(f"  replicas along {self.replicas[0][0]!r}, which an optimizer averages now and then")
         width = max((len(pattern) for pattern, _ in self.parameters), default=0)
         for pattern, entry in self.parameters:
             where = ", ".join(f"{p} over {axis}" for p, axis in zip(entry.placements, self.axes, strict=True))
@@ -352,6 +364,11 @@ def _check_plan(plan: Plan) -> None:
     if plan.pipeline:
         axis = plan.pipeline.axis
         check(axis not in plan.axes, "pipeline.axis", axis, "an axis outside of the mesh, which is that of a stage")
+    axes = dict(plan.replicas)
+    check(len(plan.replicas) <= 1 and not axes.keys() & {*plan.axes}, "replicas", axes, "one axis outside of the mesh")
+    check(all(is_whole(size, 1) for size in axes.values()), "replicas", axes, "an axis of a whole number of ranks")
+    expected = "given without a pipeline, whose stages are of one replica: use a plan without 'pp'"
+    check(not (plan.replicas and plan.pipeline), "replicas", axes, expected)
     if plan.experts:
         check(plan.experts in plan.axes, "experts", plan.experts, axis_of_mesh)
         expected = "given beside axes of data, not of operators: 'ep' or 'tp', not both"

@@ -31,6 +31,7 @@ def written_plan(plan: Mapping[str, Any]) -> str:
     converted = {
         "mesh": dict(plan["mesh"]),
         "operators": dict(plan["operators"]),
+        "replicas": dict(plan["replicas"]),
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan["annotations"]],
         "recompute": recompute if isinstance(recompute, str) else {key: list(names) for key, names in recompute},
         "pipeline": _written(pipeline, ("schedule", "checkpoint", "ranks")) if pipeline else None,
@@ -212,6 +213,7 @@ _PLAN = {  # in the order in which they are written
     "precision": _Field(dict, "a mapping of parameters, reduce, buffers and outputs to dtypes", _precision),
     "offload": _Field(dict, "a mapping of parameters, activations and disk", _offload),
     "gradient_statistics": _BOOL,
+    "replicas": _Field(dict, "the axis of ranks that train copies of their own, such as {replicas: 2}", _pairs),
     "activations": _Field(dict, "a mapping of 'call' and mesh axes to the placements of operations", _activations),
     "considered": _Field(list, "a list of the candidates that were compared", _considered),
     "parameters": _Field(dict, "a mapping of name patterns to the plans of those parameters", _parameters),

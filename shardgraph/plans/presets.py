@@ -35,7 +35,9 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
     ``ep``. On a mesh with a single axis, that axis may have any name. They combine with a plan for the other axes, and
     some with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``; without one, the other axes
     use ``ddp``. All of these may follow ``"pp"``, which cuts the model into stages along the axis ``pp`` with the
-    schedule of ``pipeline``: ``"pp"``, ``"pp+fsdp"``, ``"pp+fsdp+tp"``.
+    schedule of ``pipeline``: ``"pp"``, ``"pp+fsdp"``, ``"pp+fsdp+tp"``. After ``"local-sgd"`` they are for each of the
+    replicas along the outermost axis, which :class:`shardgraph.LocalSGD` averages: ``"local-sgd"``,
+    ``"local-sgd+fsdp"``.
 
     Raises:
         PlanError: there is no such preset, or the mesh does not have the axes that it needs.
@@ -43,6 +45,8 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
     axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else tuple(mesh)
     if name.split("+")[0] == "pp":
         return _pipelined(name, axes, pipeline or Pipeline())
+    if name.split("+")[0] == "local-sgd":
+        return _replicated(name, axes, pipeline)
     if pipeline is not None:
         raise PlanError(f"plan {name!r} has no pipeline: ask for 'pp+{name}', with an axis 'pp' in the mesh")
     for dividing, styles in DIVIDING.items():
@@ -53,7 +57,7 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
         raise PlanError(
             f"there is no plan called {name!r}{nearest(name, [*PRESETS, *DIVIDING])}; the plans are "
             f"{', '.join(PRESETS)}, {', '.join(map(repr, DIVIDING))} (also after one of these, as in 'fsdp+tp'), 'pp' "
-            "(also before any of these, as in 'pp+fsdp'), "
+            "and 'local-sgd' (also before any of these, as in 'pp+fsdp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
         )
     entry = PRESETS[name]
@@ -94,6 +98,18 @@ def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:
         )
     plan = preset(inside or ("ddp" if rest else "single"), rest)
     return replace(plan, name=name, pipeline=replace(pipeline, ranks=dict(mesh).get(pipeline.axis, 1)))
+
+
+def _replicated(name: str, mesh: Mesh, pipeline: Pipeline | None) -> Plan:
+    """Replicas along the outermost axis, with the rest of ``name`` as the plan of each."""
+    inside, rest = name.removeprefix("local-sgd").removeprefix("+"), mesh[1:]
+    if inside and mesh and not rest:
+        raise PlanError(
+            f"plan {name!r} needs an axis for {inside!r} beside that of the replicas, and the mesh is {dict(mesh)}: "
+            f"give mesh={{'replicas': R, 'dp': N}} with R x N ranks, or use 'local-sgd'"
+        )
+    plan = preset(inside or ("ddp" if rest else "single"), rest, pipeline)
+    return replace(plan, name=name, replicas=mesh[:1])
 
 
 def refuse_pipeline(mesh: Mesh) -> None:

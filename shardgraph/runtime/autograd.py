@@ -63,8 +63,9 @@ class Differentiable(Executor):
     def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
         mesh, plan, seed = self.state.mesh, self.program.plan, None
-        if self.program.random and mesh is not None and plan.data_size > 1:
-            seed = rank_seed(common_draw(), plan.data_rank(mesh_rank(mesh)))
+        batches = plan.data_size if mesh is not None else 1
+        if self.program.random and plan.copies * batches > 1:
+            seed = rank_seed(common_draw(), self.state.replica * batches + plan.data_rank(mesh_rank(mesh)))
         with seeded(seed, self.state.device):
             results = self.forward([torch_api.local_tensor(value) for value in inputs])
         for i, role in self.mutated:

@@ -30,11 +30,11 @@ class State:
 
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
-    gradients of parameters: those of a pipeline's stages too.
+    gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device) -> None:
-        self.model, self.mesh, self.device = model, mesh, device
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, replica: int = 0) -> None:
+        self.model, self.mesh, self.device, self.replica = model, mesh, device, replica
         self.layout = Layout(model)
         self.unreduced: dict[str, torch.Tensor] = {}
         self.statistics = GradientStatistics()

@@ -25,7 +25,14 @@ from shardgraph.torch_api.execution import (
     keep_graph,
     no_autocast,
 )
-from shardgraph.torch_api.groups import group_along, has_backend, ordered_gloo
+from shardgraph.torch_api.groups import (
+    all_gather,
+    group_along,
+    has_backend,
+    ordered_gloo,
+    ordered_group,
+    reduce_scatter,
+)
 from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.rms_norm import rms_norm_on
 from shardgraph.torch_api.schedules import PipelineAction, pipeline_actions

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Named so since torch 2.13, which warns of the names before.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def ordered_gloo() -> str:
     """The name of a gloo backend whose groups run one collective at a time, in order.
@@ -21,6 +25,17 @@ def ordered_gloo() -> str:
     if name not in dist.Backend.backend_list:
         dist.Backend.register_backend(name, _one_worker_gloo, devices=["cpu"])
     return name
+
+
+def ordered_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A group of the same ranks (default: all), whose collectives may be in flight together: over gloo a new one."""
+    group = group or dist.distributed_c10d._get_default_group()
+    if dist.get_backend(group) != "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made: Any = dist.new_group(ranks, backend=ordered_gloo(), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def group_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
