@@ -106,6 +106,13 @@ def test_a_cut_between_layers_sends_hidden_states_and_nothing_else():
     assert [tuple(each.shape) for each in program.stages[0].returned] == [hidden]
 
 
+def test_a_layer_that_begins_a_stage_has_its_weight_there_alone():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    joint = capture(model, (torch.randn(2, 4),), {}, device=torch.device("cpu"))
+    plan = preset("pp", {"pp": 2}, Pipeline(2, stages=("1",)))
+    assert lower(joint, plan, named_shapes(model)).owners["1.weight"] == (1,)
+
+
 def test_skip_connections_are_handed_on_through_the_stages_between():
     joint = capture(UNet(), (torch.randn(2, 3, 8, 8),), {}, device=torch.device("cpu"))
     shapes = named_shapes(UNet())

@@ -89,7 +89,8 @@ def _sink(gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], an
 def _assign_backward(
     gm: fx.GraphModule, home: dict[fx.Node, int], inside: set[fx.Node], anywhere: set[fx.Node], last: int
 ) -> None:
-    numbered = [node for node in gm.graph.nodes if node in inside and node in SEQUENCE]
+    # A view of a parameter is in no stage of its own, wherever the graph has it.
+    numbered = [node for node in gm.graph.nodes if node in inside and node not in anywhere and node in SEQUENCE]
     # The first of a number: an operation that needs no gradient has the number of the last one before it that does.
     forward = {SEQUENCE.of(node): home[node] for node in reversed(numbered)}
     waiting: list[fx.Node] = []

@@ -73,7 +73,8 @@ def compile(
             them copies of their own (:class:`shardgraph.LocalSGD`).
         example_inputs: positional inputs of one call; only their shapes, dtypes and numbers matter. With these or
             ``example_kwargs`` the program is compiled now, otherwise at the first call. Required if placements along
-            an axis of operators or experts are still to be chosen (``"tp"``, ``"ep"``).
+            an axis of operators or experts are still to be chosen (``"tp"``, ``"ep"``), and for a pipeline unless the
+            model is an ``nn.Sequential`` and ``stages`` or ``balance`` of ``pipeline`` name its children.
         example_kwargs: keyword inputs of the same call.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
         pipeline: microbatches, schedule, stages and checkpointing, for a preset with ``"pp"``.
@@ -138,6 +139,8 @@ def compile(
     sharded = kind(model, chosen, whole_mesh, setup)
     if question.call is not None:
         sharded.compile_for(question.call)  # while the model is as it was
+    if isinstance(sharded, PipelinedModule) and question.call is None:
+        sharded.declare_owners()
     owners = sharded.owners if isinstance(sharded, PipelinedModule) else {}
     stages = Stages(chosen, whole_mesh, sharded.mesh, owners)
     tied = tied_names(model)

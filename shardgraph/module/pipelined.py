@@ -18,6 +18,7 @@ from shardgraph.module import checkpoint
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
 from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.passes.program import Program
+from shardgraph.plans.declared_stages import declared_owners
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.proof.microbatches import rows_of
@@ -37,7 +38,7 @@ class PipelinedModule(ShardedModule):
     """
 
     pipeline: Pipeline
-    owners: Mapping[str, tuple[int, ...]]  # stages that use each parameter, from the first program
+    owners: Mapping[str, tuple[int, ...]]  # stages that use each parameter, as declared or from the first program
     _running: RunningPipeline
     _written: dict[str, int]  # the stage that writes each buffer
     _mergeable: dict[tuple[Executor, ...], bool]  # whether outputs of these for microbatches can be merged
@@ -134,6 +135,11 @@ class PipelinedModule(ShardedModule):
         calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)
         executors = self._executables(calls, spec, loss_fn)
         return [Work(e, self._numbers.lift(leaves, spec)) for e, leaves in zip(executors, calls, strict=True)]
+
+    def declare_owners(self) -> None:
+        """Set the stages of parameters as the model's text has them, before a call of it is captured."""
+        self.owners = declared_owners(self.original, self.pipeline)
+        self._running.prepare(self.owners)
 
     def compile_for(self, call: Call) -> None:
         """See :meth:`ShardedModule.compile_for`."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardgraph.capture.captures import Captures
 from shardgraph.errors import PlanError
+from shardgraph.plans.declared_stages import declared_stages
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.search.planner import choose_plan, plans_of, plans_on
@@ -37,6 +38,9 @@ def decide(question: Question, captures: Captures) -> Plan:
     if question.call is None:
         if plan.world_size == 1 and plan.pipeline is None and not question.budgeted:
             return plan  # one rank needs no placements
+        declared = plan.pipeline and declared_stages(question.model, plan.pipeline)
+        if declared and not question.undecided and not question.budgeted:
+            return replace(plan, pipeline=declared)
         raise PlanError(_without_inputs(question))
     joint, shapes = captures.joint(question.captured, plan), question.shapes
     if plan.pipeline is not None:
@@ -62,7 +66,8 @@ def _without_inputs(question: Question) -> str:
     if question.plan.pipeline is not None:
         return (
             f"plan {name!r} finds where stages begin and parameters lie by what is computed: give example_inputs or "
-            "example_kwargs"
+            "example_kwargs; or, for an nn.Sequential under a plan that leaves nothing else open, the children at "
+            "which stages begin: Pipeline(stages=...) or Pipeline(balance=...)"
         )
     return (
         f"plan {name!r} finds {'where parameters lie' if question.undecided else 'what fits the memory'} by what is "
