@@ -216,12 +216,13 @@ def grown() -> float:
     sharded = shardgraph.compile(made(), "local-sgd")
     first, last = sharded.get_submodule("0"), sharded.get_submodule("2")
     push = StochasticGradientPush(torch.optim.SGD(first.parameters(), lr=0.0), sharded, staleness=2)
+    optimizer = SlowMo(push, sharded, frequency=5)
     for step in range(STEPS):
         if step == 3:
-            push.add_param_group({"params": list(last.parameters())})
-        push.zero_grad()
+            optimizer.add_param_group({"params": list(last.parameters())})
+        optimizer.zero_grad()
         loss_of(sharded(rows(step, dist.get_rank()))).backward()
-        push.step()
+        optimizer.step()
     push.drain()
     return _difference(sharded, [parameter.detach() for parameter in made().parameters()])
 

@@ -18,7 +18,7 @@ class OSS(ShardedOptimizer):
         params: parameters or parameter groups.
         optim: the class of the optimizer.
         group: the ranks that share the work; default: all.
-        broadcast_buffer_size: has no effect: each parameter is sent by itself.
+        broadcast_buffer_size: has no effect: small parameters are sent together.
         broadcast_fp16: send updated parameters in float16, to which every rank rounds them.
         force_broadcast_object: consolidate state in pickled form.
         default: options of ``optim``.

@@ -96,10 +96,7 @@ class LocalSGD(OfReplicas):
         """Add a parameter group, in which replicas are equal."""
         super().add_param_group(param_group)
         if self.outer is not None:
-            group = self._starts_of(self.param_groups[-1])
-            self.outer.add_param_group(group)
-            for parameter, start in zip(self.param_groups[-1]["params"], group["params"], strict=True):
-                start.data.copy_(self._part_of(self._flat(parameter)))
+            self.outer.add_param_group(self._starts_of(self.param_groups[-1]))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with that of the outer step under ``"local_sgd"``; both are of this rank alone, as its

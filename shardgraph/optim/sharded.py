@@ -22,6 +22,7 @@ from shardgraph.optim.rows import gather_rows, in_rows, scatter_rows
 from shardgraph.torch_api import local_tensor, ordered_group
 
 _OF_PARAMETERS = ("params", "param_names")  # what is no option of a parameter group
+_MESSAGE = 2**18  # elements up to which small parameters are sent together
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -299,15 +300,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._group is None:
             return
         in_flight = []
+        for owner, values in self._messages():
+            dtype = self._broadcast_dtype or values[0].dtype
+            sent = values[0].to(dtype).contiguous() if len(values) == 1 else _packed(values).to(dtype)
+            work = dist.broadcast(sent, group=self._group, group_src=owner, async_op=True)
+            in_flight.append((work, sent, values))
+        for work, sent, values in in_flight:
+            work.wait()
+            if sent is not values[0]:
+                parts = sent.view(-1).split([value.numel() for value in values])
+                for value, part in zip(values, parts, strict=True):
+                    value.copy_(part.view(value.shape))
+
+    def _messages(self) -> list[tuple[int, list[torch.Tensor]]]:
+        """The updated values of each message with their owner: large ones by themselves, small ones together."""
+        messages: list[tuple[int, list[torch.Tensor]]] = []
+        filling: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         for parameter, owner in self._updated(rows=False):
             value = local_tensor(parameter).detach()
-            sent = value.to(self._broadcast_dtype or value.dtype).contiguous()
-            work = dist.broadcast(sent, group=self._group, group_src=owner, async_op=True)
-            in_flight.append((work, sent, value))
-        for work, sent, value in in_flight:
-            work.wait()
-            if sent is not value:
-                value.copy_(sent)
+            together = filling.get((owner, value.dtype))
+            if value.numel() > _MESSAGE:
+                messages.append((owner, [value]))
+            elif together is not None and sum(each.numel() for each in together) + value.numel() <= _MESSAGE:
+                together.append(value)
+            else:
+                filling[owner, value.dtype] = together = [value]
+                messages.append((owner, together))
+        return messages
 
     def _own_state(self) -> dict[int, Any]:
         mine = ((number, self._plain(p)) for number, owner, p in self._numbered() if owner == self._rank)
@@ -317,6 +336,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The parameter groups in torch's format, with numbers for parameters."""
         numbers = iter(number for number, _, _ in self._numbered())
         return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+
+
+def _packed(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.reshape(-1) for value in values])
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
