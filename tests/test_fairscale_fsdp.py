@@ -40,9 +40,9 @@ def test_it_trains_like_the_model(options: dict[str, Any]):
 
 
 def test_nested_ones_train_like_the_model_and_are_annotations_of_the_outer_one():
-    for kinds, annotations in on_ranks(wrapped.nested_ones_train_like_the_model, args=({}, {})):
+    for kinds, annotated in on_ranks(wrapped.nested_ones_train_like_the_model, args=({}, {})):
         assert kinds == ["Linear", "Sequential", "Tanh"]
-        assert annotations == sorted(f"('{name}', reshard())" for name in INNER)
+        assert annotated == sorted(f"('{name}', reshard())" for name in INNER)
 
 
 def test_parts_without_an_outer_one_train_like_the_model():

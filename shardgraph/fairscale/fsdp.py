@@ -27,7 +27,7 @@ class FullyShardedDataParallel(ShardedModule):
     """``fairscale.nn.FullyShardedDataParallel``: ``module`` compiled under the plan ``"fsdp"``.
 
     Parameters are sharded in place, each by itself under its own name, and the program is captured at the first call.
-    A compiled module's methods, such as ``train_step``, are there too.
+    A compiled module's methods, such as ``train_step``, are there too. Without a process group nothing is sharded.
 
     Wrapped in another one, an FSDP becomes annotations of it: the outer one takes its parameters back, puts its module
     in its place and makes one program of all.
@@ -100,7 +100,8 @@ class FullyShardedDataParallel(ShardedModule):
         keeps = not reshard_after_forward or (disable_reshard_on_root and len(outside) < len([*module.parameters()]))
         if options["move_params_to_cpu"]:
             annotate(module, dict.fromkeys(outside, offload()))
-        sharded = compile(module, "zero2" if keeps else "fsdp", precision=_precision(options))
+        plan = "zero2" if keeps else "fsdp"
+        sharded = compile(module, plan if dist.is_initialized() else "single", precision=_precision(options))
         object.__setattr__(self, "__dict__", sharded.__dict__)  # this is that module, with FairScale's names
         self._own(options=options, outside=outside, sharded=sharded)
         if compute_device is not None and torch.device(compute_device) != self._setup.device:
