@@ -59,7 +59,7 @@ class Structured(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         hidden = torch.tanh(self.layer(x))
-        return {"answer": Answer(hidden, [hidden * 2, hidden.sum(-1)]), "input": x}
+        return {"answer": Answer(hidden, [hidden * 2, hidden.sum(-1)]), "doubled": x * 2}
 
 
 class Reads(nn.Module):
@@ -162,7 +162,7 @@ def in_mixed_precision(options: dict[str, Any]) -> dict[str, Any]:
     output = model(my_part(batch))
     output.float().square().mean().backward()
     low = original.to(model.options["compute_dtype"] or torch.float32)
-    low.shift = low.shift.to(model.shift.dtype)
+    low.shift = Buffered().shift.to(model.shift.dtype)
     reduced = [
         str(node.args[0].meta["val"].dtype)
         for node in model.backward_graph.graph.nodes

@@ -58,5 +58,6 @@ def _placed(value: Any, parameter: nn.Parameter) -> Any:
     """A copy of ``value``: as the shards of ``parameter`` are, if it has an element for each of its elements."""
     if not isinstance(value, torch.Tensor):
         return value
-    alike = isinstance(parameter, DTensor) and value.shape == parameter.shape
-    return checkpoint.sharded_like(value, parameter).clone() if alike and value.dim() else value.clone()
+    if isinstance(parameter, DTensor) and value.dim() and value.shape == parameter.shape:
+        return checkpoint.sharded_like(value, parameter).clone()
+    return value.clone()
