@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgraph.errors import CheckpointError, nearest
-from shardgraph.torch_api import local_tensor
+from shardgraph.torch_api import local_tensor, placed
 
 Whole = Callable[[str, Tensor, bool], Tensor]
 
@@ -27,14 +27,15 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def full_state_dict(module: nn.Module, whole: Whole | None = None) -> dict[str, Tensor]:
-    """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks.
+def full_state_dict(module: nn.Module, whole: Whole | None = None, *, everywhere: bool = False) -> dict[str, Tensor]:
+    """The unsharded parameters and persistent buffers in CPU memory on global rank 0, and ``{}`` on other ranks, or on
+    all of them if ``everywhere``.
 
     ``whole(name, tensor, keep)`` returns the unsharded tensor in CPU memory if ``keep``; by default :func:`gathered`.
     All ranks must call this. Parameters are gathered one at a time, so that only rank 0 ever holds them all. Tied names
     share one copy. State that is not a tensor (``get_extra_state``) is omitted.
     """
-    keep = _rank() == 0
+    keep = everywhere or _rank() == 0
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
     for name, tensor in _state(module).items():
@@ -140,6 +141,11 @@ def gathered(tensor: Tensor, keep: bool) -> Tensor:
         return whole.new_empty(0, device="cpu")
     shared = whole.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr()
     return whole.to("cpu", copy=shared).contiguous()
+
+
+def sharded_like(value: Tensor, target: DTensor) -> DTensor:
+    """``value``, of which each rank takes its own shard, with the placements of ``target``."""
+    return placed(_own_part(value, target), target.device_mesh, list(target.placements), target.shape)
 
 
 def _own_part(value: Tensor, target: Tensor) -> Tensor:

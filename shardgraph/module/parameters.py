@@ -38,8 +38,12 @@ def as_parameter(local: torch.Tensor, old: nn.Parameter, entry: ParameterPlan, m
     """The parameter whose shard on this rank is ``local``, with the attributes and hooks of ``old``, which it replaces.
     Hooks are in the same dictionaries, so that their handles remove them.
     """
-    placed = local if mesh is None else as_dtensor(local, entry, old.shape, mesh)
-    new = nn.Parameter(placed, requires_grad=old.requires_grad)
+    return like(local if mesh is None else as_dtensor(local, entry, old.shape, mesh), old)
+
+
+def like(values: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
+    """A parameter of ``values`` with the attributes and hooks of ``old``."""
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
     vars(new).update(vars(old))  # attributes that libraries attach to parameters
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks, None) is not None:

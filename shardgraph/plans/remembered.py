@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardgraph.plans.annotations.kinds import ModuleAnnotation, ParameterAnnotation, offload, precision
-from shardgraph.plans.annotations.match import Annotated, annotations_by_name
+from shardgraph.plans.annotations.match import Annotated, annotations_by_name, inside
 from shardgraph.plans.plan import Plan
 
 _REMEMBERED = "_shardgraph_annotations"
@@ -20,8 +20,12 @@ def remember(model: nn.Module, annotations: tuple[Annotated, ...]) -> None:
 
 
 def remembered(model: nn.Module) -> tuple[Annotated, ...]:
-    """The annotations of a model by :func:`shardgraph.annotate`."""
-    return vars(model).get(_REMEMBERED, ())
+    """The annotations by :func:`shardgraph.annotate` of a model, and of modules inside under their names in it."""
+    return tuple(
+        (inside(name, pattern), annotation)
+        for name, module in model.named_modules()
+        for pattern, annotation in vars(module).get(_REMEMBERED, ())
+    )
 
 
 def annotated(plan: Plan, model: nn.Module) -> Plan:

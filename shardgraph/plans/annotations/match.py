@@ -42,6 +42,15 @@ def _match(pattern: list[str], names: list[str]) -> bool:
     return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
 
 
+def inside(module: str, pattern: str) -> str:
+    """The pattern that matches in a model what ``pattern`` matches in its ``module``."""
+    if not module:
+        return pattern
+    if pattern.startswith("re:"):
+        return rf"re:{re.escape(module)}(?:\.|(?!.))(?:{pattern.removeprefix('re:')})"  # (?!.): the module itself
+    return f"{module}.{pattern}" if pattern else module
+
+
 def annotations_by_name(
     annotations: Sequence[Annotated], of: type[Annotation], names: Iterable[str], what: str
 ) -> dict[str, list[Annotated]]:
