@@ -74,7 +74,7 @@ def _step(sharded: Any, called: bool, *args: Any, target: torch.Tensor, **kwargs
     return loss.detach()
 
 
-def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int, called: bool) -> float:
+def _pipeline_error(sharded: Any, original: nn.Module, calls: Any, steps: int, called: bool = False) -> float:
     args, kwargs, (whole_args, whole_kwargs) = calls
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, original)]
     theirs, worst = dict(original.named_parameters()), 0.0

@@ -132,3 +132,17 @@ def test_verify_reports_the_proof():
 def test_verify_is_not_ok_where_the_text_is_wrong_whatever_the_tolerance(faulty):
     report = shardgraph.verify(block(), INPUTS, "fsdp", tolerance=10.0)
     assert report.worst[1] < 10.0 and report.proof.wrong and not report.ok
+
+
+def test_tensors_without_elements_are_proved():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.up(x)
+            return self.down(torch.cat([hidden[:0], hidden.relu()]))
+
+    proof = shardgraph.prove(Model(), INPUTS, "tp", mesh={"tp": 2}, cluster="H100")
+    assert proof.ok, str(proof)

@@ -353,6 +353,14 @@ def _slice(
     return _piece(typing, held, dim % len(held.dims), first, max(-(-(last - first) // step), 0), step)
 
 
+@define(aten.slice_backward.default)
+def _slice_backward(typing: Typing, node: fx.Node, gradient: Held, *rest: Any) -> Held:
+    if 0 in gradient.shape:
+        return filled(typing, node.meta["val"].shape, 0)
+    (result,) = apply(typing.terms, node.target, *RULES[aten.slice_backward.default](gradient, *rest))
+    return result
+
+
 @define(aten.select.int)
 def _select(typing: Typing, node: fx.Node, held: Held, dim: int, index: int) -> Held:
     dim %= len(held.dims)

@@ -83,6 +83,9 @@ class Typing:
             return of_term(self._constant(getattr(gm, str(node.target))))
         if any(known[each] is None for each in node.all_input_nodes):
             return None
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor) and not fake.numel():  # which is all that there is to know of it
+            return of_term(self.terms.make("no elements", [], fake.shape))
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
         value = self._called(node, args, kwargs)
         return self._checked(node, value)
