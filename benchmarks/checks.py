@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardgraph
 
-IDS = torch.randint(0, 1024, (4, 64))
+IDS = torch.randint(0, 1024, (8, 64))
 
 
 def llama(layers: int) -> LlamaForCausalLM:

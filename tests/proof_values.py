@@ -116,6 +116,11 @@ class Small:
         if target is ir.ALL_REDUCE:
             stacked = torch.stack([args[0] for args, _ in taken])
             return [stacked.sum(0) if taken[0][0][1] == "sum" else stacked.amax(0)] * self.ranks
+        if target is ir.ALL_GATHER:
+            return [torch.cat([args[0] for args, _ in taken])] * self.ranks
+        if target is ir.ALL_TO_ALL:
+            rows = [args[0].split(args[2]) for args, _ in taken]
+            return [torch.cat([each[rank] for each in rows]) for rank in ranks]
         if target is ir.WAIT:
             return [args[0] for args, _ in taken]
         return [target(*args, **kwargs) for args, kwargs in taken]
@@ -220,6 +225,7 @@ _VALUES: dict[Any, Callable[[Small, Term], torch.Tensor]] = {
     ("sum of elements", 0): _of_elements,
     ("placed", 0): _of_placed,
     ("cat", 0): lambda small, term: torch.cat([small.view(v) for v in term.operands[0]], term.operands[1]),
+    "arranged": lambda small, term: small.view(term.operands[0]),
     "piece": _of_piece,
     "padded": _of_padded,
     "part of a sum": _of_part,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (it defines the operations)
 from torch import Tensor
 
 from shardgraph import ir
@@ -19,13 +20,16 @@ from shardgraph.ir import fused
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 
 aten = torch.ops.aten
+grouped_mm_fallback = torch.ops.transformers.grouped_mm_fallback
+grouped_mm_fallback_backward = torch.ops.transformers.grouped_mm_fallback_backward
 
 Arguments = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A random tensor: numbers, positive ones, indices below a number, or flags; or the numbers 0, 1, 2, ..."""
+    """A random tensor: numbers, positive ones, indices below a number, or flags; or the numbers 0, 1, 2, ...; or the
+    ends of groups of a number of rows."""
 
     kind: str
     shape: tuple[int, ...]
@@ -37,6 +41,8 @@ class Operand:
             return torch.randint(self.below, tuple(shape), generator=generator)
         if self.kind == "count":
             return torch.arange(shape[0])
+        if self.kind == "ends":
+            return (torch.arange(shape[0]) + 1) * self.below
         if self.kind == "flag":
             return torch.rand(tuple(shape), generator=generator) < 0.5
         value = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
@@ -57,6 +63,10 @@ def index(below: int, *shape: int) -> Operand:
 
 def count(size: int) -> Operand:
     return Operand("count", (size,))
+
+
+def ends(groups: int, rows: int) -> Operand:
+    return Operand("ends", (groups,), rows)
 
 
 def flag(*shape: int) -> Operand:
@@ -347,6 +357,8 @@ CASES = [
         *(real(2, 1, 8), real(2, 4, 6), real(2, 6, 8)),
         to=lambda *tensors: (*tensors, {"beta": 2, "alpha": -3}),
     ),
+    case(grouped_mm_fallback.default, real(12, 4), real(3, 4, 8), ends(3, 4)),
+    case(grouped_mm_fallback_backward.default, real(12, 4), real(3, 4, 8), ends(3, 4), real(12, 8)),
     case(aten.index_select.default, real(4, 10, 6), index(10, 8), to=lambda x, i: (x, 1, i)),
     case(aten.index_add.default, real(4, 10), index(10, 6), real(4, 6), to=lambda x, i, y: (x, -1, i, y)),
     case(
@@ -420,6 +432,11 @@ CASES = [
 ]
 
 WITHOUT: dict[Any, str] = {
+    aten._grouped_mm.default: "has no double precision: tests/test_expert_parallel.py",
+    **dict.fromkeys(
+        ["transformers.grouped_mm_fallback.default", "transformers.grouped_mm_fallback_backward.default"],
+        "is the name of an operation that has a case",
+    ),
     aten.native_dropout.default: "draws random numbers, and is refused for what ranks do not have whole",
     ir.TO_HOST: "needs an accelerator; the elements are the same by definition",
     ir.TO_DEVICE: "needs an accelerator; the elements are the same by definition",

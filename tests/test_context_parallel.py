@@ -229,7 +229,7 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model():
 # -- what a rank holds -------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("4")
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("degree", [2, 4])
 def test_activations_fall_by_the_degree(degree):
     def peak(plan: str, mesh: dict[str, int]) -> int:

@@ -38,10 +38,13 @@ MESHES = {
 }
 
 
-def check(module: nn.Module, call, plan: str | Plan, mesh: dict[str, int], fp64: bool = True) -> None:
+def check(
+    module: nn.Module, call, plan: str | Plan, mesh: dict[str, int], fp64: bool = True, proved: bool = True
+) -> None:
     args, kwargs = call
     report = shardgraph.verify(module, args, plan, mesh=mesh, example_kwargs=kwargs, steps=3, fp64=fp64)
     assert report.ok, str(report)
+    assert report.proof.ok or not proved, str(report.proof)
 
 
 def program(module: nn.Module, call, plan: str | Plan, mesh: dict[str, int]) -> Program:
@@ -278,7 +281,7 @@ def test_mixtral_trains_as_unsharded_with_whole_experts_divided_along_an_axis_of
     torch.manual_seed(0)
     mesh = {"tp": degree}
     call = mixtral(4, "grouped_mm")
-    check(*call, written("tp", mesh, "tp"), mesh, fp64=False)
+    check(*call, written("tp", mesh, "tp"), mesh, fp64=False, proved=False)  # rows that are rotated to a rank's groups
 
 
 class Grouped(nn.Module):
@@ -295,11 +298,13 @@ class Grouped(nn.Module):
         return nn.functional.grouped_mm(hidden, self.experts["down"], offs=offs).view(x.shape)
 
 
-@pytest.mark.parametrize("plan", ["tp", written("tp", {"tp": 2}, "tp")], ids=["width", "experts"])
-def test_the_grouped_product_of_torch_is_divided(plan):
+@pytest.mark.parametrize(
+    ("plan", "proved"), [("tp", True), (written("tp", {"tp": 2}, "tp"), False)], ids=["width", "experts"]
+)
+def test_the_grouped_product_of_torch_is_divided(plan, proved):
     torch.manual_seed(0)
     x, offs = torch.randn(4, 8, 16, dtype=torch.bfloat16), torch.tensor([3, 3, 20, 32], dtype=torch.int32)
-    check(Grouped(), ((x, offs), {}), plan, {"tp": 2}, fp64=False)
+    check(Grouped(), ((x, offs), {}), plan, {"tp": 2}, fp64=False, proved=proved)
 
 
 def test_experts_that_are_picked_by_index_are_gathered_along_an_axis_of_experts_and_it_is_said():

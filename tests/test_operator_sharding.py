@@ -6,6 +6,7 @@ import functools
 import re
 from collections import Counter
 from dataclasses import replace
+from operator import getitem
 
 import pytest
 import torch
@@ -117,6 +118,14 @@ def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
     on_ranks(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
     for plan, mesh in (("fsdp", {"dp": 2}), ("tp+sp", {"tp": 2})):
         assert on_ranks(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
+
+
+def test_each_result_of_an_operation_has_its_captured_name_by_which_a_mistake_is_told_from_one_after_it():
+    model, (args, kwargs) = make("tied-transformer", 4)
+    program = build_program(model, resolve_plan("tp", (("tp", 4),)), args, kwargs)
+    captured = {node.name: str(node.args[1]) for node in program.joint.module.graph.nodes if node.target is getitem}
+    written = {node.name: str(node.args[1]) for node in program.backward.graph.nodes if node.target is getitem}
+    assert len(written) > 5 and written.items() <= captured.items()
 
 
 # -- collectives -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardgraph
 from shardgraph.capture.capture import capture
 from shardgraph.passes.lowering import lower
 from shardgraph.plans.presets import preset
@@ -51,6 +52,28 @@ def test_every_model_under_every_plan_of_data_parallelism_is_proved(name, plan, 
 @pytest.mark.parametrize(("plan", "mesh"), [("tp", {"tp": 2}), ("tp+sp", {"tp": 2}), ("fsdp+tp", {"dp": 2, "tp": 2})])
 def test_divided_operators_are_proved(name, plan, mesh):
     found = proof(name, plan, mesh)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "mesh"),
+    [
+        pytest.param("tied-transformer", "tp+sp", {"tp": 3}, id="a bias whose three blocks are three ranks' parts"),
+        pytest.param("bert", "tp+sp", {"tp": 3}, id="rows that are looked up at places that ranks share"),
+        pytest.param("mixture", "ep", {"ep": 4}, id="an expert for each rank"),
+        pytest.param("llama", "tp", {"tp": 4}, id="fewer heads of keys than ranks"),
+        pytest.param("tied-transformer", "zero2+tp+sp", {"dp": 2, "tp": 8}, id="a batch and a head for each rank"),
+    ],
+)
+def test_parts_that_stand_among_other_dimensions_than_the_models_are_proved(name, plan, mesh):
+    model, (args, kwargs) = make(name, 4)
+    found = shardgraph.prove(model, args, plan, mesh=mesh, example_kwargs=kwargs)
+    assert found.ok, str(found)
+
+
+def test_one_channel_row_of_each_rank_is_proved_where_a_bias_broadcasts_over_it():
+    model, (args, kwargs) = make("conv-batch-norm", 2)
+    found = shardgraph.prove(model, args, "fsdp+tp+sp", mesh={"dp": 2, "tp": 2}, example_kwargs=kwargs)
     assert found.ok, str(found)
 
 

@@ -57,7 +57,7 @@ def odd_mlp_costs() -> Symbolic:
     return of_odd_mlp().symbolic()
 
 
-@pytest.mark.quick("odd_mlp-*", "gpt2-*")
+@pytest.mark.quick("odd_mlp-*")
 @pytest.mark.parametrize(
     ("model", "analyse", "sizes"),
     [

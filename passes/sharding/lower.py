@@ -86,7 +86,7 @@ class _Lowering:
         else:
             outs = self._on_shards(node, option, shards)
         for index, (value, placement, out) in enumerate(zip(results(node), option.results, outs, strict=True)):
-            if placement is None:
+            if placement is None or out is None:
                 continue
             shape = local_shape(placement, value.shape, self.write.parts)
             if tuple(out.meta["val"].shape) != shape or out.meta["val"].dtype != value.dtype:
@@ -116,10 +116,10 @@ class _Lowering:
         copy = self.write.named(node.name, node.target, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             return [copy]
-        self.write.labels = {**self.write.labels, MADE_BY: self.write.maker}
+        names = _names(node)
         return [
-            None if placement is None else self.write.call(operator.getitem, copy, index)
-            for index, placement in enumerate(option.results)
+            self.write.named(names[k], operator.getitem, (copy, k), {}) if k in names else None
+            for k in range(len(option.results))
         ]
 
     def _sizes(self, node: fx.Node, option: Option) -> tuple[Any, ...]:
@@ -151,8 +151,8 @@ class _Lowering:
                 MADE_BY.set(node, self.write.maker)
                 if is_cut(before) and after == REPLICATE:
                     RECOMPUTE.set(node, True)  # all-gathered again in backward instead of saved
-            if after == REPLICATE and maker.op == "call_function" and index == 0:
-                EQUALS.set(shards[after], maker.name)
+            if after == REPLICATE and maker.op == "call_function" and index in _names(maker):
+                EQUALS.set(shards[after], _names(maker)[index])
         return shards[after]
 
     def _result(self, role: Any, value: Any) -> Any:
@@ -167,6 +167,13 @@ class _Lowering:
                 self.summands.append(role.of.fqn)
                 placement = PARTIAL
         return self._placed(value_of(value), placement)
+
+
+def _names(node: fx.Node) -> dict[int, str]:
+    """The names of an operation's results in the captured graph, those that something uses."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return {0: node.name}
+    return {int(str(user.args[1])): user.name for user in node.users if user.target is operator.getitem}
 
 
 def _cannot_view(tensor: fx.Node, shape: list[int]) -> bool:

@@ -16,7 +16,7 @@ def aligned(tensors: Sequence[Held]) -> list[Held]:
     result = list(tensors)
     for axis in sorted({axis for each in tensors for axis in each.marks}):
         places = sorted({place for each in result if (place := _place(each, axis)) is not None})
-        if len(places) > 1:
+        if len(places) > 1 or not all(_alike(result, place) for place in places):
             places += [
                 k for k in range(len(result[0].dims)) if k not in places and all(t.shape[k] == 1 for t in result)
             ]

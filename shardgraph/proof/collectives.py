@@ -8,8 +8,9 @@ from typing import Any
 
 from shardgraph import ir
 from shardgraph.mesh import axes_of
+from shardgraph.proof.arranged import arranged, is_arranged
 from shardgraph.proof.held import Held, UntypedError, tidy
-from shardgraph.proof.shards import chunk, padded, part
+from shardgraph.proof.shards import arranged_part, chunk, padded
 from shardgraph.proof.terms import Atom, Terms, regrouped, repeated
 
 Ranks = Callable[[str], int]
@@ -41,7 +42,7 @@ def reduce_scatter(terms: Terms, ranks: Ranks, held: Held, operation: str, size:
     """This rank's rows of what is combined."""
     if not _summands(held, axis):
         raise UntypedError(f"ranks along {axis!r} sum parts of values that are not summands")
-    return part(_reduced(held, operation, axis, ranks(axis)), 0, 1, axis, ranks(axis))
+    return arranged_part(terms, _reduced(held, operation, axis, ranks(axis)), 0, 1, axis, ranks(axis))
 
 
 @exchange(ir.ALL_GATHER)
@@ -62,7 +63,9 @@ def all_to_all(terms: Terms, ranks: Ranks, held: Held, received: Sequence[int], 
     local = [atom for atom in dims[0] if atom.axis is None]
     pieces = regrouped(local, [size, held.shape[0] // size])
     if pieces is None or len(pieces[0]) != 1:
-        raise UntypedError("an all-to-all of rows that are not one digit")
+        if is_arranged(held):
+            raise UntypedError("an all-to-all of rows that are not one digit")
+        return all_to_all(terms, ranks, arranged(terms, held), received, sent, axis)
     (away,) = pieces[0]
     if isinstance(away.source, str):
         if away.source != axis:

@@ -159,7 +159,7 @@ def _is_zero(held: Held) -> bool:
 
 def _shared(one: Held, other: Held) -> Held:
     """How ranks have a sum of two values, whatever it is."""
-    values = [Terms().make("any", [], each.term.shape, each.term.varies) for each in (one, other)]
+    values = [Terms().make("any", [], each.term.shape, each.term.varies - each.summed) for each in (one, other)]
     plain = [replace(one, term=values[0], factor=1.0, summed=frozenset())]
     plain += [replace(other, term=values[1], factor=1.0, summed=frozenset())]
     both = elementwise(Terms(), "any", plain, None, jointly(0, 1))

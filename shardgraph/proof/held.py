@@ -138,10 +138,11 @@ def _beside(atom: Atom, places: Sequence[Sequence[Atom]]) -> tuple[int, int] | N
 def sized(dims: Dims, shape: Sequence[int]) -> Dims | None:
     """The same local elements, with the rank's coordinates where whole dimensions have the sizes of ``shape``.
 
-    A coordinate that does not belong where it stands goes to the nearest dimension that lacks its size.
+    A coordinate that does not belong where it stands goes to the nearest dimension that lacks its size. ``shape`` is
+    that of one batch.
     """
     places = [list(dim) for dim in dims]
-    whole = [math.prod(atom.size for atom in dim) for dim in places]
+    whole = [math.prod(atom.size for atom in dim if not isinstance(atom.source, str)) for dim in places]
     for k, dim in enumerate(dims):
         for mark in [atom for atom in dim if atom.axis is not None]:
             if shape[k] % whole[k] == 0:

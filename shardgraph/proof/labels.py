@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardgraph.proof.aligned import aligned
+from shardgraph.proof.arranged import unarranged
 from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
 from shardgraph.proof.terms import Atom, Terms, View, repeated
 
@@ -131,11 +132,12 @@ def _once(held: Held, labels: Sequence[Label], again: Mapping[Label, int]) -> He
 
 def _whole(held: Held, labels: Sequence[Label], pattern: Mapping[Any, Pattern]) -> View:
     """The whole operand; one that repeats along a dimension repeats as often as the others have elements there."""
+    view = unarranged(held.view)
     dims = [
         repeated(whole_size(pattern[label])) if label is not None and _repeats(dim) else dim
-        for label, dim in zip(labels, held.view.dims, strict=True)
+        for label, dim in zip(labels, view.dims, strict=True)
     ]
-    return replace(held.view, dims=tuple(dims))
+    return replace(view, dims=tuple(dims))
 
 
 def _repeats(dim: Sequence[Atom]) -> bool:

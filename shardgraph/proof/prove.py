@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,8 +104,7 @@ class _Proving:
         self.captured = whole.run(joint, self._captured)
         self.unknown += [self._of_node(node, why) for node, why in whole.untyped]
         if not self.unknown:
-            values = {n.name: n.meta.get("val") for n in joint.graph.nodes}
-            self.shapes = {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)}
+            self.originals = {node.name: node for node in joint.graph.nodes}
             pipeline = self.program.plan.pipeline
             count = 1 if pipeline is None else pipeline.parts
             for recomputes in sorted({pipeline is not None and pipeline.recomputes(n, count) for n in range(count)}):
@@ -113,8 +113,8 @@ class _Proving:
                 self._without(absent)
         return Proof(self.results, len(self.terms), tuple(self.wrong), tuple(self.unknown))
 
-    def _typing(self, shapes: Any) -> Typing:
-        return Typing(self.terms, lambda group: size_along(self.mesh, group), frozenset(self.data), shapes)
+    def _typing(self, originals: Mapping[str, fx.Node]) -> Typing:
+        return Typing(self.terms, lambda group: size_along(self.mesh, group), frozenset(self.data), originals)
 
     def _captured(self, role: ir.Role, node: fx.Node) -> Any:
         """What an input of the captured graph is."""
@@ -128,7 +128,7 @@ class _Proving:
         """All graphs that a step runs for a microbatch whose forward backward recomputes, or does not."""
         totals: dict[str, Any] = {}
         received: dict[ir.Role, Any] = {}
-        typing = self._typing(self.shapes)
+        typing = self._typing(self.originals)
         saved: list[dict[ir.Role, Any]] = []
         for stage in self.program.stages:
             given = {} if stage.gather is None else self._run(typing, stage.gather, {})
@@ -154,7 +154,7 @@ class _Proving:
         def inputs(role: ir.Role, node: fx.Node) -> Any:
             return filled(self, node.meta["val"].shape, 0) if role in absent else self._captured(role, node)
 
-        captured, typing = self._typing({}), self._typing(self.shapes)
+        captured, typing = self._typing({}), self._typing(self.originals)
         expected = captured.run(self.program.joint.module, inputs)
         saved = self._run(typing, self.program.forward, {})
         results = self._run(typing, self.program.graph("backward", absent), saved)

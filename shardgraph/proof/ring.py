@@ -32,7 +32,7 @@ from shardgraph.proof.labels import apply
 from shardgraph.proof.moves import MOVES
 from shardgraph.proof.of_rank import OfRank, depends, known
 from shardgraph.proof.rules import RULES, pointwise
-from shardgraph.proof.shards import part
+from shardgraph.proof.shards import arranged_part, part
 from shardgraph.proof.terms import Terms, joined
 from shardgraph.torch_api import pytree
 
@@ -185,7 +185,7 @@ def _part(
     mark, size = held.marks.get(axis), ranks(axis)
     if mark is not None and mark not in held.dims[dim]:
         return Columns(held, dim, blocks, axis, back % size)
-    own = part(held, dim, blocks, axis, size)
+    own = arranged_part(terms, held, dim, blocks, axis, size)
     return Elsewhere(own, axis, back % size) if back % size and axis in own.marks else own
 
 

@@ -21,7 +21,10 @@ RULES: dict[Any, Callable[..., Ruled]] = {}
 
 
 def rule(*targets: Any) -> Callable[[Callable[..., Ruled]], Callable[..., Ruled]]:
-    """Register a rule for operations; it is called with the arguments, with what ranks hold in place of tensors."""
+    """Register a rule for operations; it is called with the arguments, with what ranks hold in place of tensors.
+
+    An operation that another library defines is given by its name.
+    """
 
     def register(function: Callable[..., Ruled]) -> Callable[..., Ruled]:
         RULES.update(dict.fromkeys(targets, function))
@@ -219,13 +222,9 @@ def _embedding_backward(gradient: Held, index: Held, rows: int, padding: int, by
 
 @rule(aten.gather.default)
 def _gather(held: Held, dim: int, index: Held, **_: Any) -> Ruled:
-    labels = names(held)
-    labels[dim] = None
-    size: Label = index.shape[dim]
-    places = [*labels]
-    result = [*labels]
-    result[dim] = size
-    return [held, index], dim % len(labels), Rule([labels, places], [result], linear=linear(0))
+    labels, places = names(held), names(held)
+    labels[dim], places[dim] = None, "place"
+    return [held, index], dim % len(labels), Rule([labels, places], [places], linear=linear(0))
 
 
 # -- pieces put back -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardgraph.plans.parameter_plan import ParameterPlan
+from shardgraph.proof.arranged import arranged
 from shardgraph.proof.held import Held, UntypedError, divided, patterns, tidy
 from shardgraph.proof.terms import Atom, Terms, joined, regrouped
 
@@ -37,6 +38,14 @@ def part(held: Held, dim: int, blocks: int, axis: str, size: int) -> Held:
     dims = list(held.dims)
     dims[dim] = (*marks, *pieces[0], mark, *pieces[2])
     return held.with_dims(tidy(dims) if marks else dims)
+
+
+def arranged_part(terms: Terms, held: Held, dim: int, blocks: int, axis: str, size: int) -> Held:
+    """As :func:`part`, also where the dimension consists of several ones of the term."""
+    try:
+        return part(held, dim, blocks, axis, size)
+    except UntypedError:
+        return part(arranged(terms, held), dim, blocks, axis, size)
 
 
 def padded(terms: Terms, held: Held, rows: int) -> Held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardgraph.proof import (  # noqa: F401
     definitions,
     dimensions,
     experts,
+    grouped,
     joins,
     lookups,
     norms,
@@ -27,6 +28,7 @@ from shardgraph.proof import (  # noqa: F401
     shifts,
     vocabulary,
 )
+from shardgraph.proof.arranged import settled
 from shardgraph.proof.collectives import EXCHANGES
 from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
 from shardgraph.proof.labels import apply, lifted
@@ -46,15 +48,15 @@ Typed = Any
 class Typing:
     """Types graphs one after another, with terms in common.
 
-    ``shapes`` are those of whole values, by the name of the node that had them in the captured graph; they only say
-    where a dimension that ranks share stands. ``untyped`` are the nodes of whose operands all are known and whose
+    ``originals`` are the nodes of the captured graph by name; the shapes of their values and operands only say where a
+    rank's coordinate stands among the dimensions. ``untyped`` are the nodes of whose operands all are known and whose
     result is not, with the reason.
     """
 
     terms: Terms
     ranks: Ranks
     data: frozenset[str]
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    originals: Mapping[str, fx.Node] = field(default_factory=dict)
     untyped: list[tuple[fx.Node, str]] = field(default_factory=list)
     drawn: int = 0
 
@@ -86,7 +88,8 @@ class Typing:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and not fake.numel():  # which is all that there is to know of it
             return of_term(self.terms.make("no elements", [], fake.shape))
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+        operands = self._operands(node, known)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
         value = self._called(node, args, kwargs)
         return self._checked(node, value)
 
@@ -117,8 +120,9 @@ class Typing:
         return self._opaque(node, args, kwargs)
 
     def _ruled(self, target: Any, args: Any, kwargs: Any) -> Typed:
-        if target in RULES:
-            tensors, constants, rule = RULES[target](*args, **kwargs)
+        ruled = RULES.get(target) or RULES.get(str(target))
+        if ruled is not None:
+            tensors, constants, rule = ruled(*args, **kwargs)
             results = apply(self.terms, target, tensors, constants, rule)
             return results if len(rule.results) > 1 else results[0]
         tags = getattr(target, "tags", ())
@@ -150,6 +154,15 @@ class Typing:
         text = str(value.tolist()) if value.numel() < 10_000 else id(value)
         return self.terms.make("constant", [str(value.dtype), text], value.shape)
 
+    def _operands(self, node: fx.Node, known: Mapping[fx.Node, Typed]) -> dict[fx.Node, Typed]:
+        """What the node is computed from, placed as where the captured graph computes the same."""
+        operands = {each: known[each] for each in node.all_input_nodes}
+        original = self.originals.get(definitions.captured(node))
+        if original is None or original.target != node.target or len(original.all_input_nodes) != len(operands):
+            return operands
+        pairs = zip(operands.items(), original.all_input_nodes, strict=True)
+        return {each: _placed(value, whole) for (each, value), whole in pairs}
+
     def _checked(self, node: fx.Node, value: Typed) -> Typed:
         """The value, if its sizes are the node's; what ranks share is put where the captured graph had it."""
         if not isinstance(value, Held):
@@ -157,13 +170,18 @@ class Typing:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and tuple(fake.shape) != value.shape:
             raise UntypedError(f"it is {list(fake.shape)}, and {list(value.shape)} would be right")
-        if not value.marks or any(isinstance(atom.source, str) for dim in value.dims for atom in dim):
-            return value
-        shape = self.shapes.get(definitions.captured(node))
-        if shape is None or len(shape) != len(value.dims):
-            return replace(value, dims=tidy(value.dims))
-        dims = sized(value.dims, shape) or sized(tidy(value.dims), shape)
-        return value if dims is None else replace(value, dims=dims)
+        return _placed(settled(value), self.originals.get(definitions.captured(node)))
+
+
+def _placed(value: Typed, original: fx.Node | None) -> Typed:
+    """The same elements, with ranks' coordinates where they make the dimensions those of the captured value."""
+    if not isinstance(value, Held) or not value.marks:
+        return value
+    fake = None if original is None else original.meta.get("val")
+    if not isinstance(fake, torch.Tensor) or fake.dim() != len(value.dims):
+        return replace(value, dims=tidy(value.dims))
+    dims = sized(value.dims, fake.shape) or sized(tidy(value.dims), fake.shape)
+    return value if dims is None else replace(value, dims=dims)
 
 
 _NEW = (
