@@ -199,3 +199,7 @@ def test_the_tests_that_the_table_names_exist():
     folder = Path(__file__).parent
     named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", (folder.parent / "docs" / "fairscale.md").read_text()))
     assert named and [each for each in sorted(named) if f"def {each[1]}(" not in (folder / each[0]).read_text()] == []
+
+
+def test_recomputed_layers_and_a_mixture_of_experts_train_like_the_model():
+    assert on_ranks(wrapped.mixture_trains_like_the_model) == [True, True]

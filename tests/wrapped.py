@@ -12,7 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardgraph
-from shardgraph.fairscale import FSDP, ShardedGradScaler, auto_wrap, checkpoint_wrapper, enable_wrap, wrap
+from shardgraph.fairscale import (
+    FSDP,
+    MOELayer,
+    ShardedGradScaler,
+    Top2Gate,
+    auto_wrap,
+    checkpoint_wrapper,
+    enable_wrap,
+    wrap,
+)
 from tests.ranks import whole
 
 Answer = namedtuple("Answer", "hidden more")
@@ -123,6 +132,39 @@ def nested_ones_train_like_the_model(first: dict[str, Any], options: dict[str, A
     check_like(model, Net())
     kinds = {type(each).__name__ for each in model.modules() if each is not model}
     return sorted(kinds), sorted(map(str, model.plan.annotations))
+
+
+class Mixture(nn.Module):
+    """A layer that is recomputed, and experts, whose auxiliary loss is part of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = checkpoint_wrapper(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)))
+        experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(4))
+        self.experts = MOELayer(Top2Gate(6, 4).eval(), experts)  # whose choices are not sampled
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.experts(self.dense(x))
+        return x + mixed + self.experts.l_aux
+
+
+def mixture_trains_like_the_model() -> bool:
+    """Experts have room for the tokens of a rank, so the model is called with each rank's part of the batch."""
+    model, original = FSDP(Mixture()), Mixture()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, original)]
+    for batch in batches():
+        parts = batch.view(2, 2, 2, 6)
+        model(parts[dist.get_rank()]).square().mean().backward()
+        torch.stack([original(part).square().mean() for part in parts]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(original.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.detach()), expected[name].detach())
+    return any("bmm" in str(node.target) for node in model.program.forward.graph.nodes)
 
 
 def parts_without_an_outer_one_train_like_the_model() -> int:

@@ -184,6 +184,15 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], gra
     return [storage for each in held.values() for storage in each]
 
 
+def kinds_of(gm: fx.GraphModule) -> dict[fx.Node, list[str]]:
+    """The kinds of each node's storages, one per tensor in its value; views have those of their base."""
+    held = storages_of(gm)
+    for node, kind in _kinds(gm):
+        for storage in held[node]:
+            storage.kind = kind
+    return {node: [storage.kind for storage in storages] for node, storages in held.items()}
+
+
 def storages_of(
     gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
 ) -> dict[fx.Node, list[Storage]]:

@@ -16,6 +16,7 @@ from shardgraph.sizes import divisors
 aten = torch.ops.aten
 
 _PERMUTATIONS = (aten.permute.default, aten.transpose.int)
+_SIZES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 _WITHIN_ROWS = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 
 
@@ -57,7 +58,7 @@ def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:
         role = ROLE.get(node)
         if isinstance(role, Parameter) and node.meta["val"].dim() == 3:
             from_parameter[node] = node
-        elif node.target in _WITHIN_ROWS or (node.target in _PERMUTATIONS and order_of(node)[0] == 0):
+        elif _keeps_experts(node):
             if node.args[0] in from_parameter:
                 from_parameter[node] = from_parameter[node.args[0]]
         elif node.target in (aten.bmm.default, aten.baddbmm.default):
@@ -66,3 +67,10 @@ def _matrices(gm: fx.GraphModule) -> dict[str, fx.Node]:
                 if factor in from_parameter and other not in common:
                     matrices[ROLE.of(from_parameter[factor]).fqn] = from_parameter[factor]
     return matrices
+
+
+def _keeps_experts(node: fx.Node) -> bool:
+    """Whether row ``e`` of the result has the elements of row ``e`` of the operand, in three dimensions again."""
+    if node.target in _SIZES:  # of the sizes that there are, as torch.vmap writes them
+        return bool(node.args[0].meta["val"].shape == node.meta["val"].shape)
+    return node.target in _WITHIN_ROWS or (node.target in _PERMUTATIONS and order_of(node)[0] == 0)

@@ -1,9 +1,20 @@
 """FairScale's names over shardgraph's plans, passes and optimizers."""
 
 from shardgraph.fairscale.adascale import AdaScale
+from shardgraph.fairscale.balance import balance_by_size, balance_by_time
 from shardgraph.fairscale.checkpoint_wrapper import checkpoint_wrapper
 from shardgraph.fairscale.fsdp import FullyShardedDataParallel
 from shardgraph.fairscale.grad_scaler import ShardedGradScaler
+from shardgraph.fairscale.mevo import MEVO, MemoryEfficientVocabOutput
+from shardgraph.fairscale.model_parallel import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    initialize_model_parallel,
+)
+from shardgraph.fairscale.moe import MOELayer, Top2Gate
+from shardgraph.fairscale.offload_model import OffloadModel
 from shardgraph.fairscale.oss import OSS
 from shardgraph.fairscale.pipe import Pipe
 from shardgraph.fairscale.sharded_ddp import ShardedDataParallel
@@ -14,16 +25,28 @@ FSDP = FullyShardedDataParallel
 
 __all__ = [
     "FSDP",
+    "MEVO",
     "OSS",
     "AdaScale",
+    "ColumnParallelLinear",
     "FullyShardedDataParallel",
+    "MOELayer",
+    "MemoryEfficientVocabOutput",
+    "OffloadModel",
+    "ParallelEmbedding",
     "Pipe",
+    "RowParallelLinear",
     "ShardedDataParallel",
     "ShardedGradScaler",
     "SlowMoDistributedDataParallel",
+    "Top2Gate",
+    "VocabParallelEmbedding",
     "auto_wrap",
+    "balance_by_size",
+    "balance_by_time",
     "checkpoint_wrapper",
     "default_auto_wrap_policy",
     "enable_wrap",
+    "initialize_model_parallel",
     "wrap",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,9 @@ from shardgraph.fairscale import optimizer_state
 from shardgraph.module import checkpoint
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.module.whole import unshard, whole_parameters
+from shardgraph.offline.consolidate import read_shards
 from shardgraph.plans.annotations.kinds import Annotation, keep_gathered, offload, precision, reshard
 from shardgraph.plans.precision import Precision
-from shardgraph.torch_api import local_tensor
 
 
 class FullyShardedDataParallel(ShardedModule):
@@ -154,33 +154,37 @@ class FullyShardedDataParallel(ShardedModule):
                 state_dict[name] = checkpoint.sharded_like(state_dict[name], own)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's shards, as plain tensors, for :meth:`load_local_state_dict` on as many ranks."""
-        state = nn.Module.state_dict(self.original)
-        return {name: local_tensor(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, torch.Tensor]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """The whole tensors of all ranks' :meth:`local_state_dict` and :meth:`local_metadata_dict`, or of FairScale's.
 
-    @torch.no_grad()
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> checkpoint.LoadedKeys:
-        """Load this rank's shards, of :meth:`local_state_dict`.
+        Tied names are all there. :func:`shardgraph.consolidate` does it in files, with one tensor in memory at a time.
+
+        Args:
+            shard_weights: of each rank, in their order.
+            shard_metadata: of the same ranks.
+            with_module_buffers: also buffers, of the first rank.
+            strict: False is refused: what is missing would be missing in the result.
 
         Raises:
-            CheckpointError: they are of another model, or of another number of ranks; nothing has been loaded.
+            CheckpointError: they are not those of all ranks of one run.
         """
-        own = {name: local_tensor(value) for name, value in self._tensors().items()}
-        missing, unexpected = [n for n in own if n not in state_dict], [n for n in state_dict if n not in own]
-        differ = [n for n in own if n in state_dict and own[n].shape != state_dict[n].shape]
-        if differ or (strict and (missing or unexpected)):
+        if not strict:
+            raise ShardGraphError("strict=False cannot be: shards that are not there make no whole tensors; leave it")
+        if len(shard_weights) != len(shard_metadata):
             raise CheckpointError(
-                f"these shards are not of this rank of this model: missing {missing}, unknown {unexpected}, of another "
-                f"shape {differ}. Load them on as many ranks as saved them; state_dict() loads on any number"
+                f"there are {len(shard_weights)} ranks' shards and {len(shard_metadata)} descriptions"
             )
-        for name in own.keys() & state_dict.keys():
-            own[name].copy_(state_dict[name])
-        return checkpoint.LoadedKeys(missing, unexpected)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        state = nn.Module.state_dict(self.original)
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        saved = zip(shard_weights, shard_metadata, strict=True)
+        state = read_shards([{"model": weights, "shard_metadata": metadata} for weights, metadata in saved])
+        whole = {name: stored.read() for name, stored in state.tensors.items()}
+        whole |= {name: whole[first] for name, first in state.tied.items()}
+        return {name: tensor for name, tensor in whole.items() if with_module_buffers or name not in state.buffers}
 
     def gather_full_optim_state_dict(
         self, optim: torch.optim.Optimizer, recipient_rank: int | None = 0

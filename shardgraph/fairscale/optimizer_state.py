@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
 from shardgraph.module import checkpoint
+from shardgraph.module.optimizer_state import placed_like
 
 _NUMBERS = "param_id_map"
 """The key of what FairScale adds to torch's format: the number of each parameter by its name."""
@@ -48,16 +48,7 @@ def own_shard(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         )
     names = {number: name for name, number in numbers.items()}
     shards = {
-        number: {key: _placed(value, parameters[names[number]]) for key, value in entries.items()}
+        number: {key: placed_like(parameters[names[number]], value) for key, value in entries.items()}
         for number, entries in state["state"].items()
     }
     return {"state": shards, "param_groups": state["param_groups"]}
-
-
-def _placed(value: Any, parameter: nn.Parameter) -> Any:
-    """A copy of ``value``: as the shards of ``parameter`` are, if it has an element for each of its elements."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(parameter, DTensor) and value.dim() and value.shape == parameter.shape:
-        return checkpoint.sharded_like(value, parameter).clone()
-    return value.clone()

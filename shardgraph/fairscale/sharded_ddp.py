@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph.api.compile import compile
 from shardgraph.errors import ShardGraphError
+from shardgraph.module.first_rank import take_from_first_rank
 from shardgraph.optim.sharded import ShardedOptimizer
 from shardgraph.plans.precision import Precision
 from shardgraph.torch_api import local_tensor
@@ -58,8 +59,8 @@ class ShardedDataParallel(nn.Module):
         optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else sharded_optimizer
         optimizers = list(optimizers)
         _check(optimizers, process_group)
-        if sync_models_at_startup and dist.is_initialized():
-            _take_from_first_rank(module)
+        if sync_models_at_startup:
+            take_from_first_rank(module)
         if reduce_fp16:
             options = {"precision": Precision(reduce="float16"), **options}
         self.module = compile(module, "ddp", **options)
@@ -109,12 +110,3 @@ def _check(optimizers: list[Any], group: dist.ProcessGroup | None) -> None:
             f"process_group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks, and a model is compiled "
             "on all: launch the ranks of the group alone, or give shardgraph.compile a plan on a mesh of all"
         )
-
-
-@torch.no_grad()
-def _take_from_first_rank(module: nn.Module) -> None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            sent = tensor.detach().contiguous()
-            dist.broadcast(sent, src=0)
-            tensor.copy_(sent)
