@@ -1,0 +1,34 @@
+"""Which plans fit trainers whose data loaders give each rank a batch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardgraph.errors import ShardGraphError
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.resolve import named_or_loaded, resolve_plan
+from shardgraph.runtime.mesh import run_axes
+
+
+def check_own_batches(plan: str | Path | Plan, mesh: Any, trainer: str) -> None:
+    """Raise ShardGraphError for a plan under which ranks share a batch, or train copies of the model."""
+    resolved = resolve_plan(plan, run_axes(mesh, named_or_loaded(plan)))
+    if resolved.pipeline is None and not resolved.replicas and resolved.data_size == resolved.world_size:
+        return
+    raise ShardGraphError(
+        f"plan {resolved.name!r} has ranks that share a batch or train copies of their own, and {trainer} gives every "
+        "rank a batch of its own for one model: use 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp' or 'ep', or call "
+        f"shardgraph.compile, and train_step, without {trainer}"
+    )
+
+
+def check_options(options: Mapping[str, Any], trainer: str) -> None:
+    """Raise ShardGraphError for options of ``compile`` that only ``train_step`` takes."""
+    for option in ("loss_fn", "loss_weight", "pipeline"):
+        if option in options:
+            raise ShardGraphError(
+                f"the option {option!r} is for train_step of a compiled module, and a loop of {trainer} calls the "
+                "model and backward: leave it out"
+            )
