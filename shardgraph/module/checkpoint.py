@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,13 @@ from shardgraph.errors import CheckpointError, nearest
 from shardgraph.torch_api import local_tensor, placed
 
 Whole = Callable[[str, Tensor, bool], Tensor]
+
+
+class HasShape(Protocol):
+    """A tensor, or what stands for one in a file."""
+
+    @property
+    def shape(self) -> torch.Size: ...
 
 
 class LoadedKeys(NamedTuple):
@@ -38,7 +45,7 @@ def full_state_dict(module: nn.Module, whole: Whole | None = None, *, everywhere
     keep = everywhere or _rank() == 0
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
-    for name, tensor in _state(module).items():
+    for name, tensor in tensors_of(module).items():
         if id(tensor) not in copies:
             copies[id(tensor)] = gathered(tensor, keep) if whole is None else whole(name, tensor, keep)
         if keep:
@@ -81,18 +88,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     Raises:
         CheckpointError: names or shapes do not match the model; nothing has been loaded.
     """
-    own = _state(module)
-    loaded = {id(own[name]) for name in state if name in own}
-    missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
-    unexpected = [name for name in state if name not in own]
-    misshapen = [name for name in state if name in own and state[name].shape != own[name].shape]
-    if misshapen or (strict and (missing or unexpected)):
-        shapes = [f"{name!r} is {list(state[name].shape)}, here {list(own[name].shape)}" for name in misshapen]
+    own = tensors_of(module)
+    keys, misshapen = compared(own, state)
+    if misshapen or (strict and any(keys)):
         raise CheckpointError(
-            "the checkpoint is of another model"
-            + _some("missing in it", [f"{name!r}{nearest(name, unexpected)}" for name in missing])
-            + _some("unknown to this model", [f"{name!r}{nearest(name, missing or own)}" for name in unexpected])
-            + _some("of another shape", shapes)
+            differences(own, state)
             + "\nnothing was loaded: load it into the model that it was saved from"
             + (", or give strict=False to load only what both have" if strict and not misshapen else "")
         )
@@ -100,7 +100,30 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
         for name, value in state.items():
             if name in own and not own[name].is_meta:  # on meta: on the ranks of another pipeline stage
                 local_tensor(own[name]).copy_(_own_part(value.detach(), own[name]))
-    return LoadedKeys(missing, unexpected)
+    return keys
+
+
+def compared(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> tuple[LoadedKeys, list[str]]:
+    """The names that only one has of a model's ``own`` state and of ``state``, a checkpoint; and those whose shapes
+    differ. One of tied names, which are the same object in ``own``, is sufficient.
+    """
+    loaded = {id(own[name]) for name in state if name in own}
+    missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
+    unexpected = [name for name in state if name not in own]
+    misshapen = [name for name in state if name in own and state[name].shape != own[name].shape]
+    return LoadedKeys(missing, unexpected), misshapen
+
+
+def differences(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> str:
+    """What :func:`compared` found, in words."""
+    (missing, unexpected), misshapen = compared(own, state)
+    shapes = [f"{name!r} is {list(state[name].shape)}, here {list(own[name].shape)}" for name in misshapen]
+    return (
+        "the checkpoint is of another model"
+        + _some("missing in it", [f"{name!r}{nearest(name, unexpected)}" for name in missing])
+        + _some("unknown to this model", [f"{name!r}{nearest(name, missing or own)}" for name in unexpected])
+        + _some("of another shape", shapes)
+    )
 
 
 def describable(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +148,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers by name, whatever kind of module it is."""
     # keep_vars: the parameters themselves, so that tied names are recognised. Also those of other pipeline stages.
     state = nn.Module.state_dict(module, keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}

@@ -180,13 +180,11 @@ class PipelinedModule(ShardedModule):
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         return ((name, parameter) for name, parameter in named if not parameter.is_meta)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``, for this rank's stages, under the original names.
+    def _of_stages(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of ``state`` this rank's stages have; a buffer that a stage writes is in that stage's state.
 
-        ``torch.distributed.checkpoint`` combines the ranks' states; a checkpoint loads under any other plan. A buffer
-        that a stage writes is in that stage's state.
+        ``torch.distributed.checkpoint`` combines the ranks' states; a checkpoint loads under any other plan.
         """
-        state = super().state_dict(*args, **kwargs)
         here = set(self._running.numbers)
         return {
             name: value

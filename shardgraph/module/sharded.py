@@ -22,7 +22,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
 from shardgraph.errors import CaptureError, ShardGraphError
-from shardgraph.module import checkpoint
+from shardgraph.module import checkpoint, local_state
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, shown
@@ -385,8 +385,12 @@ class ShardedModule(nn.Module):
         A parameter that is split in several blocks of a dimension, such as a fused projection, is all-gathered along
         that axis, since ``torch.distributed.checkpoint`` cannot express it; all ranks must then call this.
         """
-        state = super().state_dict(*args, **kwargs)
+        state = self._of_stages(super().state_dict(*args, **kwargs))
         return state if kwargs.get("keep_vars") else checkpoint.describable(state)
+
+    def _of_stages(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of ``state`` this rank has: without a pipeline, all of it."""
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or full tensors into the shards, in place.
@@ -397,6 +401,24 @@ class ShardedModule(nn.Module):
         if assign:
             raise ShardGraphError("load_state_dict(assign=True) would replace the shards; load in place (the default)")
         return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's shards, as plain tensors, for :meth:`load_local_state_dict` on as many ranks."""
+        return local_state.local_state_dict(self._of_stages(nn.Module.state_dict(self)))
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> checkpoint.LoadedKeys:
+        """Load this rank's shards, of :meth:`local_state_dict`.
+
+        Raises:
+            CheckpointError: they are of another model, or of another number of ranks; nothing has been loaded.
+        """
+        return local_state.load_local_state_dict(self.local_state_dict(), state_dict, strict=strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What this rank's shards are of. Saved beside them, :func:`shardgraph.consolidate` makes whole tensors."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        here = tuple(self.mesh.get_local_rank(axis) for axis in range(self.mesh.ndim)) if self.mesh is not None else ()
+        return local_state.description(self.original, self.plan, rank, here, self.local_state_dict().keys())
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
