@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from shardgraph.passes.analysis.rows import Row
 from shardgraph.pictures.svg import Drawing, rect, text
 from shardgraph.report.analysis import Analysis
 from shardgraph.sizes import format_bytes
@@ -29,21 +28,39 @@ _COLOURS = {  # from the bottom up: first the tensors that stay, last the short-
 _OTHER = "#d37295"
 
 
+class Live(Protocol):
+    """What is live after an operation in ``half`` of a step: a row of a prediction, or a measured moment."""
+
+    @property
+    def half(self) -> str: ...
+    @property
+    def memory(self) -> Mapping[str, int]: ...
+    @property
+    def live(self) -> int: ...
+
+
 def draw_memory(analysis: Analysis) -> Drawing:
     """The live bytes of each operation by kind, with the peak and, if less than twice that, the device's memory."""
-    peak, limit = analysis.peak, analysis.cluster.device.memory
-    top = 1.05 * (limit if peak.live < limit < 2 * peak.live else peak.live)
+    peak = analysis.peak
     where = f" in {peak.module}" if peak.module else ""
-    bars, present = _bars(analysis.rows), dict.fromkeys(kind for row in analysis.rows for kind in row.memory)
+    title = f"Memory of a rank over a step: plan {analysis.plan.name}, {analysis.optimizer}"
+    caption = f"Peak {format_bytes(peak.live)} at {peak.label} ({peak.half}{where})"
+    device = analysis.cluster.device
+    return draw_moments(analysis.rows, title, caption, (device.name, device.memory))
+
+
+def draw_moments(rows: Sequence[Live], title: str, caption: str, limit: tuple[str, int] | None = None) -> Drawing:
+    """The live bytes of ``rows`` by kind, with the peak and, if less than twice that, the ``limit`` of a device."""
+    peak = max(rows, key=lambda row: row.live)
+    shown = limit if limit is not None and limit[1] < 2 * peak.live else None
+    top = 1.05 * max(peak.live, shown[1] if shown else 0)
+    bars, present = _bars(rows), dict.fromkeys(kind for row in rows for kind in row.memory)
     colours = {kind: _COLOURS.get(kind, _OTHER) for kind in _COLOURS | present if kind in present}
 
     def y(nbytes: float) -> int:
         return round(_BASE - nbytes / top * (_BASE - _TOP))
 
-    body = [
-        text(0, 20, f"Memory of a rank over a step: plan {analysis.plan.name}, {analysis.optimizer}", "title"),
-        text(0, 44, f"Peak {format_bytes(peak.live)} at {peak.label} ({peak.half}{where})"),
-    ]
+    body = [text(0, 20, title, "title"), text(0, 44, caption)]
     for nbytes in _ticks(top):
         body += [_line(_LEFT, y(nbytes), _RIGHT, y(nbytes), 'stroke="#ddd"')]
         body += [text(_LEFT - 8, y(nbytes) + 4, format_bytes(nbytes), "small end")]
@@ -53,14 +70,16 @@ def draw_memory(analysis: Analysis) -> Drawing:
         body.append(f'<path d="{outline}" fill="{colours[kind]}"><title>{kind}</title></path>')
     for half, group in groupby(bars, lambda bar: bar.row.half):
         inside = list(group)
-        body.append(text((inside[0].left + inside[-1].right) // 2, _BASE + 20, half, "small middle"))
+        if inside[-1].right - inside[0].left >= _LEAST:
+            body.append(text((inside[0].left + inside[-1].right) // 2, _BASE + 20, half, "small middle"))
         body.append(_line(inside[-1].right, _TOP, inside[-1].right, _BASE + 6, 'stroke="#888" stroke-dasharray="3 3"'))
     at = next(bar.left for bar in bars if bar.row is peak)
     body.append(f'<path d="M{at} {y(peak.live) - 2}l-5 -9h10z" fill="#222"/>')
     body.append(text(at + 9, y(peak.live) - 2, format_bytes(peak.live), "strong"))
-    if limit < 2 * peak.live:
-        body.append(_line(_LEFT, y(limit), _RIGHT, y(limit), 'stroke="#c00" stroke-width="2"'))
-        body.append(text(_LEFT + 6, y(limit) - 5, f"{analysis.cluster.device.name} has {format_bytes(limit)}", "small"))
+    if shown is not None:
+        name, nbytes = shown
+        body.append(_line(_LEFT, y(nbytes), _RIGHT, y(nbytes), 'stroke="#c00" stroke-width="2"'))
+        body.append(text(_LEFT + 6, y(nbytes) - 5, f"{name} has {format_bytes(nbytes)}", "small"))
     body.append(text(_RIGHT + 20, _TOP + 12, "at the peak", "strong"))
     for i, kind in enumerate(reversed(colours), start=1):
         body.append(rect(_RIGHT + 20, _TOP + 20 * i, 16, 14, colours[kind]))
@@ -74,16 +93,17 @@ class _Bar(NamedTuple):
 
     left: int
     right: int
-    row: Row
+    row: Live
 
 
-def _bars(rows: Sequence[Row]) -> list[_Bar]:
+def _bars(rows: Sequence[Live]) -> list[_Bar]:
     """Bars of whole pixels from left to right; for operations that share a pixel, the one with the most live bytes."""
     halves = [list(group) for _, group in groupby(rows, lambda row: row.half)]
-    spare = _RIGHT - _LEFT - _LEAST * len(halves)
+    least = min(_LEAST, (_RIGHT - _LEFT) // len(halves))
+    spare = _RIGHT - _LEFT - least * len(halves)
     bars, left = [], _LEFT
     for half in halves:
-        width = _LEAST + spare * len(half) // len(rows)
+        width = least + spare * len(half) // len(rows)
         pixels = [(left + i * width // len(half), row) for i, row in enumerate(half)]
         tallest = [max(group, key=lambda each: each[1].live) for _, group in groupby(pixels, lambda each: each[0])]
         left += width
