@@ -37,6 +37,7 @@ from shardgraph.errors import (
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.offline import consolidate, split
 from shardgraph.optim.adascale import AdaScale
 from shardgraph.optim.averaged_weights import AveragedWeights
 from shardgraph.optim.gossip import StochasticGradientPush
@@ -64,6 +65,7 @@ from shardgraph.plans.presets import preset
 from shardgraph.proof.prove import Proof
 from shardgraph.report.analysis import Analysis
 from shardgraph.runtime.launch import launch
+from shardgraph.tracking import MemoryTrace, MemoryTracker
 
 __version__ = "0.1.0"
 
@@ -85,6 +87,8 @@ __all__ = [
     "LaunchError",
     "Link",
     "LocalSGD",
+    "MemoryTrace",
+    "MemoryTracker",
     "Offload",
     "OffloadError",
     "ParameterPlan",
@@ -107,6 +111,7 @@ __all__ = [
     "calibrate",
     "clip_grad_norm_",
     "compile",
+    "consolidate",
     "constrain",
     "input",
     "keep_gathered",
@@ -122,6 +127,7 @@ __all__ = [
     "reshard",
     "save",
     "shard",
+    "split",
     "stage",
     "verify",
     "visualize",

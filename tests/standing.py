@@ -12,7 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +47,19 @@ def on_ranks(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = ()
     if ranks.runs == _RUNS:
         _standing.pop(nproc).end()
     return results
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """A rank's environment is as before afterwards: trainers delete what they have set, and more."""
+    before = dict(os.environ)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class _Ranks:

@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("cp+tp", "fsdp+ep")
+@pytest.mark.quick("tp", "fsdp+ep")
 @pytest.mark.parametrize("name", ["tp", pytest.param("fsdp+tp+sp", marks=pytest.mark.slow), "cp+tp", "fsdp+ep"])
 def test_a_saved_plan_compiles_again_to_the_same_text_without_solving_anything(name, no_solver):
     make, mesh = CASES[name]

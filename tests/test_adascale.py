@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(280)
 EXACT = 1e-9
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_gains_and_weights_are_those_of_the_paper_on_whole_gradients(plan):
     assert max(on_ranks(adascale.against_the_paper, 2, args=(plan, {"dp": 2}))) < EXACT

@@ -123,6 +123,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.slow
 def test_the_placement_of_megatron_by_hand_is_what_tp_finds():
     found, by_hand = llama(3), llama(3)
     annotate(by_hand, MEGATRON)

@@ -119,12 +119,14 @@ def test_every_kind_of_work_is_measured(cluster: Cluster) -> None:
     assert all(0 < part <= 1 for part in cluster.efficiency.values())
 
 
+@pytest.mark.slow
 def test_the_cluster_is_this_machine(cluster: Cluster) -> None:
     assert (cluster.nodes, cluster.devices_per_node, cluster.inter) == (1, 2, None)
     assert cluster.device.name.endswith("(measured)") and cluster.device.memory > 2**20
     assert set(cluster.device.peak) == {"float32"}
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_all_that_was_fitted(measured: Measurements, cluster: Cluster) -> None:
     lines = fit_table(measured, cluster).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [
@@ -132,6 +134,7 @@ def test_the_table_has_a_line_for_all_that_was_fitted(measured: Measurements, cl
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_host_is_measured(cluster: Cluster) -> None:
     host = cluster.device.linked_host
     assert 1e8 < host.link.bandwidth < 1e12 and 1e7 < host.optimizer.per_second < 1e12

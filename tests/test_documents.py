@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import accelerated
+from tests.standing import on_ranks
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
@@ -38,8 +41,9 @@ def test_prose_is_at_most_100_characters_wide(document: Path) -> None:
     assert [line for line in prose if len(line) > 100] == []
 
 
-def test_the_tests_that_the_table_of_torchs_names_exist() -> None:
-    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "torch_tests.md").read_text()))
+@pytest.mark.parametrize("document", ["torch_tests.md", "fairscale.md", "trainers.md"])
+def test_the_tests_that_a_table_names_exist(document: str) -> None:
+    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / document).read_text()))
     there = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
     assert named and [name for name in sorted(named) if f"def {name[1]}(" not in there[name[0]]] == []
 
@@ -65,6 +69,16 @@ def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path:
     # The launched ranks end by themselves when this one is killed.
     ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "section", ["Hugging Face Accelerate", "Hugging Face Trainer", "Lightning", "Lightning Fabric"]
+)
+def test_the_examples_of_trainers_run_on_two_ranks(section: str, tmp_path: Path) -> None:
+    _, _, text = (ROOT / "docs" / "trainers.md").read_text().partition(f"## {section}\n")
+    code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    first, second = on_ranks(accelerated.runs, args=(code, str(tmp_path)))
+    assert first == second
 
 
 def test_the_example_of_annotations_runs(capsys: pytest.CaptureFixture[str]) -> None:

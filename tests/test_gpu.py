@@ -151,3 +151,16 @@ def test_a_graph_of_the_gpu_has_the_operations_of_one_of_the_cpu(name):
         return [operation_name(node.target) for node in graph.nodes if node.op == "call_function"]
 
     assert operations("cuda") == operations("cpu")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_measured_memory_has_backward_in_its_modules_and_is_within_the_allocators(compiled):
+    model = shardgraph.compile(blocks().cuda(), "single") if compiled else blocks().cuda()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 256, device="cuda")
+    for _ in range(2):  # the first call compiles
+        with shardgraph.MemoryTracker(model, optimizer) as tracker:
+            model(x).square().mean().backward()
+        optimizer.zero_grad()
+    trace = tracker.trace
+    assert {each.module for each in trace.moments if each.half == "backward"} >= {each.module for each in trace.moments}
+    assert 0 < trace.peak.live <= trace.allocated

@@ -40,6 +40,14 @@ def test_a_copy_to_the_host_and_back_is_the_tensor():
     assert is_on_host(there) and not is_on_host(back) and not is_on_host(x)
 
 
+def test_copies_are_made_in_inference_mode():
+    x = torch.randn(30, 7)
+    with torch.inference_mode():
+        there = WAIT_COPY(TO_HOST(x), x)
+        back = WAIT_COPY(TO_DEVICE(there, CPU), there)
+    assert torch.equal(back, x) and back.is_inference()
+
+
 def test_the_computation_goes_on_while_a_copy_runs(monkeypatch):
     made, computed = torch.Tensor.copy_, threading.Event()
 

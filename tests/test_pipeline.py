@@ -72,6 +72,7 @@ def test_stages_are_sharded_as_whole_models_are_and_the_norm_counts_tied_weights
     assert max(errors(name, plan, mesh, pipelines)) < 1e-6
 
 
+@pytest.mark.slow
 def test_four_ranks_with_a_smaller_last_microbatch():
     assert max(errors("tied-transformer", "pp", {"pp": 4}, [Pipeline(4, "1f1b")], rows=7)) < 1e-6
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,9 @@ class Executor:
         """The bound graph ``name``; see :meth:`Program.graph`."""
         if (name, absent) not in self._bound:
             forward = self.program.graphs.get(sibling(name, "forward"))
-            self._bound[name, absent] = Bound(self.program.graph(name, absent), self.state.mesh, after=forward)
+            self._bound[name, absent] = Bound(
+                self.program.graph(name, absent), self.state.mesh, after=forward, model=self.state.model
+            )
         return self._bound[name, absent]
 
     def deliver(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
@@ -112,11 +114,21 @@ class Bound:
     """One graph bound to this rank, called with a list of inputs that it empties.
 
     ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
-    results. ``after`` is the forward graph that ran before and may have left copies in flight.
+    results. ``after`` is the forward graph that ran before and may have left copies in flight, ``model`` the one that
+    was captured. While there is an
+    ``observer``, it runs the graphs of all, with the same inputs.
     """
 
-    def __init__(self, gm: fx.GraphModule, mesh: DeviceMesh | None, after: fx.GraphModule | None = None) -> None:
-        self.module = bind(gm, mesh)
+    observer: ClassVar[Callable[[Bound, list[Any]], Sequence[Any]] | None] = None
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        mesh: DeviceMesh | None,
+        after: fx.GraphModule | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.module, self.model = bind(gm, mesh), model
         self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
         ]
@@ -133,7 +145,7 @@ class Bound:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         try:
             with torch_api.below_autograd():
-                results = list(self._call(inputs))
+                results = list(self._call(inputs) if Bound.observer is None else Bound.observer(self, inputs))
         except RuntimeError as error:
             node = self._failing_collective(error)
             if node is None or isinstance(error, ShardGraphError):

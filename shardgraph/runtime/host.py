@@ -105,5 +105,5 @@ def _copy(tensors: list[torch.Tensor]) -> None:
     """Copy the second of two tensors to the first; this thread keeps neither once the copy counts as done."""
     copy, source = tensors
     tensors.clear()
-    with torch.no_grad():
+    with torch.inference_mode(copy.is_inference()), torch.no_grad():  # modes are those of a thread
         copy.copy_(source)

@@ -47,7 +47,7 @@ class PeakMemory:
         block starts; returns self.
         """
         for tensor in tensors:
-            for plain in _plain(tensor):
+            for plain in plain_tensors(tensor):
                 if self._gpu is not None and plain.is_cuda:
                     self._gpu.track(plain.untyped_storage())
                 else:
@@ -76,13 +76,13 @@ class PeakMemory:
             self._gpu.stop()
 
 
-def _plain(value: Any) -> Iterator[torch.Tensor]:
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The plain tensors that ``value`` consists of (for a DTensor its local shard), without functional tensors, which
     only wrap others during tracing."""
     for leaf in tree_iter(value):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
-            yield from _plain([getattr(leaf, name) for name in names])
+            yield from plain_tensors([getattr(leaf, name) for name in names])
         elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not isinstance(leaf, FunctionalTensor):
             yield leaf
 
@@ -127,10 +127,10 @@ class _DispatchMeter(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass runs first, and its operations on plain tensors are intercepted
         # A view of, or a write to, a tensor from before the block must not count: its storage is an argument's.
-        inputs = {tensor.untyped_storage(): tensor for tensor in _plain((args, kwargs))}
+        inputs = {tensor.untyped_storage(): tensor for tensor in plain_tensors((args, kwargs))}
         host = func in (TO_HOST, EMPTY_ON_HOST) or (func is not TO_DEVICE and any(map(is_on_host, inputs.values())))
         result = func(*args, **kwargs)
-        for tensor in _plain(result) if func is not _FROM_FILE else ():
+        for tensor in plain_tensors(result) if func is not _FROM_FILE else ():
             if tensor.untyped_storage() not in inputs:
                 self.track(known_on_host(tensor) if host else tensor)
         return result

@@ -21,8 +21,10 @@ from shardgraph.torch_api.execution import (
     autocast_state,
     below_autograd,
     boxed,
+    differentiated,
     global_hooks,
     keep_graph,
+    next_operation,
     no_autocast,
 )
 from shardgraph.torch_api.groups import (

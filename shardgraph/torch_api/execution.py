@@ -32,6 +32,17 @@ def keep_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def next_operation() -> int:
+    """The number that autograd gives to the next operation of this thread that it records."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def differentiated() -> int | None:
+    """The number of the operation whose derivative is being computed, in backward; None outside of it."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
     """The ambient autocast of a device type, as part of what a program depends on."""
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
