@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from tests.adascale import Paper
-
-EXAMPLES = Path(__file__).parent.parent / "examples" / "fairscale"
-ROUNDED = 5e-5  # single precision, and losses are printed with six digits
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def printed_by(name: str) -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        environment = {**os.environ, "MASTER_PORT": str(free.getsockname()[1])}
-    ran = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=200, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+from tests.example_scripts import ROUNDED, loaded, losses_in, printed_by
 
 
 @pytest.mark.timeout(220)
@@ -52,8 +24,8 @@ def test_the_example_of_oss_has_the_losses_of_one_rank_and_half_of_its_state():
             loss.backward()
             optimizer.step()
             expected.append(loss.item())
-    losses = [float(found) for found in re.findall(r"loss (\S+)", printed)]
-    assert losses == pytest.approx(expected, abs=ROUNDED) and losses[-1] < losses[0] / 2
+    found = losses_in(printed)
+    assert found == pytest.approx(expected, abs=ROUNDED) and found[-1] < found[0] / 2
     held, total = map(int, re.findall(r"holds (\d+) of (\d+) numbers", printed)[0])
     assert total == sum(value.numel() for state in optimizer.state.values() for value in state.values())
     assert 0.25 * total < held < 0.75 * total

@@ -11,8 +11,8 @@ from torch import nn
 import shardgraph
 from shardgraph import Pipeline, PlanError
 from tests import piped
+from tests.example_scripts import ROUNDED, loaded, losses_in, printed_by
 from tests.standing import on_ranks
-from tests.test_fairscale_oss_examples import ROUNDED, loaded, printed_by
 
 
 @pytest.mark.timeout(220)
@@ -28,8 +28,8 @@ def test_the_example_has_the_losses_of_one_rank():
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    losses = [float(found) for found in re.findall(r"loss (\S+)", printed)]
-    assert losses == pytest.approx(expected, abs=ROUNDED) and losses[-1] < losses[0]
+    found = losses_in(printed)
+    assert found == pytest.approx(expected, abs=ROUNDED) and found[-1] < found[0]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", pytest.param("except_last", marks=pytest.mark.slow)])

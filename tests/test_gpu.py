@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -28,9 +27,7 @@ pytestmark = [
 @pytest.fixture
 def bare_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of one rank, as a user makes it who names no backend."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(name, str(value))
     dist.init_process_group()
     yield

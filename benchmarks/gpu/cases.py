@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,10 +78,8 @@ class Machine:
     @contextmanager
     def process_group(self, backend: str | None) -> Iterator[None]:
         """A process group of this process alone; None: as of ``init_process_group()``."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         dist.init_process_group(backend)
         try:
             yield
