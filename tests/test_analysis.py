@@ -167,7 +167,7 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     [
         pytest.param(llama(6), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
         pytest.param(llama(6), "zero2", id="llama-zero2", marks=pytest.mark.slow),
-        pytest.param(gpt2(6), "ddp", id="gpt2-ddp"),
+        pytest.param(gpt2(6), "ddp", id="gpt2-ddp", marks=pytest.mark.slow),
         pytest.param(gpt2(6), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
         pytest.param(gpt2(6), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
     ],
@@ -236,6 +236,7 @@ def test_405b_on_16384_devices_is_analysed_within_a_minute():
     assert analysis.flops == pytest.approx(dense + 12 * layers * width * tokens**2, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_zoo_is_analysed_under_every_preset():
     model, (args, kwargs) = make("t5", 4)
     for plan in ("ddp", "zero1", "zero2", "fsdp"):

@@ -165,10 +165,7 @@ def same(value: Any, other: Any) -> bool:
     "zero2-2-conv-batch-norm",
     "pp+tp-2x2-language",
     "fsdp-2-language-offload",
-    "zero1-3-odd-mlp",
-    "fsdp+tp-2x2-language",
     "hsdp-2x2-language",
-    "tp+sp-2-language",
 )
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)], ids=str)
 def test_bound_graphs_of_every_rank_compute_what_lockstep_does(case):

@@ -140,6 +140,7 @@ def test_the_host_is_measured(cluster: Cluster) -> None:
     assert 1e8 < host.link.bandwidth < 1e12 and 1e7 < host.optimizer.per_second < 1e12
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_loads(
     measured: Measurements,
     cluster: Cluster,

@@ -96,14 +96,13 @@ MASKS = {
 # -- attention ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_causal_ring_is_attention(cp):
     check(Attention(is_causal=True), (X,), cp=cp)
 
 
-@pytest.mark.quick(
-    "packed documents, for each of the batch", "none", "padding", "queries that see nothing", "a bias for every head"
-)
+@pytest.mark.quick("packed documents, for each of the batch", "padding", "queries that see nothing")
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_ring_is_attention_under_any_mask(mask):
     check(Attention(), (X, MASKS[mask]), cp=4)
@@ -115,6 +114,7 @@ def test_one_head_of_keys_serves_the_queries_of_all_ranks(plan, causal):
     check(Attention(heads_of_keys=1, enable_gqa=True, is_causal=causal), (X,), plan, **{plan: 2})
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}])
 def test_fewer_heads_of_keys_go_round_the_ring(options):
     module = Attention(heads_of_keys=2, enable_gqa=True, **options)
@@ -229,7 +229,7 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model():
 # -- what a rank holds -------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 def test_activations_fall_by_the_degree(degree):
     def peak(plan: str, mesh: dict[str, int]) -> int:

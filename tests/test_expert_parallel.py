@@ -307,6 +307,7 @@ def test_the_grouped_product_of_torch_is_divided(plan, proved):
     check(Grouped(), ((x, offs), {}), plan, {"tp": 2}, fp64=False, proved=proved)
 
 
+@pytest.mark.slow
 def test_experts_that_are_picked_by_index_are_gathered_along_an_axis_of_experts_and_it_is_said():
     torch.manual_seed(0)
     call = mixtral(4)

@@ -44,7 +44,7 @@ def cases(*per_pass: int) -> list[Any]:
     ]
 
 
-@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2", "fsdp-2-recompute-2", "pp-2-zero-bubble-2")
+@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "_"), cases(QUICK))
 def test_a_program_without_a_fault_is_equal_for_verify_and_for_the_judge(case, _):
@@ -53,7 +53,7 @@ def test_a_program_without_a_fault_is_equal_for_verify_and_for_the_judge(case, _
     assert not made.differs(made.program)
 
 
-@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2", "fsdp-2-recompute-2", "pp-2-zero-bubble-2")
+@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2")
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("case", "per_pass"), cases(QUICK, PER_PASS))
 def test_every_fault_that_makes_a_difference_is_found_and_blamed_on_its_pass(case, per_pass):
@@ -67,7 +67,7 @@ def test_every_fault_that_makes_a_difference_is_found_and_blamed_on_its_pass(cas
     assert wrong == {}
 
 
-@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2", "fsdp-2-recompute-2", "pp-2-zero-bubble-2")
+@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2")
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("case", "per_pass"), cases(QUICK, PER_PASS))
 def test_no_fault_that_makes_a_difference_in_exact_arithmetic_is_proved(case, per_pass):

@@ -72,6 +72,7 @@ def copies(gm: fx.GraphModule, target=TO_DEVICE) -> list[fx.Node]:
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick("odd-mlp-single-*", "odd-mlp-zero2-*", "tied-transformer-fsdp-*")
 @pytest.mark.quick("tied-*", "odd-mlp-*")
 @pytest.mark.parametrize(
     ("kind", "plan", "mesh"),
@@ -306,6 +307,7 @@ def test_the_analysis_says_what_is_where_and_what_copies_take():
     assert less.time.optimizer > whole.time.optimizer
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["single", "fsdp"])
 def test_layers_that_are_folded_are_analysed_as_all_of_them_are(plan):
     mesh = {"dp": 1} if plan == "single" else DP

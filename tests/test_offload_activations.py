@@ -323,6 +323,7 @@ def test_in_backward_memory_falls_as_before():
     assert held[-1] == 0
 
 
+@pytest.mark.slow
 def test_equal_layers_are_analysed_as_all_of_them_would_be():
     given = {"plan": replace(preset("fsdp", DP), offload=ACTIVATIONS), "cluster": LINKED}
     folded, whole = (shardgraph.analyze(Deep(16), (rows(),), **given, fold=fold) for fold in (True, False))
@@ -330,6 +331,7 @@ def test_equal_layers_are_analysed_as_all_of_them_would_be():
     assert folded.time.total == pytest.approx(whole.time.total)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_pipelines_predicted_peak_is_the_measured_one():
     for measured, predicted in on_ranks(pipelines.offloaded_peaks, 2, timeout=100):

@@ -50,7 +50,7 @@ def check(model: str, plan: str, mesh: dict[str, int]) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("tied-transformer-fsdp+tp+sp", "tied-transformer-tp", "odd-mlp-*", "conv-*")
+@pytest.mark.quick("tied-transformer-fsdp+tp+sp", "tied-transformer-tp", "odd-mlp-*tp+sp", "conv-*")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -114,10 +114,12 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mes
 
 
 @pytest.mark.timeout(280)
-def test_a_checkpoint_of_divided_operators_loads_under_another_plan(tmp_path):
+@pytest.mark.parametrize(
+    ("plan", "mesh"), [("fsdp", {"dp": 2}), pytest.param("tp+sp", {"tp": 2}, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_of_divided_operators_loads_under_another_plan(plan, mesh, tmp_path):
     on_ranks(ranks.save_sharded, 2, args=("gpt2", "tp", {"tp": 2}, str(tmp_path)))
-    for plan, mesh in (("fsdp", {"dp": 2}), ("tp+sp", {"tp": 2})):
-        assert on_ranks(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
+    assert on_ranks(ranks.load_sharded, 2, args=("gpt2", plan, mesh, str(tmp_path))) == [[], []]
 
 
 def test_each_result_of_an_operation_has_its_captured_name_by_which_a_mistake_is_told_from_one_after_it():
@@ -326,6 +328,7 @@ def test_a_written_placement_is_kept():
     assert build_program(model, plan, (), text(BATCH, LENGTH)).parameters[fqn].placements == ("replicate",)
 
 
+@pytest.mark.slow
 def test_a_layer_of_which_the_plan_says_something_else_is_decided_by_itself():
     plan = shardgraph.preset("tp", {"tp": 2})
     other = "model.layers.2.mlp.up_proj.weight"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("shared_captures")
 
 @pytest.fixture(scope="module")
 def captured():
-    model, (args, kwargs) = make("llama", 2)
+    model, (args, kwargs) = make("tied-transformer", 2)
     return capture(model, args, kwargs, device=torch.device("cpu")), named_shapes(model)
 
 

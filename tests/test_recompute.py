@@ -410,6 +410,7 @@ def gaps(model: nn.Module, x: torch.Tensor) -> dict[float, float]:
     return measured
 
 
+@pytest.mark.slow
 def test_the_fast_method_is_optimal_down_to_three_quarters_of_the_memory_and_near_it_below(monkeypatch):
     monkeypatch.setattr(recomputation, "_TRACTABLE", 0)
     measured = gaps(Deep(4), torch.randn(256, 32))

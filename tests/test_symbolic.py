@@ -75,6 +75,7 @@ def test_the_expressions_give_the_concrete_analysis(request, model, analyse: Con
     assert costs["optimizer"] == pytest.approx(concrete.time.optimizer)
 
 
+@pytest.mark.slow
 def test_seconds_of_computation_are_exact_on_the_present_mesh(llama_costs):
     sizes = {"batch": 3, "sequence": 11}
     assert llama_costs.at(**sizes)["compute"] == pytest.approx(of_llama(**sizes).time.compute)
