@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +62,16 @@ def predicted() -> list[dict[str, Any]]:
     for plan in PLANS:
         given = {**options(plan), "mesh": {"dp": 8}, "cluster": "V100"}
 
-        @cache
-        def analysis(rows: int, given: Any = given) -> Any:
+        def analysis(rows: int, given: Any = given) -> shardgraph.Analysis:
             return shardgraph.analyze(model, example_kwargs=batch(rows, 128, "meta"), **given)
 
-        rows = largest(lambda rows: analysis(rows).peak_memory, analysis(2).cluster.device.memory)
-        held = analysis(rows).rows[-1].memory
+        rows = analysis(2).max_batch()
+        largest = analysis(rows)
+        held = largest.rows[-1].memory
         states = sum(held[kind] for kind in ("parameters", "gradients", "optimizer state"))
-        speed = 8 * rows / analysis(rows).time.total
+        speed = 8 * rows / largest.time.total
         found.append({"plan": plan, "states": states, "batch": rows, "samples_per_second": speed})
     return found
-
-
-def largest(peak: Callable[[int], int], budget: int) -> int:
-    """The most rows whose peak is within a budget; peaks rise by about as much for each."""
-    slope = (peak(4) - peak(2)) / 2
-    rows = max(1, int(4 + (budget - peak(4)) / slope))
-    while peak(rows) > budget:
-        rows -= max(1, int((peak(rows) - budget) / slope))
-    while peak(rows + 1) <= budget:
-        rows += 1
-    return rows
 
 
 def measured(length: int, rounds: int) -> dict[str, Any]:
@@ -91,12 +79,8 @@ def measured(length: int, rounds: int) -> dict[str, Any]:
     steps: dict[str, tuple[int, Callable[[], None], list[torch.Tensor]]] = {"torch's DDP": (4, *_torch(length))}
     budget = shardgraph.analyze(bert(SMALL), example_kwargs=batch(4, length), plan="ddp", mesh={"dp": 2}).peak_memory
     for plan in PLANS:
-
-        def peak(rows: int, plan: str = plan) -> int:
-            example = batch(rows, length)
-            return shardgraph.analyze(bert(SMALL), example_kwargs=example, mesh={"dp": 2}, **options(plan)).peak_memory
-
-        rows = largest(cache(peak), budget)
+        analysis = shardgraph.analyze(bert(SMALL), example_kwargs=batch(2, length), mesh={"dp": 2}, **options(plan))
+        rows = analysis.max_batch(budget)
         steps[plan] = (rows, *_ours(options(plan), rows, length))
     found: dict[str, Any] = {"budget": budget}
     for name, (rows, step, held) in steps.items():

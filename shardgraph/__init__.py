@@ -36,6 +36,7 @@ from shardgraph.errors import (
 )
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.layerwise_grad_scaler import LayerwiseGradScaler
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.offline import consolidate, split
 from shardgraph.optim.adascale import AdaScale
@@ -85,6 +86,7 @@ __all__ = [
     "GraphInvariantError",
     "InitializationError",
     "LaunchError",
+    "LayerwiseGradScaler",
     "Link",
     "LocalSGD",
     "MemoryTrace",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import gc
-import os
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import fx, nn
 
 import shardgraph
-from shardgraph import Offload, OffloadError, ParameterPlan, Plan, PlanError, keep_gathered, offload, preset
+from shardgraph import Offload, ParameterPlan, Plan, PlanError, keep_gathered, offload, preset
 from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.ir import ALL_GATHER, Gradient, Parameter, is_wait, outputs, placeholders
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
@@ -24,7 +19,7 @@ from shardgraph.passes.program import Program
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.report.step import program_memory
-from shardgraph.runtime.host import is_in_file, is_on_host
+from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
 from tests import ranks
 from tests.machines import toy_cluster, toy_device
@@ -73,7 +68,6 @@ def copies(gm: fx.GraphModule, target=TO_DEVICE) -> list[fx.Node]:
 
 
 @pytest.mark.quick("odd-mlp-single-*", "odd-mlp-zero2-*", "tied-transformer-fsdp-*")
-@pytest.mark.quick("tied-*", "odd-mlp-*")
 @pytest.mark.parametrize(
     ("kind", "plan", "mesh"),
     [
@@ -331,62 +325,6 @@ def test_expressions_know_what_is_on_the_device():
     more = shardgraph.analyze(Deep(2), (torch.zeros(8, 6, 32),), "fsdp", mesh=DP, cluster=cluster, offload="parameters")
     assert analysis.symbolic().at(batch=8)["peak_memory"] == more.peak_memory
     assert analysis.symbolic().at()["optimizer"] == pytest.approx(analysis.time.optimizer)
-
-
-# -- disk ------------------------------------------------------------------------------------------
-
-
-def test_parameters_on_disk_take_no_memory_and_train_the_same(tmp_path):
-    losses, meter, program = trained(Offload(parameters=True, disk=tmp_path))
-    assert losses == trained(None)[0]
-    assert meter.host_peak_bytes < trained("parameters")[1].host_peak_bytes
-    host = max(map(sum, zip(*program_memory(program, "adamw").host.values(), strict=True)))
-    assert host == pytest.approx(meter.host_peak_bytes, rel=0.02)
-
-
-def test_the_files_of_parameters_have_no_name_and_go_with_them(tmp_path):
-    free = os.statvfs(tmp_path).f_bfree
-    sharded = shardgraph.compile(Wide(64), "single", offload=Offload(parameters=True, disk=tmp_path))
-    assert all(map(is_in_file, sharded.parameters())) and list(tmp_path.iterdir()) == []
-    assert mapped(tmp_path) == len(list(sharded.parameters())) and os.statvfs(tmp_path).f_bfree < free
-    del sharded
-    gc.collect()
-    assert mapped(tmp_path) == 0
-
-
-def mapped(folder: Path) -> int:
-    """The files in a folder that are mapped into this process's memory."""
-    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_disk_without_room_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
-    model, asked = Wide(), Offload(parameters=True, disk=tmp_path)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("shardgraph.module.parameter_memory.os.posix_fallocate", no_space)
-    with pytest.raises(OffloadError, match=r"take 4\.0 MiB.*No space left on device.*nothing was left there"):
-        shardgraph.compile(model, "single", offload=asked)
-    monkeypatch.setattr("shardgraph.module.parameter_memory.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    with pytest.raises(OffloadError, match=r"has 1\.0 MiB left: nothing was written"):
-        shardgraph.compile(model, "single", offload=asked)
-    assert list(tmp_path.iterdir()) == []
-    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-
-
-@pytest.mark.parametrize("folder", ["missing", "a file"])
-def test_a_folder_that_is_none_is_an_error(tmp_path, folder):
-    (tmp_path / "a file").write_text("")
-    with pytest.raises(OffloadError, match=r"cannot be had in .*(No such file|Not a directory)"):
-        shardgraph.compile(Wide(1), "single", offload=Offload(parameters=True, disk=tmp_path / folder))
-
-
-def test_a_host_without_room_is_an_error(monkeypatch):
-    monkeypatch.setattr("shardgraph.module.parameter_memory.host_memory", lambda: 1 << 20)
-    with pytest.raises(OffloadError, match=r"take 4\.0 MiB, and this machine has 1\.0 MiB of free.*disk="):
-        shardgraph.compile(Wide(), "single", offload="parameters")
 
 
 # -- asking for it ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from shardgraph.fairscale.balance import balance_by_size, balance_by_time
 from shardgraph.fairscale.checkpoint_wrapper import checkpoint_wrapper
 from shardgraph.fairscale.fsdp import FullyShardedDataParallel
 from shardgraph.fairscale.grad_scaler import ShardedGradScaler
+from shardgraph.fairscale.layerwise_gradient_scaler import LayerwiseGradientScaler
 from shardgraph.fairscale.mevo import MEVO, MemoryEfficientVocabOutput
 from shardgraph.fairscale.model_parallel import (
     ColumnParallelLinear,
@@ -30,6 +31,7 @@ __all__ = [
     "AdaScale",
     "ColumnParallelLinear",
     "FullyShardedDataParallel",
+    "LayerwiseGradientScaler",
     "MOELayer",
     "MemoryEfficientVocabOutput",
     "OffloadModel",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 
 import torch
 
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.errors import OffloadError
+from shardgraph.module.mapped_files import mapped_files
 from shardgraph.plans.parameter_plan import ParameterPlan
-from shardgraph.runtime.host import empty_on_host, known_on_host
+from shardgraph.runtime.host import empty_on_host
 from shardgraph.sizes import format_bytes
 
 
@@ -36,7 +33,7 @@ class ParameterMemory:
         """
         self._entries, self._device = entries, device
         offloaded = {fqn: part for fqn, part in parts.items() if entries[fqn].offload}
-        self._files = {} if folder is None else _mapped_files(folder, offloaded)
+        self._files = {} if folder is None else mapped_files(folder, offloaded, "the offloaded parameters")
         nbytes, room = sum(part.nbytes for part in offloaded.values()), host_memory() // ranks
         if folder is None and nbytes > room:
             raise OffloadError(
@@ -59,38 +56,3 @@ class ParameterMemory:
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, filled with what makes a computation before its values are loaded visible: nan, where it can be."""
     return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.zero_()
-
-
-def _mapped_files(folder: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tensor in a file of its own for each of ``parts``, with reserved space.
-
-    A file is unlinked as soon as it is mapped: its space is freed with the tensor, or with this process.
-    """
-    total = sum(part.nbytes for part in parts.values())
-    with ExitStack() as files:
-        try:
-            if (room := shutil.disk_usage(folder).free) < total:
-                raise OffloadError(
-                    f"the offloaded parameters of this rank take {format_bytes(total)}, and {folder!r} has "
-                    f"{format_bytes(room)} left: nothing was written. Make room there, or give another folder"
-                )
-            paths = {}
-            for fqn, part in parts.items():
-                file = files.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="shardgraph-"))
-                if part.nbytes and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, part.nbytes)
-                file.truncate(part.nbytes)
-                paths[fqn] = file.name
-            return {fqn: known_on_host(_mapped(path, parts[fqn]), in_file=True) for fqn, path in paths.items()}
-        except OSError as error:
-            raise OffloadError(
-                f"the offloaded parameters of this rank take {format_bytes(total)}, which cannot be had in {folder!r} "
-                f"({error.strerror}): nothing was left there. Give a folder that exists, that this process may write "
-                "to, and that has as much room"
-            ) from error
-
-
-def _mapped(path: str, part: torch.Tensor) -> torch.Tensor:
-    if not part.numel():
-        return torch.empty(part.shape, dtype=part.dtype)
-    return torch.from_file(path, shared=True, size=part.numel(), dtype=part.dtype).view(part.shape)

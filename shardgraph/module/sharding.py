@@ -19,6 +19,7 @@ from shardgraph.module.materialize import is_meta, materialize
 from shardgraph.module.parameter_memory import ParameterMemory, without_values
 from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
 from shardgraph.module.replaced import remember
+from shardgraph.module.state_on_disk import keep_state_on_disk
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
@@ -88,6 +89,10 @@ def shard_model(
                 if buffer is not None:  # shared ones stay shared
                     module._buffers[key] = buffers[id(buffer)]
     remember(replaced)
+    if plan.offload.optimizer_state:
+        assert plan.offload.disk is not None
+        offloaded = (p for fqn, p in model.named_parameters() if entries[fqn].offload)
+        keep_state_on_disk(offloaded, plan.offload.disk)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardgraph.errors import CheckpointError, ShardGraphError, expect
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.replaced import current
+from shardgraph.module.state_on_disk import keep_state_as_of
 from shardgraph.optim.consolidation import consolidated
 from shardgraph.optim.ownership import balanced_owners
 from shardgraph.optim.rows import gather_rows, in_rows, scatter_rows
@@ -244,6 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             local = local_tensor(parameter).detach()
             value = local.new_zeros(parameter.shape) if in_rows(parameter, self.world_size) else local
             self._whole[parameter] = nn.Parameter(value, parameter.requires_grad)
+            keep_state_as_of(parameter, self._whole[parameter])
         whole: torch.Tensor = self._whole[parameter]
         return whole
 

@@ -23,6 +23,8 @@ class Offload:
     ``disk``
         A folder: parameters are in memory-mapped files there instead of in host memory (Rajbhandari et al.,
         "ZeRO-Infinity", 2021, https://arxiv.org/abs/2104.07857).
+    ``optimizer_state``
+        The optimizer's state of offloaded parameters is in files in ``disk`` too.
 
     Raises:
         PlanError: a field has a value that is not allowed.
@@ -31,15 +33,21 @@ class Offload:
     parameters: bool = False
     activations: bool = False
     disk: str | None = None
+    optimizer_state: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("parameters", "activations"):
+        for field in ("parameters", "activations", "optimizer_state"):
             value = getattr(self, field)
             expect(isinstance(value, bool), f"offload.{field}", value, "True or False")
         if self.disk is not None:
             path = isinstance(self.disk, (str, os.PathLike)) and bool(str(self.disk))
             expect(path, "offload.disk", self.disk, "the path of a folder")
             object.__setattr__(self, "disk", str(self.disk))
+        elif self.optimizer_state:
+            raise PlanError(
+                "offload.optimizer_state is True, and offload.disk names no folder for it: give one, or leave "
+                "optimizer_state out, with which the state of offloaded parameters is in host memory"
+            )
 
     @classmethod
     def of(cls, offload: str | Offload) -> Offload:
@@ -53,14 +61,16 @@ class Offload:
         if offload not in _NAMES:
             raise PlanError(
                 f"there is no offloading {offload!r}{nearest(str(offload), _NAMES)}; there are "
-                f"{', '.join(map(repr, _NAMES))}, and shardgraph.Offload(parameters=..., activations=..., disk=...)"
+                f"{', '.join(map(repr, _NAMES))}, and shardgraph.Offload(parameters=..., activations=..., disk=..., "
+                "optimizer_state=...)"
             )
         named = _NAMES[str(offload)]
         return cls("parameters" in named, "activations" in named)
 
     def __str__(self) -> str:
         tensors = " and ".join(name for name in _NAMES["all"] if getattr(self, name))
-        return f"{tensors or 'what is annotated'}{f', parameters in files in {self.disk}' if self.disk else ''}"
+        files = "parameters and optimizer state" if self.optimizer_state else "parameters"
+        return f"{tensors or 'what is annotated'}{f', {files} in files in {self.disk}' if self.disk else ''}"
 
 
 NOTHING = Offload()

@@ -187,7 +187,12 @@ _PIPELINE = {
     "axis": _Field(str, "the name of a mesh axis"),
 }
 _PRECISION = {"parameters": _DTYPE, "reduce": _DTYPE, "buffers": _DTYPE, "outputs": _DTYPE, "inputs": _BOOL}
-_OFFLOAD = {"parameters": _BOOL, "activations": _BOOL, "disk": _Field(str, "the path of a folder")}
+_OFFLOAD = {
+    "parameters": _BOOL,
+    "activations": _BOOL,
+    "disk": _Field(str, "the path of a folder"),
+    "optimizer_state": _BOOL,
+}
 _CANDIDATE = {
     "name": _TEXT,
     "mesh": _MESH,
@@ -211,7 +216,7 @@ _PLAN = {  # in the order in which they are written
     "experts": _Field(str, "the mesh axis that shards experts"),
     "pipeline": _Field(dict, "a mapping of ranks, schedule, microbatches and stages", _pipeline),
     "precision": _Field(dict, "a mapping of parameters, reduce, buffers and outputs to dtypes", _precision),
-    "offload": _Field(dict, "a mapping of parameters, activations and disk", _offload),
+    "offload": _Field(dict, "a mapping of parameters, activations, disk and optimizer_state", _offload),
     "gradient_statistics": _BOOL,
     "replicas": _Field(dict, "the axis of ranks that train copies of their own, such as {replicas: 2}", _pairs),
     "activations": _Field(dict, "a mapping of 'call' and mesh axes to the placements of operations", _activations),

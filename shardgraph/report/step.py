@@ -47,10 +47,15 @@ def trained_shards(context: Context, trained: Iterable[str], rank: int = 0) -> S
     return on_device, on_host
 
 
-def update_memory(shards: Sequence[Any], optimizer: str, magnitude: Callable[[Any], int] | None = None) -> UpdateMemory:
-    """The optimizer's memory in addition to ``shards`` and their gradients; ``magnitude`` orders symbolic sizes."""
+def update_memory(
+    shards: Sequence[Any], optimizer: str, magnitude: Callable[[Any], int] | None = None, in_files: bool = False
+) -> UpdateMemory:
+    """The optimizer's memory in addition to ``shards`` and their gradients; ``magnitude`` orders symbolic sizes.
+
+    Of state that is in files there are only its counters.
+    """
     cost = optimizer_cost(optimizer)
-    state = cost.states * sum(shards) + cost.counters * 4 * len(shards)
+    state = (0 if in_files else cost.states * sum(shards)) + cost.counters * 4 * len(shards)
     return UpdateMemory(state, cost.temporaries * max(shards, key=magnitude, default=0))
 
 
@@ -101,8 +106,9 @@ def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int
     """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes."""
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
-    shards = trained_shards(program.context, program.trained, rank)
-    return profile_step(forward, backward, granule, *(update_memory(each, optimizer) for each in shards))
+    on_device, on_host = trained_shards(program.context, program.trained, rank)
+    of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
+    return profile_step(forward, backward, granule, update_memory(on_device, optimizer), of_host)
 
 
 def batch_of(program: Program) -> tuple[int, int]:
