@@ -102,7 +102,7 @@ class Builder:
 
     def reduce_scatter(self, full: fx.Node, axis: str) -> fx.Node:
         """This rank's rows (dim 0) of the sum over ``axis``."""
-        return self.wait(self.call(ir.REDUCE_SCATTER, full, "sum", self.values.ranks(axis), axis))
+        return self.wait(self.call(ir.REDUCE_SCATTER, self.contiguous(full), "sum", self.values.ranks(axis), axis))
 
     def all_reduce(self, tensor: fx.Node, axis: str, operation: str = "sum") -> fx.Node:
         """The sum (or ``operation``) over one ``axis`` or several (:func:`shardgraph.mesh.together`), on every rank."""

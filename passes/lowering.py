@@ -26,6 +26,7 @@ from shardgraph.passes.parameters.measure_gradients import MeasureGradients
 from shardgraph.passes.parameters.mixed_precision import MixedPrecision
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
+from shardgraph.passes.parameters.synchronize_batch_norms import SynchronizeBatchNorms
 from shardgraph.passes.partition.split import Partition
 from shardgraph.passes.pipeline.extract import DivideIntoStages
 from shardgraph.passes.pipeline.once import DropUntrained, GatherOnce, ReduceOnce
@@ -65,6 +66,7 @@ WHOLE_PASSES: tuple[Pass, ...] = (
     MarkOffloaded(),  # which of the others are offloaded to host memory
 )
 RANK_PASSES: tuple[Pass, ...] = (
+    SynchronizeBatchNorms(),  # some batch norms are over the rows of all ranks
     ShardParameters(),  # whole parameters become shards and gathers
     MixedPrecision(),  # stored parameters are cast before they are gathered, gradients before they are reduced
     OffloadParameters(),  # offloaded parameters are copied to the device before that

@@ -146,13 +146,6 @@ def test_a_mesh_of_three_axes_is_refused_by_plans_of_data(plan, message):
         preset(plan, {"a": 2, "b": 2, "c": 2})
 
 
-def test_a_synchronised_batch_norm_is_refused_in_training():
-    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
-    with pytest.raises(shardgraph.CaptureError, match="module '1' is a SyncBatchNorm"):
-        shardgraph.compile(model, "single", progress=False)(torch.ones(2, 4))
-    assert shardgraph.compile(model.eval(), "single", progress=False)(torch.ones(2, 4)).shape == (2, 4)
-
-
 def test_a_container_without_a_forward_is_refused():
     with pytest.raises(shardgraph.CaptureError, match="ModuleList cannot be captured"):
         shardgraph.compile(nn.ModuleList([nn.Linear(4, 4)]), "single", progress=False)(torch.ones(2, 4))

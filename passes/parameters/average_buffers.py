@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Buffer, Mutation
-from shardgraph.ir.attributes import MEAN_OF, SOURCE, SUBJECT
+from shardgraph.ir.attributes import MEAN_OF, SOURCE, SUBJECT, SYNCHRONIZED
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
@@ -22,8 +22,8 @@ class AverageBuffers(Pass):
     Each rank computes the new value from its part of the batch; floating-point values are then averaged over all
     data-parallel ranks, so that evaluation and checkpoints do not depend on the rank. With equal batches the mean of
     running means is the running mean of the whole batch. Integers (a count of batches) are the same on every rank
-    already. In a pipeline, whose statistics are combined over microbatches first, the runtime averages once per step,
-    and nothing is changed here. Must not change: what forward returns.
+    already, and so are statistics that are synchronized. In a pipeline, whose statistics are combined over microbatches
+    first, the runtime averages once per step, and nothing is changed here. Must not change: what forward returns.
     """
 
     name = "average-buffers"
@@ -35,7 +35,7 @@ class AverageBuffers(Pass):
             return
 
         def average(fqn: str, value: fx.Node) -> fx.Node:
-            if not value.meta["val"].is_floating_point():
+            if not value.meta["val"].is_floating_point() or SYNCHRONIZED.get(value):
                 return value
             labels = {SUBJECT: f"buffer {fqn}", SOURCE: SOURCE.get(value, "")}
             build = Builder(gm.graph, context.values, labels, after=value)

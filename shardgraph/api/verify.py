@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.capture.capture import returns_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers, computed_dtypes
 from shardgraph.capture.double import traced_in_double
 from shardgraph.capture.private_copy import whole_copy
+from shardgraph.capture.synchronized import synchronized_batch_norms
 from shardgraph.checks.bisect import Divergence
 from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.checks.coverage import Coverage
@@ -200,11 +202,11 @@ class _Trial:
         cast_buffers(original, question.plan.precision, question.plan.annotations)
         captures, loss = Captures(), self.loss_fn
         exact = exact and _computes_in(torch.float64, original, question.plan)
-        parts, _ = _cut_batch(call, question.plan.data_size)
+        parts, _ = _cut_batch(original, call, question.plan.data_size)
         args, kwargs = parts[0]
         with traced_in_double(exact):
             plan = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
-        parts, batch = _cut_batch(call, plan.data_size)
+        parts, batch = _cut_batch(original, call, plan.data_size)
         comparison: Comparison
         if plan.pipeline is None:
             programs = _programs(original, plan, parts[:1], captures, None, exact)
@@ -262,10 +264,12 @@ def _programs(
     return [built[batch_size(part)] for part in parts]
 
 
-def _cut_batch(call: Any, ranks: int) -> tuple[list[Any], str]:
+def _cut_batch(model: nn.Module, call: Any, ranks: int) -> tuple[list[Any], str]:
     sizes = {leaf.shape[:1] for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)}
     rows = next(iter(sizes))[0] if len(sizes) == 1 and next(iter(sizes)) else 0
-    if not rows or rows % ranks:
+    # Of a loss over the rows of all ranks, the rank's part is not known.
+    lost = any(synchronized_batch_norms(model)) and returns_loss(model, call[0], call[1], torch.device("cpu"))
+    if lost or not rows or rows % ranks:
         return [call] * ranks, "every rank on the whole batch"
     cut = [pytree.tree_map_only(torch.Tensor, lambda t, r=r: t.chunk(ranks)[r].clone(), call) for r in range(ranks)]
     return cut, f"a batch of {rows} cut among the ranks"

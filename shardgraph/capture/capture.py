@@ -23,6 +23,7 @@ from shardgraph.capture.export import PREFIX, Exported, Traced, export
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.row_numbers import row_numbers
+from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
@@ -73,7 +74,7 @@ def capture(
     Raises:
         PlanError: an annotation constrains nothing, or a tied parameter would have two dtypes.
         CaptureError: the model's Python cannot be traced into one graph; the message has the user's line. Or a module
-            has a backward hook.
+            has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
     fake_mode = FakeTensorMode()
@@ -93,6 +94,7 @@ def capture(
     gm = exported.lowered.graph_module
     constraints.check_met(gm, annotations)
     _name_modules(gm)
+    mark_synchronized(gm, model)
     leaves = pytree.tree_leaves((args, kwargs))
     joint = _joint_graph(exported, fake_mode, leaves)
     joint.guards = lambda model: exported.guards(Traced(model, loss_fn, exported.effects.results))
@@ -142,15 +144,11 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _check_modules(model: nn.Module) -> None:
     """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep, or
-    normalizes over the rows of all ranks, which a graph of this rank's rows does not."""
+    normalizes over the rows of some ranks."""
     for path, module in model.named_modules():
         where = f"the module {path!r}" if path else "the model"
-        if isinstance(module, nn.SyncBatchNorm) and module.training:
-            raise CaptureError(
-                f"{where} is a SyncBatchNorm, whose statistics in training are of all ranks' rows, and a compiled "
-                "module has those of its own rank: use a BatchNorm, as for DDP, or a norm that does not depend on the "
-                "other rows"
-            )
+        if isinstance(module, nn.SyncBatchNorm):
+            check_synchronized(module, where)
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
                 f"{where} has a backward hook (register_full_backward_hook or the like), and a compiled backward does "
@@ -212,7 +210,7 @@ def _stand_in(
                 if isinstance(real, torch.Tensor) and id(real) not in fakes:
                     fake = _fake(mode, real, device, not parameters, dtypes.get(names.get(id(real), "")))
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameters else fake
-    return private_copy(model, fakes)
+    return of_this_rank(private_copy(model, fakes))
 
 
 def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted: Set[str]) -> None:

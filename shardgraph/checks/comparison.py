@@ -14,6 +14,8 @@ from torch import nn
 from shardgraph.capture.casting import casting, computed_dtypes
 from shardgraph.capture.double import in_double, is_coarse
 from shardgraph.capture.numbers import as_tensor
+from shardgraph.capture.synchronized import synchronized_batch_norms
+from shardgraph.checks.all_rows import joined, rows_of_rank
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.coverage import Coverage
 from shardgraph.checks.step import LockstepStep, Values
@@ -220,7 +222,8 @@ class Comparison:
                 attribute.put(self.original, value)
             with rank_generator(rank, self.plan.data_size, _CPU):
                 pairs = zip(parts, self._weights(rank, len(parts)), strict=True)
-                outputs, written = zip(*(self._reference_part(part, weight) for part, weight in pairs), strict=True)
+                made = (self._reference_part(part, weight, rank) for part, weight in pairs)
+                outputs, written = zip(*made, strict=True)
             results.append(list(outputs))
             self.after.append(_detached([each.get(self.original) for each in self.results]))
             after.append(combined(self.programs, self.buffers, written) if len(written) > 1 else written[0])
@@ -237,13 +240,15 @@ class Comparison:
         """What the loss of each part of a data-parallel rank's batch counts for in that of the batch."""
         return [1.0]
 
-    def _reference_part(self, part: Any, weight: float) -> tuple[tuple[Any, torch.Tensor], Tensors]:
+    def _reference_part(self, part: Any, weight: float, rank: int) -> tuple[tuple[Any, torch.Tensor], Tensors]:
         """``(output, loss)`` of the original on a microbatch in the plan's precision, and the buffers after it."""
         _write(self._buffers(), self.buffers)
-        args, kwargs = part
+        synchronized = any(synchronized_batch_norms(self.original))
+        args, kwargs = joined([parts[0] for parts in self.parts]) if synchronized else part
         cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
         with casting(self.original, self.plan.precision, self.plan.annotations), in_double(self.exact):
             output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
+            output = rows_of_rank(output, rank, len(self.parts), (args, kwargs)) if synchronized else output
             loss = self.loss_fn(output)
         if loss.requires_grad and weight:
             (loss * (weight / self.plan.data_size)).backward()
