@@ -240,6 +240,7 @@ def test_activations_fall_by_the_degree(degree):
     assert peak("cp", {"cp": degree}) < 1.05 / degree * peak("single", {"dp": 1})
 
 
+@pytest.mark.slow
 def test_no_rank_has_a_whole_mask():
     length = 512
     made = build_program(Loss(llama(2)), resolve_plan("cp", (("cp", 2),)), (), text(1, length))
@@ -279,6 +280,7 @@ def test_what_cannot_be_is_refused_with_what_can(make_it, message):
         make_it()
 
 
+@pytest.mark.slow
 def test_what_another_axis_gathers_is_divided_only_once_it_has_arrived():
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}
     with torch.device("meta"):

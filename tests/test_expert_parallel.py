@@ -132,6 +132,7 @@ def test_five_clipped_steps_on_real_processes_equal_the_unsharded_model(plan, me
         assert worst < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_gradients_added_up_over_microbatches_and_their_norm_equal_those_of_the_whole_batch():
     for worst, norm in on_ranks(ranks.accumulated_norm, 4, args=("mixture", "fsdp+ep", MESHES["fsdp+ep"])):

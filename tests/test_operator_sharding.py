@@ -156,6 +156,7 @@ def sent_by_a_layer(plan: str) -> dict[str, Counter]:
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_of_llama_reduces_twice_in_forward_and_twice_in_backward_as_megatron_does():
     whole = ("all_reduce", BATCH * LENGTH * WIDTH)
     assert sent_by_a_layer("tp") == {"forward": {whole: 2}, "backward": {whole: 2}}

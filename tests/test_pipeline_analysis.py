@@ -101,7 +101,7 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule):
     for measured, predicted in on_ranks(pipelines.peaks, 2, args=(Pipeline(4, schedule),)):
         assert predicted == pytest.approx(measured, rel=0.02)

@@ -134,6 +134,7 @@ def test_a_ring_with_a_fault_is_not_proved(fault):
     assert not prove(made).ok
 
 
+@pytest.mark.slow
 def test_a_sequence_in_stripes_is_proved_in_whole_models_beside_other_axes():
     model, call = make("llama", 4)
     args, kwargs = shorter(call, 8)

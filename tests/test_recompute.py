@@ -190,6 +190,7 @@ def test_a_run_of_equal_layers_is_few_rules():
 # -- for a budget --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_peak_is_never_above_the_budget_and_a_smaller_budget_never_gives_a_larger_peak(deep):
     peaks = [deep.peak(choice) for choice in deep.choices]
     budgets = range(min(peaks), max(peaks) + 2, (max(peaks) - min(peaks)) // 40)

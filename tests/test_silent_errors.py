@@ -43,6 +43,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_gives_the_same_loss(vocabular
     check(Language(vocabulary), "tp", {"tp": degree}, torch.arange(24).view(4, 6) % vocabulary)
 
 
+@pytest.mark.slow
 def test_norm_weights_get_the_gradients_of_all_parts_of_the_sequence():
     model = llama(2, hidden_size=256, intermediate_size=512, vocab_size=512)
     program = build_program(model, resolve_plan("tp+sp", (("tp", 2),)), (), text(2, 256))

@@ -122,7 +122,7 @@ OFFLOADED_BY = Attribute[frozenset[str]](
     "offloaded_by", frozenset, "the annotations by which it is saved in host memory, as patterns", _COMPUTED
 )
 SYNCHRONIZED = Attribute[bool](
-    "synchronized", bool, "whether a batch norm, or a statistic, is over the rows of all data-parallel ranks", _ALL
+    "synchronized", bool, "whether a batch norm, or a statistic, is over the rows of all data-parallel ranks", _WHOLE
 )
 SCORES = Attribute[int]("scores", int, "which loss's scores it normalises, in the order of the graph", _WHOLE)
 CHUNK = Attribute[int]("chunk", int, "the number of the chunk of rows that it is done for", _WHOLE)
