@@ -97,7 +97,8 @@ def test_layers_begin_as_they_are_told():
 
 def test_one_rank_for_each_layer_has_plain_layers_and_a_plan_without_such_ranks_is_refused():
     mesh = {**initialize_model_parallel(1), "dp": 2}
-    assert shardgraph.verify(Model(), (ids(),), "ddp+tp", mesh=mesh, steps=2, fp64=True).ok
+    report = shardgraph.verify(Model(), (ids(),), "ddp+tp", mesh=mesh, steps=2, fp64=True)
+    assert report.ok and report.proof.ok
     with pytest.raises(ShardGraphError, match="use a plan and mesh that have 'tp'"):
         shardgraph.analyze(Model(), (ids(),), "ddp", mesh={"dp": 2})
 

@@ -184,6 +184,20 @@ def test_a_tensor_without_rows_is_joined_to_one_that_is_cut(dtype):
     assert report.ok, report
 
 
+def test_a_tensor_without_rows_is_computed_with_before_it_is_joined():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.up(x)
+            return self.down(torch.cat([hidden, hidden[:0].tanh()]).relu())
+
+    report = shardgraph.verify(Model(), (torch.randn(4, 8),), "tp", fp64=True)
+    assert report.ok and report.proof.ok, report
+
+
 def test_column_and_row_parallel_layers_are_found_by_what_they_cost():
     placed = {fqn: entry.placements[0] for fqn, entry in program("tp", 2).parameters.items()}
     layer = {fqn.removeprefix("model.layers.1."): p for fqn, p in placed.items() if ".layers.1." in fqn}

@@ -122,8 +122,9 @@ class Legal:
         elements = [operand.meta["val"].numel() for operand in operands(node)]
 
         def all_operands(placement: Placement) -> tuple[Placement, ...]:
-            # A tensor without elements (an empty cache that keys are appended to) is the same in every placement.
-            return tuple(placement if count else REPLICATE for count in elements)
+            # Beside others a tensor without elements (an empty cache that keys are appended to) adds nothing to the
+            # result, whose shape is of the others' placement.
+            return tuple(placement if count or not any(elements) else REPLICATE for count in elements)
 
         def cuts_of(values: Iterable[Value]) -> list[Placement]:
             # Sets are unordered, and all ranks must list the options in the same order.

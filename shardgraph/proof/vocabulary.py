@@ -298,6 +298,8 @@ def _undivided(held: Held, dim: int, own: FirstRow, parts: int) -> Held:
     Raises:
         UntypedError: they have it otherwise.
     """
+    if parts == 1 and patterns(held.dims[dim]) == (("own", own.rows, None),):
+        return held
     if patterns(held.dims[dim]) != (("mark", parts, own.axis), ("own", own.rows, None)):
         raise UntypedError(f"ranks along {own.axis!r} do not have {own.rows} rows each, one rank's after another's")
     whole = joined(atom._replace(axis=None) for atom in held.dims[dim])
