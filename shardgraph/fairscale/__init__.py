@@ -19,6 +19,7 @@ from shardgraph.fairscale.offload_model import OffloadModel
 from shardgraph.fairscale.oss import OSS
 from shardgraph.fairscale.pipe import Pipe
 from shardgraph.fairscale.sharded_ddp import ShardedDataParallel
+from shardgraph.fairscale.skip import Namespace, pop, skippable, stash, verify_skippables
 from shardgraph.fairscale.slowmo import SlowMoDistributedDataParallel
 from shardgraph.fairscale.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 
@@ -34,6 +35,7 @@ __all__ = [
     "LayerwiseGradientScaler",
     "MOELayer",
     "MemoryEfficientVocabOutput",
+    "Namespace",
     "OffloadModel",
     "ParallelEmbedding",
     "Pipe",
@@ -50,5 +52,9 @@ __all__ = [
     "default_auto_wrap_policy",
     "enable_wrap",
     "initialize_model_parallel",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
     "wrap",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from shardgraph.api.compile import compile
 from shardgraph.errors import PlanError, expect
+from shardgraph.fairscale.skip import Skippable, SkipSequential, verify_skippables
 from shardgraph.plans.pipeline_plan import Pipeline
 
 
@@ -24,7 +26,7 @@ class Pipe(nn.Module):
     ``.module`` is the compiled module: its state has the names of the sequence, without FairScale's partitions.
 
     Args:
-        module: the layers, which may pass on tuples, and may share parameters.
+        module: the layers, which may pass on tuples, may share parameters, and may be skippable.
         balance: the number of layers of each stage.
         devices: as many as stages, or None; which device a rank computes on is its process's choice.
         chunks: the number of microbatches of a batch.
@@ -33,6 +35,7 @@ class Pipe(nn.Module):
 
     Raises:
         PlanError: the balance is not of this sequence, or not of these ranks.
+        TypeError: what skippable layers set aside and take does not match.
     """
 
     def __init__(
@@ -49,6 +52,9 @@ class Pipe(nn.Module):
         expect(isinstance(module, nn.Sequential), "module", type(module).__name__, "an nn.Sequential")
         expect(bool(balance), "balance", balance, "the number of layers of each stage, such as [2, 2]")
         assert balance is not None
+        if any(isinstance(layer, Skippable) for layer in module):
+            verify_skippables(module)
+            module = SkipSequential(OrderedDict(module.named_children()))
         mesh = _mesh(len(balance), devices)
         pipeline = Pipeline(chunks, "gpipe", balance=tuple(balance), checkpoint=checkpoint)
         self.balance, self.chunks, self.checkpoint = list(balance), chunks, checkpoint

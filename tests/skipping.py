@@ -1,0 +1,56 @@
+"""Skippable layers, and what ranks do with them in test_fairscale_skip.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardgraph.fairscale import Namespace, Pipe, pop, skippable, stash
+from tests.ranks import whole
+
+
+@skippable(stash=["input"])
+class Sets(nn.Linear):
+    def forward(self, input):
+        yield stash("input", input * 2)
+        return super().forward(input).tanh()
+
+
+@skippable(pop=["input"])
+class Takes(nn.Linear):
+    def forward(self, input):
+        skip = yield pop("input")
+        return F.gelu(super().forward(input)) + skip
+
+
+def layers() -> nn.Sequential:
+    """Two skips, one around the other, over the places where stages begin."""
+    torch.manual_seed(0)
+    outer, inner = Namespace(), Namespace()
+    made = [Sets(6, 6).isolate(outer), Sets(6, 6).isolate(inner), nn.Linear(6, 6)]
+    return nn.Sequential(*made, Takes(6, 6).isolate(inner), Takes(6, 6).isolate(outer)).double()
+
+
+def training(balance: list[int]) -> tuple[float, float]:
+    """How far losses and weights of a Pipe are from those of the layers called one after the other."""
+    original = layers()
+    pipe = Pipe(copy.deepcopy(original), balance, chunks=4)
+    optimizers: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, original)]
+    x = torch.randn(8, 6, dtype=torch.float64)
+    worst = 0.0
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss, expected = pipe(x).square().mean(), original(x).square().mean()
+        loss.backward()
+        expected.backward()
+        worst = max(worst, abs(loss.item() - expected.item()))
+        for optimizer in optimizers:
+            optimizer.step()
+    theirs = dict(original.named_parameters())
+    named = pipe.module.named_parameters()
+    return worst, max((whole(p.detach()) - theirs[fqn].detach()).abs().max().item() for fqn, p in named)
