@@ -20,7 +20,7 @@ from torch import nn
 
 import shardgraph
 
-RANKS, BATCH, STEPS, RATE, SEEDS = 2, 8, 1600, 0.1, 3
+RANKS, BATCH, STEPS, RATE, SEEDS = 2, 8, 1600, 0.1, 5
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
