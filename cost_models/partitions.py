@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -144,3 +146,19 @@ def _peak(costs: Array, held: Array) -> Array:
     """The peak bytes of a rank with the stages in the last but one dimension of ``costs``."""
     each = np.concatenate([costs[..., _SAVED], costs[..., _KEPT]], axis=-1)
     return costs[..., _FIXED].sum(axis=-1) + (each @ held.T).max(axis=-1)
+
+
+def even_runs(costs: Sequence[float], count: int) -> list[int]:
+    """Where each of ``count`` runs of neighbours begins, of which the most expensive, by the sum of its costs, costs
+    least: of a chain whose order of execution does not matter."""
+    until = [0, *accumulate(costs)]
+
+    @cache
+    def best(end: int, count: int) -> tuple[float, tuple[int, ...]]:
+        """The cost of the most expensive of ``count`` runs of the first ``end`` costs, and where they begin."""
+        if count == 1:
+            return until[end], (0,)
+        choices = ((best(at, count - 1), at) for at in range(count - 1, end))
+        return min((max(worst, until[end] - until[at]), (*begins, at)) for (worst, begins), at in choices)
+
+    return list(best(len(costs), count)[1])

@@ -1,9 +1,10 @@
-"""Bytes and seconds in human-readable units, and mesh axis sizes that divide lengths."""
+"""Bytes and seconds in human-readable units, in columns, and mesh axis sizes that divide lengths."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 
 from shardgraph.errors import ShardGraphError
 
@@ -31,6 +32,16 @@ def format_seconds(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """A line for each row of cells: the first column to the left, the others to the right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
 
 
 def parse_bytes(size: int | float | str) -> int:

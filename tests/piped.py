@@ -33,9 +33,13 @@ def training(balance: list[int], rows: int, checkpoint: str) -> tuple[float, flo
     original = layers()
     pipe = Pipe(copy.deepcopy(original), balance, chunks=4, checkpoint=checkpoint)
     names = [name for name, _ in pipe.module.named_parameters()]
+    return *trained_like(pipe, original, batch(rows)), names
+
+
+def trained_like(pipe: Pipe, original: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """How far losses and weights of a Pipe are from those of its layers after four steps on ``x``."""
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, original)]
-    copies = dist.get_world_size() // len(balance)
-    x = batch(rows)
+    copies = dist.get_world_size() // len(pipe.balance)
     own = x.chunk(copies)[dist.get_rank() % copies]
     worst = 0.0
     for _ in range(4):
@@ -50,7 +54,7 @@ def training(balance: list[int], rows: int, checkpoint: str) -> tuple[float, flo
             optimizer.step()
     theirs = dict(original.named_parameters())
     named = pipe.module.named_parameters()
-    return worst, max((whole(p.detach()) - theirs[fqn].detach()).abs().max().item() for fqn, p in named), names
+    return worst, max((whole(p.detach()) - theirs[fqn].detach()).abs().max().item() for fqn, p in named)
 
 
 class Both(nn.Module):

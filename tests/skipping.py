@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardgraph.fairscale import Namespace, Pipe, pop, skippable, stash
-from tests.ranks import whole
+from tests.piped import batch, trained_like
 
 
 @skippable(stash=["input"])
@@ -38,19 +37,4 @@ def layers() -> nn.Sequential:
 def training(balance: list[int]) -> tuple[float, float]:
     """How far losses and weights of a Pipe are from those of the layers called one after the other."""
     original = layers()
-    pipe = Pipe(copy.deepcopy(original), balance, chunks=4)
-    optimizers: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, original)]
-    x = torch.randn(8, 6, dtype=torch.float64)
-    worst = 0.0
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss, expected = pipe(x).square().mean(), original(x).square().mean()
-        loss.backward()
-        expected.backward()
-        worst = max(worst, abs(loss.item() - expected.item()))
-        for optimizer in optimizers:
-            optimizer.step()
-    theirs = dict(original.named_parameters())
-    named = pipe.module.named_parameters()
-    return worst, max((whole(p.detach()) - theirs[fqn].detach()).abs().max().item() for fqn, p in named)
+    return trained_like(Pipe(copy.deepcopy(original), balance, chunks=4), original, batch())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from operator import getitem
 
@@ -168,33 +169,30 @@ def test_with_sequences_cut_each_reduction_is_a_gather_and_a_scatter_and_inputs_
     assert sent_by_a_layer("tp+sp") == {"forward": {gather: 2, scatter: 2}, "backward": {gather: 4, scatter: 2}}
 
 
+class UpAndDown(nn.Module):
+    """Two layers, the second of what ``between`` makes of the first one's."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(8, 16), nn.Linear(16, 8), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)).relu())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_tensor_without_rows_is_joined_to_one_that_is_cut(dtype):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    def joined(hidden: torch.Tensor) -> torch.Tensor:
+        none = hidden[: len(hidden) // 2].to(dtype)
+        return torch.cat([hidden[len(hidden) // 2 :], none, torch.empty(0, dtype=hidden.dtype)])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.up(x)
-            none = hidden[: len(hidden) // 2].to(dtype)
-            return self.down(torch.cat([hidden[len(hidden) // 2 :], none, torch.empty(0, dtype=x.dtype)]).relu())
-
-    report = shardgraph.verify(Model(), (torch.randn(1, 4, 8),), "tp", fp64=True)
+    report = shardgraph.verify(UpAndDown(joined), (torch.randn(1, 4, 8),), "tp", fp64=True)
     assert report.ok, report
 
 
 def test_a_tensor_without_rows_is_computed_with_before_it_is_joined():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.up(x)
-            return self.down(torch.cat([hidden, hidden[:0].tanh()]).relu())
-
-    report = shardgraph.verify(Model(), (torch.randn(4, 8),), "tp", fp64=True)
+    model = UpAndDown(lambda hidden: torch.cat([hidden, hidden[:0].tanh()]))
+    report = shardgraph.verify(model, (torch.randn(4, 8),), "tp", fp64=True)
     assert report.ok and report.proof.ok, report
 
 

@@ -88,9 +88,10 @@ class _Written:
         scale = build.call(aten.rsqrt.default, build.call(aten.add.Tensor, variance, eps))
         if self.value.dtype == self.dtype:
             args = (self.x, weight, bias, mean, variance, momentum, eps)
-            normalized = self._item(build.call(aten._native_batch_norm_legit_no_training.default, *args), 0)
+            normed = build.call(aten._native_batch_norm_legit_no_training.default, *args)
+            normalized = build.call(operator.getitem, normed, 0)
         else:
-            factor = scale if weight is None else build.call(aten.mul.Tensor, scale, self._computed(weight))
+            factor = self._factor(scale, weight)
             centred = build.call(aten.sub.Tensor, values, self._along_channels(mean))
             normalized = build.call(aten.mul.Tensor, centred, self._along_channels(factor))
             if bias is not None:
@@ -120,8 +121,7 @@ class _Written:
             slope = build.call(aten.mul.Tensor, of_products, build.call(aten.mul.Tensor, scale, scale))
             rest = build.call(aten.sub.Tensor, gradients, self._along_channels(of_gradients))
             rest = build.call(aten.sub.Tensor, rest, build.call(aten.mul.Tensor, centred, self._along_channels(slope)))
-            factor = scale if weight is None else build.call(aten.mul.Tensor, scale, self._computed(weight))
-            results[0] = build.call(aten.mul.Tensor, rest, self._along_channels(factor))
+            results[0] = build.call(aten.mul.Tensor, rest, self._along_channels(self._factor(scale, weight)))
         if mask[1]:
             results[1] = build.call(aten.mul.Tensor, products, scale)
         if mask[2]:
@@ -152,6 +152,10 @@ class _Written:
         SYNCHRONIZED.set(moved, True)
         return moved
 
+    def _factor(self, scale: fx.Node, weight: Any) -> fx.Node:
+        """What a centred value is multiplied by, per channel."""
+        return scale if weight is None else self.build.call(aten.mul.Tensor, scale, self._computed(weight))
+
     def _computed(self, node: Any) -> fx.Node:
         """A value in the dtype of statistics."""
         if node.meta["val"].dtype == self.dtype:
@@ -160,9 +164,6 @@ class _Written:
 
     def _along_channels(self, vector: fx.Node) -> fx.Node:
         return self.build.view(vector, (1, self.channels, *[1] * (self.value.dim() - 2)))
-
-    def _item(self, node: fx.Node, index: int) -> fx.Node:
-        return self.build.call(operator.getitem, node, index)
 
     def _replace(self, results: Sequence[fx.Node | None]) -> None:
         for user in list(self.node.users):

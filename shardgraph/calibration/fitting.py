@@ -16,7 +16,7 @@ from shardgraph.calibration.timings import Measurements, Sample, Transfer
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Device, Host, Link, Rate
-from shardgraph.sizes import format_seconds
+from shardgraph.sizes import aligned, format_seconds
 
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
 """The link of a machine with one rank, which sends nothing, so its values do not matter."""
@@ -128,12 +128,7 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
     for operation, transfers in _by_operation(behind_computation(measured.transfers)[0]).items():
         rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
         add(operation, rate, "B/s", [(t.seconds, _predict(t, measured.ranks, link, efficiency)) for t in transfers])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)])
-        for row in rows
-    ]
-    return "\n".join([*lines, f"overlap of communication with computation: {cluster.overlap:.0%}"])
+    return "\n".join([*aligned(rows), f"overlap of communication with computation: {cluster.overlap:.0%}"])
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

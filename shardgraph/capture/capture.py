@@ -147,7 +147,7 @@ def _check_modules(model: nn.Module) -> None:
     normalizes over the rows of some ranks."""
     for path, module in model.named_modules():
         where = f"the module {path!r}" if path else "the model"
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
             check_synchronized(module, where)
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardgraph.errors import CaptureError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SYNCHRONIZED
+from shardgraph.torch_api import BatchNorm
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Stands for a module of that name while it is traced."""
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim

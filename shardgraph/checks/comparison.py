@@ -68,6 +68,9 @@ class Comparison:
         self.rounds = not self.exact or any(is_coarse(program.joint.module) for program in self.programs)
         self.dtypes = {name: computed.get(name, p.dtype) for name, p in self.original.named_parameters()}
         self.shards = self._cut()
+        # The call with the rows of all ranks, if statistics are of them.
+        synchronized = any(synchronized_batch_norms(self.original))
+        self.all_rows = joined([parts[0] for parts in self.parts]) if synchronized else None
         self.results = self.programs[0].joint.results
         self.buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         # What each data rank's attributes are before and after a step, of those that forward sets.
@@ -243,12 +246,11 @@ class Comparison:
     def _reference_part(self, part: Any, weight: float, rank: int) -> tuple[tuple[Any, torch.Tensor], Tensors]:
         """``(output, loss)`` of the original on a microbatch in the plan's precision, and the buffers after it."""
         _write(self._buffers(), self.buffers)
-        synchronized = any(synchronized_batch_norms(self.original))
-        args, kwargs = joined([parts[0] for parts in self.parts]) if synchronized else part
+        args, kwargs = part if self.all_rows is None else self.all_rows
         cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
         with casting(self.original, self.plan.precision, self.plan.annotations), in_double(self.exact):
             output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
-            output = rows_of_rank(output, rank, len(self.parts), (args, kwargs)) if synchronized else output
+            output = output if self.all_rows is None else rows_of_rank(output, rank, len(self.parts), self.all_rows)
             loss = self.loss_fn(output)
         if loss.requires_grad and weight:
             (loss * (weight / self.plan.data_size)).backward()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
+from shardgraph.cost_models.partitions import even_runs
 from shardgraph.errors import ShardGraphError
 from shardgraph.runtime.device import accelerator
 from shardgraph.torch_api import pytree
@@ -121,17 +121,4 @@ def _steps(
 
 def _balance(costs: Sequence[float], partitions: int) -> list[int]:
     """Numbers of neighbours, of which the most expensive group costs least."""
-    until = [0.0, *accumulate(costs)]
-
-    @cache
-    def best(begin: int, groups: int) -> tuple[float, tuple[int, ...]]:
-        """The cost of the most expensive of ``groups`` from ``begin`` on, and their numbers."""
-        if groups == 1:
-            return until[-1] - until[begin], (len(costs) - begin,)
-        found = []
-        for end in range(begin + 1, len(costs) - groups + 2):
-            worst, numbers = best(end, groups - 1)
-            found.append((max(worst, until[end] - until[begin]), (end - begin, *numbers)))
-        return min(found)
-
-    return list(best(0, partitions)[1])
+    return [end - begin for begin, end in pairwise([*even_runs(costs, partitions), len(costs)])]

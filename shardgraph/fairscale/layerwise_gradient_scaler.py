@@ -45,7 +45,7 @@ class LayerwiseGradientScaler:
         max_scale: float = torch.finfo(torch.float32).max,
     ) -> None:
         self._model = model
-        self._gradients: torch.optim.Optimizer | None = None
+        self._unscaled = False
         self._scaler = LayerwiseGradScaler(
             model,
             layer_scale_dict,
@@ -63,18 +63,17 @@ class LayerwiseGradientScaler:
 
     def unscale(self) -> None:
         """Divide each layer's gradients by its factor; after backward, before they are clipped."""
-        self._gradients = torch.optim.SGD(self._model.parameters())
-        self._scaler.unscale_(self._gradients)
+        self._scaler.unscale_(torch.optim.SGD(self._model.parameters()))
+        self._unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step, unless a gradient on any rank overflowed, and move the factors."""
-        if self._gradients is None:
+        if not self._unscaled:
             self.unscale()
-        assert self._gradients is not None
-        if not sum(flag.item() for flag in self._scaler._found_inf_per_device(self._gradients).values()):
+        if not self._scaler.overflowed:
             optimizer.step()
         self._scaler.update(1.0)
-        self._gradients = None
+        self._unscaled = False
 
     def factors(self) -> dict[str, float]:
         """The present factor of each layer, by its name."""

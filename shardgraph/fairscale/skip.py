@@ -13,14 +13,13 @@ import inspect
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from shardgraph.errors import ShardGraphError
 
-T = TypeVar("T", bound="Skippable")
 _HANDLE, _MAKE = "__carry_out", "__make"
 _default = threading.local()
 
@@ -51,7 +50,7 @@ class Skippable(nn.Module):
     _written: Callable[..., Any]
     _keys: dict[str, str]
 
-    def isolate(self: T, ns: Namespace, *, only: Iterable[str] | None = None) -> T:
+    def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Self:
         """Put the names of this layer, or ``only`` some, into a namespace; returns the layer.
 
         Raises:
@@ -153,7 +152,10 @@ class _Calls(ast.NodeTransformer):
     """``yield command`` as a call; functions inside of the function keep their own."""
 
     def visit_Yield(self, node: ast.Yield) -> ast.AST:
-        assert node.value is not None
+        if node.value is None:
+            raise ShardGraphError(
+                f"line {node.lineno} of a skippable forward yields nothing: yield stash(...) or pop(...)"
+            )
         return ast.copy_location(ast.Call(ast.Name(_HANDLE, ast.Load()), [self.visit(node.value)], []), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 
 from shardgraph.errors import CheckpointError, ShardGraphError, expect
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.sharded import ShardedModule
-from shardgraph.torch_api import local_tensor
+from shardgraph.torch_api import local_tensor, pytree
 
 _FACTOR = "gradient_scale"  # the buffer of a scaled module
 
@@ -69,6 +68,11 @@ class LayerwiseGradScaler(GradScaler):
         for layer in self._layers:
             _scale_backward(layer)
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether a gradient of any rank has overflowed since the last :meth:`update`."""
+        return self._outside or any(layer.overflowed for layer in self._layers)
+
     def factors(self) -> dict[str, float]:
         """The present factor of each module, by its name."""
         return {layer.name: layer.factor for layer in self._layers}
@@ -82,7 +86,8 @@ class LayerwiseGradScaler(GradScaler):
             for gradient in [gradients.pop(id(p)) for p in layer.module.parameters() if id(p) in gradients]:
                 flag += _overflows(gradient)
                 gradient.div_(layer.factor)
-        flags[-1] = any(map(_overflows, gradients.values()))
+        for gradient in gradients.values():
+            flags[-1] += _overflows(gradient)
         if dist.is_initialized():
             dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
         *of_layers, outside = flags.gt(0).tolist()
@@ -96,7 +101,7 @@ class LayerwiseGradScaler(GradScaler):
         """Move the loss scale and the factors; after the step of every optimizer."""
         if not self._enabled:
             return
-        within = any(layer.overflowed for layer in self._layers) and not self._outside
+        within = self.overflowed and not self._outside
         super().update(self.get_scale() if new_scale is None and within else new_scale)
         for layer in self._layers:
             if layer.overflowed:
@@ -210,5 +215,6 @@ def _scale_backward(layer: _Layer) -> None:
     layer.module.register_forward_hook(after)
 
 
-def _overflows(gradient: torch.Tensor) -> bool:
-    return not bool(local_tensor(gradient).isfinite().all())
+def _overflows(gradient: torch.Tensor) -> torch.Tensor:
+    """Whether an element is inf or NaN, on the gradient's device: the host waits once for all of them."""
+    return ~local_tensor(gradient).isfinite().all()

@@ -115,8 +115,7 @@ class Bound:
 
     ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
     results. ``after`` is the forward graph that ran before and may have left copies in flight, ``model`` the one that
-    was captured. While there is an
-    ``observer``, it runs the graphs of all, with the same inputs.
+    was captured. While there is an ``observer``, it runs the graphs of all, with the same inputs.
     """
 
     observer: ClassVar[Callable[[Bound, list[Any]], Sequence[Any]] | None] = None

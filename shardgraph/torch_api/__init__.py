@@ -14,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.fx.graph import CodeGen
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from shardgraph.torch_api import releases
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 
+from shardgraph.cost_models.partitions import even_runs
 from shardgraph.errors import ShardGraphError
 from shardgraph.pictures.memory import draw_moments
 from shardgraph.pictures.svg import document
 from shardgraph.report.analysis import Analysis
-from shardgraph.sizes import format_bytes
+from shardgraph.sizes import aligned, format_bytes
 
 _COLUMNS = ("parameters", "gathered parameters", "saved", "gradients")
 _FORMAT = "shardgraph.memory.1"
@@ -81,7 +81,7 @@ class MemoryTrace:
         for module in [*peaks, *(each for each in self.modules if each not in peaks)]:
             own = [self.modules.get(module, {}).get(kind, 0) for kind in _COLUMNS]
             rows.append((module or "(the model)", *(_cell(each) for each in (*own, peaks.get(module, 0)))))
-        return "\n".join([*lines, *_table(rows)])
+        return "\n".join([*lines, *aligned(rows)])
 
     def compare(self, other: MemoryTrace) -> str:
         """Both beside each other, as text: by kind at the peak, and by module while it runs."""
@@ -94,7 +94,7 @@ class MemoryTrace:
         own, theirs = self.peaks(), other.peaks()
         for module in dict.fromkeys([*own, *theirs]):
             by_module.append(_compared(module or "(the model)", own.get(module, 0), theirs.get(module, 0)))
-        return "\n".join([*_table(by_kind), "", *_table(by_module)])
+        return "\n".join([*aligned(by_kind), "", *aligned(by_module)])
 
     def cut_points(self, count: int, modules: Sequence[str] | None = None) -> list[str]:
         """The ``count`` modules before which to cut, so that the part in between that saves most for backward saves as
@@ -116,7 +116,7 @@ class MemoryTrace:
                 "are asked for: name the modules of a longer chain, as modules=['layers.0', 'layers.1', ...]"
             )
         saved = [self._saved_in(module) for module in chain]
-        return [chain[start] for start in _starts(saved, count + 1)[1:]]
+        return [chain[start] for start in even_runs(saved, count + 1)[1:]]
 
     def _chain(self) -> list[str]:
         chains: dict[str, dict[str, None]] = {}
@@ -165,20 +165,6 @@ class MemoryTrace:
         return cls(**data | {"moments": tuple(Moment(**moment) for moment in data["moments"])})
 
 
-def _starts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where each of so many runs of ``sizes`` starts, with the least sum of the largest run."""
-
-    @cache
-    def best(end: int, parts: int) -> tuple[int, tuple[int, ...]]:
-        """The largest of so many runs of the first ``end`` sizes, and where they start."""
-        if parts == 1:
-            return sum(sizes[:end]), (0,)
-        choices = ((best(at, parts - 1), at) for at in range(parts - 1, end))
-        return min((max(largest, sum(sizes[at:end])), (*starts, at)) for (largest, starts), at in choices)
-
-    return list(best(len(sizes), parts)[1])
-
-
 def _cell(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
@@ -186,14 +172,3 @@ def _cell(nbytes: int) -> str:
 def _compared(what: str, mine: int, other: int) -> tuple[str, str, str, str]:
     change = f"{round(other / mine - 1, 3) + 0.0:+.1%}" if mine else ""  # + 0.0: no sign of nothing
     return what, _cell(mine), _cell(other), change
-
-
-def _table(rows: Iterable[Sequence[str]]) -> list[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]

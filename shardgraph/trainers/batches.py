@@ -1,4 +1,4 @@
-"""Which plans fit trainers whose data loaders give each rank a batch of its own."""
+"""Which plans, options and precisions fit trainers whose data loaders give each rank a batch of its own."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def check_options(options: Mapping[str, Any], trainer: str) -> None:
                 f"the option {option!r} is for train_step of a compiled module, and a loop of {trainer} calls the "
                 "model and backward: leave it out"
             )
+
+
+def check_lightning_precision(precision: str, whose: str) -> None:
+    """Raise ShardGraphError for a precision of Lightning, or Fabric, that casts or scales in a way of its own."""
+    if precision not in ("32-true", "bf16-mixed", "64-true"):
+        raise ShardGraphError(
+            f"precision={precision!r} of {whose} cannot be under a plan: use 'bf16-mixed', or "
+            "options={'precision': 'bf16'} of the strategy"
+        )

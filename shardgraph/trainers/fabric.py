@@ -20,7 +20,7 @@ from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.replaced import adopt
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.plans.plan import Plan
-from shardgraph.trainers.batches import check_options, check_own_batches
+from shardgraph.trainers.batches import check_lightning_precision, check_options, check_own_batches
 from shardgraph.trainers.whole_optimizer import WholeOptimizer
 
 
@@ -55,11 +55,7 @@ class ShardGraphFabricStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """The model, compiled."""
-        if self.precision.precision not in ("32-true", "bf16-mixed", "64-true"):
-            raise ShardGraphError(
-                f"precision={self.precision.precision!r} of Fabric cannot be under a plan: use 'bf16-mixed', or "
-                "options={'precision': 'bf16'} of the strategy"
-            )
+        check_lightning_precision(self.precision.precision, "Fabric")
         check_own_batches(self.plan, self.options.get("mesh"), "Fabric")
         take_from_first_rank(module)
         return compile(module, self.plan, **self.options)

@@ -21,7 +21,7 @@ from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.module.whole import whole_parameters
 from shardgraph.plans.plan import Plan
-from shardgraph.trainers.batches import check_options, check_own_batches
+from shardgraph.trainers.batches import check_lightning_precision, check_options, check_own_batches
 from shardgraph.trainers.whole_optimizer import WholeOptimizer
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -63,11 +63,7 @@ class ShardGraphStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Compile the modules of the LightningModule; once, also if another stage follows."""
-        if self.precision_plugin.precision not in ("32-true", "bf16-mixed", "64-true"):
-            raise ShardGraphError(
-                f"precision={self.precision_plugin.precision!r} of the Trainer cannot be under a plan: use "
-                "'bf16-mixed', or options={'precision': 'bf16'} of the strategy"
-            )
+        check_lightning_precision(self.precision_plugin.precision, "the Trainer")
         check_own_batches(self.plan, self.options.get("mesh"), "Lightning")
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -121,7 +117,9 @@ class ShardGraphStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         compiled = [
-            (*each[:2], each[2]) for each in _parts(self.lightning_module) if isinstance(each[2], ShardedModule)
+            (parent, name, child)
+            for parent, name, child in _parts(self.lightning_module)
+            if isinstance(child, ShardedModule)
         ]
         with ExitStack() as stack:
             for parent, name, sharded in compiled:
