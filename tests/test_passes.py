@@ -109,6 +109,14 @@ def test_reductions_are_awaited_behind_later_ones():
     assert kinds == [ir.REDUCE_SCATTER, ir.REDUCE_SCATTER, ir.WAIT, ir.REDUCE_SCATTER, ir.WAIT, ir.WAIT]
 
 
+def test_each_reduction_of_a_gradient_over_two_axes_is_awaited_behind_later_ones():
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    nodes = list(build(replace(preset("hsdp", mesh), prefetch=1)).backward.graph.nodes)
+    reductions = [node for node in nodes if node.target in (ir.REDUCE_SCATTER, ir.ALL_REDUCE)]
+    assert len(reductions) == 6
+    assert not any(next(iter(start.users)) is start.next for start in reductions)
+
+
 def test_no_sync_has_no_reductions_and_returns_whole_gradients():
     local = build(preset("zero2", {"dp": 2})).graph("local")
     assert operations(local) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -60,17 +61,27 @@ def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
     for node in gm.graph.nodes:
         if node in REDUCES:
             chains[REDUCES.of(node)].append(node)
-    tails = []
-    for chain in chains.values():
-        wait = next((i for i, node in enumerate(chain) if node.target is WAIT), None)
-        if wait is not None:
-            tails.append((chain[wait - 1], chain[wait:]))
-    tails.sort()
-    for i, (_, tail) in enumerate(tails):
-        last = i + depth >= len(tails)
-        point = gm.graph.output_node() if last else tails[i + depth][0].next
-        for node in tail:
-            point.prepend(node)
+    parts = sorted(filter(None, map(_after_waits, chains.values())), key=lambda of_chain: of_chain[0])
+    ends = [start for start, _ in parts]  # the last node that is put behind each start
+    # The second collective of a gradient, over another axis, is awaited as much later again.
+    for number in range(max((len(tails) for _, tails in parts), default=0)):
+        for i, (_, tails) in enumerate(parts):
+            if number < len(tails):
+                later = i + (number + 1) * depth
+                for node in tails[number]:
+                    if later < len(ends):
+                        ends[later].append(node)
+                        ends[later] = node
+                    else:
+                        gm.graph.output_node().prepend(node)
+
+
+def _after_waits(chain: Sequence[fx.Node]) -> tuple[fx.Node, list[list[fx.Node]]] | None:
+    """The first collective of a reduction, and its nodes from each wait on to the next; None if it has none."""
+    waits = [i for i, node in enumerate(chain) if node.target is WAIT]
+    if not waits:
+        return None
+    return chain[waits[0] - 1], [list(chain[begin:end]) for begin, end in pairwise([*waits, len(chain)])]
 
 
 @dataclass(frozen=True)
