@@ -106,6 +106,38 @@ def test_a_cut_between_layers_sends_hidden_states_and_nothing_else():
     assert [tuple(each.shape) for each in program.stages[0].returned] == [hidden]
 
 
+class Doubled(torch.autograd.Function):
+    """``x @ weight * 2``, whose backward computes from saved values before it uses a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ (weight.t() * 2), (x.t() * 2) @ gradient
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x, self.weight).tanh()
+
+
+def test_the_backward_of_an_autograd_function_is_in_the_stage_of_its_forward():
+    model = nn.Sequential(*(Doubling() for _ in range(4)))
+    plan = preset("pp", {"pp": 2}, Pipeline(2, stages=("2",)))
+    joint = capture(model, (torch.randn(2, 4, requires_grad=True),), {}, device=torch.device("cpu"))
+    program = lower(joint, plan, named_shapes(model))
+    assert [tuple(each.shape) for each in program.stages[1].received] == [(2, 4)]
+    assert [tuple(each.shape) for each in program.stages[0].returned] == [(2, 4)]
+
+
 def test_a_layer_that_begins_a_stage_has_its_weight_there_alone():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     joint = capture(model, (torch.randn(2, 4),), {}, device=torch.device("cpu"))

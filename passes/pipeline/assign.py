@@ -93,6 +93,8 @@ def _assign_backward(
     numbered = [node for node in gm.graph.nodes if node in inside and node not in anywhere and node in SEQUENCE]
     # The first of a number: an operation that needs no gradient has the number of the last one before it that does.
     forward = {SEQUENCE.of(node): home[node] for node in reversed(numbered)}
+    # In the backward of a torch.autograd.Function every operation has the last number of forward.
+    shared = max(forward, default=None)
     waiting: list[fx.Node] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node not in anywhere and node not in home:
@@ -100,8 +102,9 @@ def _assign_backward(
         if node.op != "call_function" or node in inside or node in anywhere:
             continue
         stages = [home[value] for value in node.all_input_nodes if value not in inside and value in home]
-        if node.target is not aten.add.Tensor and SEQUENCE.get(node) in forward:
-            stages.append(forward[SEQUENCE.of(node)])
+        number = SEQUENCE.get(node)
+        if node.target is not aten.add.Tensor and number in forward and (stages or number != shared):
+            stages.append(forward[number])
         if stages:
             home[node] = min(stages)
         else:
