@@ -13,17 +13,27 @@ ranks, where ``B`` is the larger of one rank's input and output in bytes:
 
 Time follows the alpha-beta model: one latency per step of the algorithm, plus bytes over bandwidth (R. Hockney, "The
 communication challenge for MPP", Parallel Computing 20(3), 1994), both per operation where the link or the cluster has
-a value for it. An all-reduce uses the better of a ring and a double binary tree, whose steps grow with the logarithm
-of the ranks (P. Sanders, J. Speck, J. L. Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-scan", Parallel Computing 35(12), 2009).
+a value for it. Steps are counted inside a node and between nodes apart, each at the latency of its link. In a group of
+``n`` a ring takes ``n - 1`` steps, an all-reduce twice as many; of more ranks, trees and their like take a number that
+grows with the logarithm: a double binary tree for an all-reduce (P. Sanders, J. Speck, J. L. Traeff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009; NCCL since 2.4), and for
+all-gather and reduce-scatter NCCL's PAT (S. Jeaugey, "PAT: a new algorithm for all-gather and reduce-scatter operations
+at scale", arXiv:2506.20252). So a collective is never cheaper than one that it contains.
+
+Bandwidth inside a node is the link's. A collective between nodes has as many rings, or trees, through the network as it
+has ranks in a node, so the bandwidth of as many shares of the network, at most that inside a node (how NCCL builds its
+rings: https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/). In an all-to-all each rank
+sends what leaves the node through its own share. A switch that reduces (NVLink SHARP, an efficiency above 1) does so
+inside a node only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
-from shardgraph.cost_models.device import Link
+from shardgraph.cost_models.group import Group
 from shardgraph.errors import ShardGraphError, nearest
 
 WIRE_RULES: dict[str, Callable[[int, int, int], int]] = {
@@ -57,21 +67,39 @@ def collective_seconds(
     operation: str,
     operand: int,
     result: int,
-    ranks: int,
-    link: Link,
+    group: Group,
     efficiency: Mapping[str, float],
     on: Arithmetic = NUMBERS,
 ) -> float:
-    """Seconds of one ``operation`` among ``ranks`` joined by ``link``; 0 for a group of one.
+    """Seconds of one ``operation`` of a ``group``; 0 for a group of one.
 
     ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1. The other arguments and
     errors are those of :func:`wire_bytes`.
     """
-    sent = wire_bytes(operation, operand, result, ranks, on)
-    if ranks == 1:
+    sent = wire_bytes(operation, operand, result, group.ranks, on)
+    if group.ranks == 1:
         return 0.0
-    transfer = sent / (link.bandwidth * efficiency.get(operation, 1.0))
-    steps: float = 1 if operation == "send" else ranks - 1
-    if operation == "all_reduce":
-        steps = on.minimum(2 * steps, 2 * on.log2(ranks))
-    return steps * link.latencies.get(operation, link.latency) + transfer
+    attained, intra, inter = efficiency.get(operation, 1.0), group.intra, group.inter
+    steps = _STEPS[operation]
+    if inter is None:
+        return steps(group.ranks, on) * intra.latency_of(operation) + sent / (intra.bandwidth * attained)
+    between = steps(group.nodes, on) * inter.latency_of(operation)
+    if operation in ("send", "all_to_all_single"):  # each rank's bytes take its own share of the network
+        outside = 1 if operation == "send" else (group.ranks - group.inside) / (group.ranks - 1)
+        return between + sent * outside / (on.minimum(intra.bandwidth, inter.bandwidth) * min(attained, 1.0))
+    bandwidth = on.minimum(intra.bandwidth, inter.bandwidth * group.inside) * min(attained, 1.0)
+    return steps(group.inside, on) * intra.latency_of(operation) + between + sent / bandwidth
+
+
+def _ring_or_tree(rounds: int) -> Callable[[Any, Arithmetic], Any]:
+    """The steps of ``rounds`` rings over ``n`` ranks, or of trees if those are fewer."""
+    return lambda n, on: on.minimum(rounds * (n - 1), 2 * on.log2(n))
+
+
+_STEPS: dict[str, Callable[[Any, Arithmetic], Any]] = {
+    "all_gather_into_tensor": _ring_or_tree(1),
+    "reduce_scatter_tensor": _ring_or_tree(1),
+    "all_to_all_single": _ring_or_tree(1),
+    "all_reduce": _ring_or_tree(2),
+    "send": lambda n, on: 1,
+}

@@ -69,6 +69,10 @@ class Link:
                 f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
             )
 
+    def latency_of(self, operation: str) -> float:
+        """Seconds per message of an operation."""
+        return self.latencies.get(operation, self.latency)
+
 
 @dataclass(frozen=True)
 class Host:

@@ -14,6 +14,7 @@ from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Tr
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Link, Rate
+from shardgraph.cost_models.group import Group
 from shardgraph.errors import ClusterError
 
 pytestmark = pytest.mark.timeout(120)
@@ -70,7 +71,7 @@ def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int)
         for operation in COLLECTIVES:
             given = size // ranks if operation == "all_gather_into_tensor" else size
             gotten = size // ranks if operation == "reduce_scatter_tensor" else size
-            seconds = collective_seconds(operation, given, gotten, ranks, link, efficiency)
+            seconds = collective_seconds(operation, given, gotten, Group.of_node(ranks, link), efficiency)
             transfers.append(Transfer(operation, given, gotten, seconds, added=0.0))
     fitted, attained = fit_link(transfers, ranks)
     assert (fitted.bandwidth, fitted.latency) == pytest.approx((link.bandwidth, link.latency), rel=1e-3)

@@ -12,7 +12,9 @@ import torch
 from shardgraph.cost_models.cluster import Cluster, known_devices
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import Device, Link, Rate
+from shardgraph.cost_models.group import Group
 from shardgraph.errors import ClusterError, ShardGraphError
+from shardgraph.mesh import Mesh
 from shardgraph.sizes import parse_bytes
 from tests.machines import toy_cluster, toy_device
 
@@ -53,8 +55,8 @@ def test_an_unknown_device_is_refused_with_the_nearest() -> None:
 
 
 def test_devices_that_a_name_does_not_cover_are_unknown() -> None:
-    with pytest.raises(ClusterError, match="no device 'NVIDIA H100 PCIe'"):
-        Cluster.of("NVIDIA H100 PCIe")
+    with pytest.raises(ClusterError, match="no device 'NVIDIA H100 NVL'"):
+        Cluster.of("NVIDIA H100 NVL")
 
 
 def test_a_cluster_has_as_many_devices_as_asked() -> None:
@@ -63,9 +65,21 @@ def test_a_cluster_has_as_many_devices_as_asked() -> None:
     assert Cluster.of("RTX-4090").world_size == 4
 
 
-def test_across_nodes_no_collective_attains_more_than_the_link() -> None:
+def test_a_switch_that_reduces_serves_groups_inside_a_node_however_many_nodes_there_are() -> None:
+    def all_reduce(nodes: int, ranks: int) -> float:
+        machine = Cluster.of("H100", nodes)
+        group = machine.group_of((("dp", ranks),), "dp")
+        return collective_seconds("all_reduce", GIB, GIB, group, machine.efficiency)
+
     assert Cluster.of("H100").efficiency["all_reduce"] > 1
-    assert max(Cluster.of("H100", nodes=2).efficiency.values()) <= 1
+    assert all_reduce(2, 8) == all_reduce(1, 8)
+    assert all_reduce(2, 16) > 2 * 15 / 16 * GIB / Cluster.of("H100").intra.bandwidth
+
+
+def test_a_network_can_be_given_with_a_known_device() -> None:
+    machine = Cluster.of("H100", 2, network=12.5e9)
+    assert machine.inter is not None and machine.inter.bandwidth == 12.5e9
+    assert machine.intra == Cluster.of("H100").intra
 
 
 @pytest.mark.parametrize(
@@ -77,14 +91,15 @@ def test_across_nodes_no_collective_attains_more_than_the_link() -> None:
 )
 def test_an_all_reduce_of_8_gib_takes_about_what_was_published(name: str, nodes: int, seconds: float) -> None:
     machine = Cluster.of(name, nodes)
-    priced = collective_seconds("all_reduce", 8 * GIB, 8 * GIB, 8, machine.intra, machine.efficiency)
+    group = machine.group_of((("dp", 8),), "dp")
+    priced = collective_seconds("all_reduce", 8 * GIB, 8 * GIB, group, machine.efficiency)
     assert priced == pytest.approx(seconds, rel=0.15)
 
 
 def test_an_all_reduce_across_four_h200_nodes_takes_about_what_was_published() -> None:
     machine = Cluster.of("H200", 4)
-    link = machine.link_of((("dp", 32),), "dp")
-    priced = collective_seconds("all_reduce", 16 * GIB, 16 * GIB, 32, link, machine.efficiency)
+    group = machine.group_of((("dp", 32),), "dp")
+    priced = collective_seconds("all_reduce", 16 * GIB, 16 * GIB, group, machine.efficiency)
     assert priced == pytest.approx(0.090191, rel=0.15)  # stas00/ml-engineering, todo.md
 
 
@@ -219,38 +234,51 @@ def test_a_mesh_that_is_larger_than_the_cluster_is_refused() -> None:
 
 
 def test_a_group_inside_a_node_uses_the_link_inside() -> None:
-    assert toy_cluster(nodes=2).link_of((("dp", 2), ("tp", 8)), "tp").bandwidth == 1e10
+    group = toy_cluster(nodes=2).group_of((("dp", 2), ("tp", 8)), "tp")
+    assert (group.ranks, group.inside, group.nodes, group.inter) == (8, 8, 1, None)
+
+
+def seconds_in(cluster: Cluster, mesh: Mesh, axis: str, operation: str = "all_gather_into_tensor") -> float:
+    """Of a collective whose larger tensor has as many GB as the group has ranks."""
+    group = cluster.group_of(mesh, axis)
+    nbytes = group.ranks * 10**9
+    return collective_seconds(operation, nbytes, nbytes, group, {})
 
 
 def test_a_group_of_one_rank_for_each_node_has_one_share_of_the_network() -> None:
-    assert toy_cluster(nodes=2).link_of((("dp", 2), ("tp", 8)), "dp").bandwidth == 1e9
+    assert seconds_in(toy_cluster(nodes=2), (("dp", 2), ("tp", 8)), "dp") == pytest.approx(1e9 / 1e9)
 
 
 def test_a_group_over_whole_nodes_has_all_shares_of_the_network() -> None:
-    assert toy_cluster(nodes=2).link_of((("dp", 16),), "dp").bandwidth == 8e9
-    assert toy_cluster(nodes=2, devices_per_node=16).link_of((("dp", 32),), "dp").bandwidth == 1e10  # not above intra's
+    assert seconds_in(toy_cluster(nodes=2), (("dp", 16),), "dp") == pytest.approx(15e9 / 8e9)
+    larger = toy_cluster(nodes=2, devices_per_node=16)
+    assert seconds_in(larger, (("dp", 32),), "dp") == pytest.approx(31e9 / 1e10)  # not above intra's
 
 
-LINK = Link(bandwidth=1e9, latency=1e-3)
+def test_in_an_all_to_all_each_rank_sends_what_leaves_its_node_through_its_own_share() -> None:
+    cluster = toy_cluster(nodes=2)
+    assert seconds_in(cluster, (("ep", 16),), "ep", "all_to_all_single") == pytest.approx(8e9 / 1e9)
 
 
-def test_an_all_gather_takes_a_ring() -> None:
-    assert collective_seconds("all_gather_into_tensor", 1000, 4000, 4, LINK, {}) == pytest.approx(3 * 1e-3 + 3e-6)
+GROUP = Group.of_node(4, Link(bandwidth=1e9, latency=1e-3))
+
+
+def test_an_all_gather_of_few_ranks_takes_a_ring() -> None:
+    assert collective_seconds("all_gather_into_tensor", 1000, 4000, GROUP, {}) == pytest.approx(3 * 1e-3 + 3e-6)
 
 
 def test_a_reduce_scatter_takes_a_ring_at_its_efficiency() -> None:
-    priced = collective_seconds("reduce_scatter_tensor", 4000, 1000, 4, LINK, {"reduce_scatter_tensor": 0.5})
+    priced = collective_seconds("reduce_scatter_tensor", 4000, 1000, GROUP, {"reduce_scatter_tensor": 0.5})
     assert priced == pytest.approx(3 * 1e-3 + 6e-6)
 
 
 def test_an_operation_takes_its_own_latency_inside_a_node_and_between_nodes() -> None:
-    link = replace(LINK, latencies={"all_gather_into_tensor": 2e-3})
-    cluster = replace(toy_cluster(nodes=2, devices_per_node=2), intra=link, inter=link)
-    for ranks in (2, 4):
-        found = cluster.link_of((("dp", ranks),), "dp")
-        gathered = collective_seconds("all_gather_into_tensor", 0, 0, ranks, found, {})
-        assert gathered == pytest.approx((ranks - 1) * 2e-3)
-        assert collective_seconds("reduce_scatter_tensor", 0, 0, ranks, found, {}) == pytest.approx((ranks - 1) * 1e-3)
+    intra, inter = (Link(1e9, 1e-3, {"all_gather_into_tensor": own}) for own in (2e-3, 5e-3))
+    cluster = replace(toy_cluster(nodes=2, devices_per_node=2), intra=intra, inter=inter)
+    for ranks, gathered, scattered in ((2, 2e-3, 1e-3), (4, 2e-3 + 5e-3, 2e-3)):
+        group = cluster.group_of((("dp", ranks),), "dp")
+        assert collective_seconds("all_gather_into_tensor", 0, 0, group, {}) == pytest.approx(gathered)
+        assert collective_seconds("reduce_scatter_tensor", 0, 0, group, {}) == pytest.approx(scattered)
 
 
 def test_a_negative_latency_is_refused() -> None:
@@ -259,15 +287,38 @@ def test_a_negative_latency_is_refused() -> None:
 
 
 def test_an_all_reduce_of_two_takes_a_ring_and_of_many_a_tree() -> None:
-    two = collective_seconds("all_reduce", 4000, 4000, 2, LINK, {})
-    many = collective_seconds("all_reduce", 4000, 4000, 64, LINK, {})
+    two = collective_seconds("all_reduce", 4000, 4000, replace(GROUP, ranks=2), {})
+    many = collective_seconds("all_reduce", 4000, 4000, replace(GROUP, ranks=64), {})
     assert two == pytest.approx(2 * 1e-3 + 4e-6)
     assert many == pytest.approx(2 * log2(64) * 1e-3 + 2 * 63 / 64 * 4e-6)
 
 
 @pytest.mark.parametrize("operation", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"])
 def test_a_collective_of_one_rank_takes_no_time(operation: str) -> None:
-    assert collective_seconds(operation, 4000, 4000, 1, LINK, {}) == 0
+    assert collective_seconds(operation, 4000, 4000, replace(GROUP, ranks=1), {}) == 0
+
+
+@pytest.mark.parametrize("nbytes", [2**10, 2**20, 2**30])
+@pytest.mark.parametrize("ranks", [2, 8, 16, 64, 2048])
+@pytest.mark.parametrize("name", ["A100", "H100", "V100"])
+def test_a_collective_is_never_cheaper_than_one_that_it_contains(name: str, ranks: int, nbytes: int) -> None:
+    machine = Cluster.of(name, -(-ranks // 8))
+
+    def priced(operation: str, size: int, ranks: int = ranks) -> float:
+        return collective_seconds(operation, size, size, machine.group_of((("dp", ranks),), "dp"), machine.efficiency)
+
+    for part in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert priced("all_reduce", nbytes) >= priced(part, nbytes)
+        assert priced(part, nbytes) >= priced(part, nbytes // 2, max(2, ranks // 2))  # of half of the ranks
+        assert priced(part, 2 * nbytes) >= priced(part, nbytes)
+
+
+def test_the_latency_of_a_collective_grows_with_the_logarithm_of_the_nodes() -> None:
+    def latency(nodes: int) -> float:
+        group = Cluster.of("H100", nodes).group_of((("dp", 8 * nodes),), "dp")
+        return collective_seconds("all_gather_into_tensor", 0, 0, group, {})
+
+    assert latency(2048) - latency(1024) == pytest.approx(latency(1024) - latency(512))
 
 
 def test_kinds_that_a_device_does_not_tell_apart_cost_what_the_plainer_costs() -> None:

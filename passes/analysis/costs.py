@@ -62,7 +62,7 @@ class NodeCost:
 
     ``kind`` is one of those of :mod:`shardgraph.cost_models.device`, ``"collective"``, ``"copy"`` (between host and
     device), or ``"free"`` for waits and nodes that call no operator; ``dtype`` is that of the first floating-point
-    result. ``read`` and ``written`` are bytes.
+    result, or operand of work counted in FLOPs. ``read`` and ``written`` are bytes.
     ``causal`` is the sequence length of causal attention that skips masked blocks, whose FLOPs are counted in full;
     otherwise 0. ``known`` is False for an operation without a formula, which is priced by its bytes.
     """
@@ -109,6 +109,7 @@ def _cost(node: fx.Node) -> NodeCost:
         kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         causal = _causal_length(node) if kind == "attention" else 0
+        dtype = _dtype(operands) or dtype  # a product in 8 bits has a result of more
         return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, causal)
     known = _kind_by_bytes(node, name)
     if name == "_safe_softmax":  # a softmax, a comparison of its input, and a choice between its output and 0

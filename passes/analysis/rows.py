@@ -87,8 +87,8 @@ class Prices:
 
     def collective(self, operation: str, taken: int, returned: int, axis: str) -> float:
         """Seconds of one ``operation`` over ``axis``; ``taken`` and ``returned`` are a rank's bytes in and out."""
-        link, ranks = self.cluster.link_of(self.mesh, axis), size_along(self.mesh, axis)
-        return collective_seconds(operation, taken, returned, ranks, link, self.cluster.efficiency)
+        group = self.cluster.group_of(self.mesh, axis)
+        return collective_seconds(operation, taken, returned, group, self.cluster.efficiency)
 
     def copy(self, node: fx.Node) -> float:
         """Seconds of a copy between host and device on its stream."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 from torch import fx
@@ -12,17 +11,12 @@ from torch import fx
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.arithmetic import EXPRESSIONS
 from shardgraph.cost_models.collectives import collective_seconds, wire_bytes
+from shardgraph.cost_models.group import Group
 from shardgraph.ir import ALL_GATHER, REDUCE_SCATTER, group_of
 from shardgraph.mesh import axes_of, position_of
 from shardgraph.passes.analysis.costs import NodeCost
 from shardgraph.passes.analysis.rows import Prices, operation_of
 from shardgraph.passes.analysis.sized import Sizes
-
-
-class _Link(NamedTuple):
-    bandwidth: Any
-    latency: float
-    latencies: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -39,22 +33,22 @@ class SizedPrices(Prices):
         taken, returned, ranks = self._sizes(node)
         cluster, operation = self.cluster, operation_of(node)
 
-        def seconds(link: Any) -> Any:
-            return collective_seconds(operation, taken, returned, ranks, link, cluster.efficiency, EXPRESSIONS)
+        def seconds(group: Group) -> Any:
+            return collective_seconds(operation, taken, returned, group, cluster.efficiency, EXPRESSIONS)
 
+        here = seconds(Group.of_node(ranks, cluster.intra))
         if cluster.inter is None:
-            return seconds(cluster.intra)
-        # As Cluster.link_of: in a node, or as many rings through the network as the group has members in a node.
+            return here
+        # As Cluster.group_of.
         members, inside = sympy.Integer(1), sympy.true
         for axis in axes_of(group_of(node)):
             inner = self.mesh[position_of(self.mesh, axis) + 1 :]
             stride = sympy.Mul(*(self.sizes.axes[name] for name, _ in inner))
-            here = sympy.Min(self.sizes.axes[axis], sympy.floor(cluster.devices_per_node / stride))
-            members *= sympy.Max(1, here)
+            along = sympy.Min(self.sizes.axes[axis], sympy.floor(cluster.devices_per_node / stride))
+            members *= sympy.Max(1, along)
             inside &= sympy.Le(stride * self.sizes.axes[axis], cluster.devices_per_node)
-        bandwidth = sympy.Min(cluster.intra.bandwidth, cluster.inter.bandwidth * members)
-        spanning = _Link(bandwidth, cluster.inter.latency, cluster.inter.latencies)
-        return sympy.Piecewise((seconds(cluster.intra), inside), (seconds(spanning), True))
+        spanning = Group(ranks, members, sympy.ceiling(ranks / members), cluster.intra, cluster.inter)
+        return sympy.Piecewise((here, inside), (seconds(spanning), True))
 
     def copy(self, node: fx.Node) -> Any:
         link = self.cluster.device.linked_host.link

@@ -16,6 +16,7 @@ from shardgraph.calibration.timings import Measurements, Sample, Transfer
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Device, Host, Link, Rate
+from shardgraph.cost_models.group import Group
 from shardgraph.sizes import aligned, format_seconds
 
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
@@ -44,7 +45,18 @@ def fit(measured: Measurements) -> Cluster:
         source=source,
         host=fit_host(measured.host),
     )
-    return Cluster("measured", device, measured.ranks, 1, link, None, overlap, efficiency, source)
+    doubt = _doubt(measured.samples, device)
+    return Cluster("measured", device, measured.ranks, 1, link, None, overlap, efficiency, doubt, source)
+
+
+def _doubt(samples: Sequence[Sample], device: Device) -> float:
+    """How far off the sum of all operations would be if every one of them erred to the same side."""
+    errors = [abs(_fitted(sample, device) - sample.seconds) for sample in samples]
+    return sum(errors) / sum(sample.seconds for sample in samples) if samples else 0.0
+
+
+def _fitted(sample: Sample, device: Device) -> float:
+    return device.rates[sample.kind].seconds(sample.work, sample.moved)
 
 
 def fit_rate(samples: Sequence[Sample]) -> Rate:
@@ -152,7 +164,8 @@ def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
 
 
 def _predict(transfer: Transfer, ranks: int, link: Link, efficiency: Mapping[str, float]) -> float:
-    return collective_seconds(transfer.operation, transfer.operand, transfer.result, ranks, link, efficiency)
+    group = Group.of_node(ranks, link)
+    return collective_seconds(transfer.operation, transfer.operand, transfer.result, group, efficiency)
 
 
 def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

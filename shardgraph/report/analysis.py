@@ -63,6 +63,18 @@ class StepCosts:
         return self.peak_memory <= self.cluster.device.memory
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """The seconds between which a step is expected to be in 8 of 10 cases, by the cluster's
+        :attr:`~shardgraph.cost_models.cluster.Cluster.doubt`."""
+        return self.time.total / (1 + self.cluster.doubt), self.time.total * (1 + self.cluster.doubt)
+
+    @property
+    def _between(self) -> str:
+        """The interval, for people."""
+        low, high = self.interval
+        return f" ({format_seconds(low)} to {format_seconds(high)})" if self.cluster.doubt else ""
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second over all ranks; 0 for inputs that are not sequences."""
         return self.tokens / self.time.total if self.time.total else 0.0
@@ -85,6 +97,7 @@ class StepCosts:
         return {
             "fits": self.fits,
             "step": self.time.total,
+            "interval": self.interval,
             **{kind: getattr(self.time, kind) for kind in kinds},
             **{name: getattr(self, name) for name in ("flops", "mfu", "tokens_per_second", "samples")},
         }
@@ -256,7 +269,7 @@ class Analysis(StepCosts):
             f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
             f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half}){self._excess}",
             "    " + _by_size(self.peak.memory),
-            f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
+            f"  step {format_seconds(time.total)}{self._between}: compute {format_seconds(time.compute)}, optimizer "
             f"{format_seconds(time.optimizer)}, communication {format_seconds(time.communication)} of which "
             f"{format_seconds(time.exposed)} exposed",
             f"  {self.flops / 1e9:,.1f} GFLOP" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")

@@ -1,0 +1,28 @@
+"""Where the ranks of a collective are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardgraph.cost_models.device import Link
+
+
+@dataclass(frozen=True)
+class Group:
+    """``ranks`` ranks, ``inside`` of them on each of ``nodes`` nodes.
+
+    ``intra`` joins those of a node; ``inter``, one rank's share of the network, those of several nodes; None for a
+    group inside a node. The numbers may be sympy expressions.
+    """
+
+    ranks: Any
+    inside: Any
+    nodes: Any
+    intra: Link
+    inter: Link | None = None
+
+    @classmethod
+    def of_node(cls, ranks: Any, link: Link) -> Group:
+        """A group of ranks on one node, joined by ``link``."""
+        return cls(ranks, ranks, 1, link)
