@@ -167,6 +167,8 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     [
         pytest.param(llama(6), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
         pytest.param(llama(6), "zero2", id="llama-zero2", marks=pytest.mark.slow),
+        pytest.param(llama(6), "fsdp+tp+sp", id="llama-tp"),
+        pytest.param(llama(6), "recomputed", id="llama-recomputed"),
         pytest.param(gpt2(6), "ddp", id="gpt2-ddp", marks=pytest.mark.slow),
         pytest.param(gpt2(6), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
         pytest.param(gpt2(6), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
@@ -178,7 +180,9 @@ def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, pla
     def analysis(fold):
         monkeypatch.setattr(source, "find_stack", lambda model: find_stack(model, least=5) if fold else None)
         cluster = toy_cluster(memory=16 * GIB)
-        return shardgraph.analyze(model, plan=plan, example_kwargs=text(), mesh={"dp": 4}, cluster=cluster)
+        mesh = {"dp": 2, "tp": 2} if "tp" in plan else {"dp": 4}
+        options = {"plan": "fsdp", "recompute": "full"} if plan == "recomputed" else {"plan": plan}
+        return shardgraph.analyze(model, example_kwargs=text(), mesh=mesh, cluster=cluster, **options)
 
     folded, whole = analysis(True), analysis(False)
     assert len(folded.rows) == len(whole.rows) and folded.flops == whole.flops

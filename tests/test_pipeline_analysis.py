@@ -12,7 +12,7 @@ from shardgraph.report.pipeline import PipelineAnalysis
 from tests import pipelines
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
-from tests.test_analysis import gpt2, text
+from tests.test_analysis import gpt2, llama, text
 from tests.zoo import make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -105,3 +105,32 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
 def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule):
     for measured, predicted in on_ranks(pipelines.peaks, 2, args=(Pipeline(4, schedule),)):
         assert predicted == pytest.approx(measured, rel=0.02)
+
+
+# -- pipelines of which a few layers are analysed --------------------------------------------------------------
+
+
+@pytest.mark.quick("1f1b", "interleaved")
+@pytest.mark.parametrize(
+    ("plan", "mesh", "pipeline"),
+    [
+        pytest.param("pp+fsdp", {"dp": 2}, Pipeline(8, balance=(3, 4, 4, 3)), id="1f1b"),
+        pytest.param("pp+tp", {"tp": 2}, Pipeline(8, "interleaved-1f1b", balance=(2, 2, 2, 1) * 2), id="interleaved"),
+        pytest.param("pp", {}, Pipeline(8, "zbv", balance=(2, 2, 2, 1) * 2), id="zbv"),
+        pytest.param("pp", {}, Pipeline(8, checkpoint="always", balance=(3, 4, 4, 3)), id="checkpoint"),
+    ],
+)
+def test_a_pipeline_of_equal_layers_is_analysed_from_two_short_ones_with_the_same_result(plan, mesh, pipeline):
+    wanted = preset(plan, {"pp": 4, **mesh}, pipeline)
+    given = {"example_kwargs": text(8), "cluster": toy_cluster()}
+    folded, whole = (shardgraph.analyze(llama(14), (), wanted, fold=fold, **given) for fold in (True, False))
+    assert folded.peak_memory == whole.peak_memory and folded.flops == whole.flops
+    assert folded.time.total == pytest.approx(whole.time.total, rel=1e-4)
+    assert folded.plan.pipeline == whole.plan.pipeline
+
+
+def test_stages_that_begin_inside_of_a_layer_are_analysed_whole():
+    inside = ("model.layers.3.mlp", "model.layers.7", "model.layers.10")
+    plan = preset("pp", {"pp": 4}, Pipeline(8, stages=inside))
+    found = shardgraph.analyze(llama(14), (), plan, example_kwargs=text(8), cluster=toy_cluster())
+    assert found.plan.pipeline is not None and found.plan.pipeline.stages == inside

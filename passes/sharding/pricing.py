@@ -33,7 +33,7 @@ from shardgraph.ir.attributes import ROLE
 from shardgraph.passes.analysis.costs import NodeCost
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.sharding.options import Option, operands, results
-from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, is_cut
+from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, cut_of, is_cut
 
 CLUSTER = "H100"
 """The cluster that placements are priced on: nodes of eight of these devices with NVLink, as in ``devices.yaml``.
@@ -46,6 +46,7 @@ OPTIMIZER = "adamw"
 """The optimizer whose update is priced on every rank that holds a parameter."""
 
 _BETWEEN = 1 / 16
+_TIE = 1 / 1024
 
 
 class PlacementPrices:
@@ -84,7 +85,7 @@ class PlacementPrices:
         """Seconds of an operation under an option, including its lowering's communication."""
         values = [(operand.meta["val"], p) for operand, p in zip(operands(node), option.operands, strict=True)]
         values += [(v, p) for v, p in zip(results(node), option.results, strict=True) if p is not None]
-        moved = sum(self.grown(value) / (self.parts if is_cut(p) else 1) for value, p in values)
+        moved = sum(self.grown(value) * self._share(p) for value, p in values)
         # A lowering reduces 4-byte elements, in two collectives; its ring communication overlaps with computation.
         sent, passed = 2 * self.scale * option.sent, 4 * self.scale * option.passed
         reduced = 2 * self.collective("all_reduce", sent, sent) if sent else 0.0
@@ -110,6 +111,16 @@ class PlacementPrices:
     def grown(self, value: torch.Tensor) -> float:
         """A tensor's bytes at training size: two of its dimensions are scaled, or the only one."""
         return value.nbytes * self.scale ** (min(value.dim(), 2) / 2)
+
+    def _share(self, placement: Placement) -> float:
+        """The fraction of a tensor that a rank reads or writes; a little more if it is a partial sum or in blocks.
+
+        So ties are decided alike in every layer and for every depth: partial sums are reduced early, and a dimension is
+        cut as a whole.
+        """
+        share = 1 / self.parts if is_cut(placement) else 1.0
+        in_blocks = is_cut(placement) and cut_of(placement)[1] > 1
+        return share * (1 + _TIE if in_blocks or placement == PARTIAL else 1.0)
 
     def _traffic(self, nbytes: float) -> float:
         """Seconds to read or write memory; launches cost the same in every placement, and are left out."""

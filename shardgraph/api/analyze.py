@@ -19,8 +19,8 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.report.analysis import Analysis
-from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.search.analysis import analyze_source
+from shardgraph.report.pipeline import PipelineAnalysis
+from shardgraph.search.analysis import analyze_pipeline_source, analyze_source
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
@@ -94,5 +94,4 @@ def analyze(
     if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
     loss = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
-    program = Source(question.about(example_inputs, kwargs, loss)).program()  # of one microbatch
-    return analyze_pipeline(program, question.machine, optimizer=optimizer, fused=fused)
+    return analyze_pipeline_source(Source(question.about(example_inputs, kwargs, loss), fused, fold))

@@ -88,7 +88,7 @@ def extend(shallow: Sequence[Sequence[Row]], layers: int) -> list[Row]:
 
 def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
     first, second, third = programs
-    few, some, many = ([_mark(row) for row in program] for program in programs)
+    few, some, many = ([mark(row) for row in program] for program in programs)
     length = len(second) - len(first)
     differ = next((i for i, (a, b) in enumerate(zip(few, some, strict=False)) if a != b), len(first))
     # One segment earlier: tensors that all layers share die in the last layer that runs, which looks the same.
@@ -118,9 +118,9 @@ def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row
         yield replace(_shifted(first, second, third, more), read=read, written=written, seconds=seconds)
 
 
-def _mark(row: Row) -> tuple[object, ...]:
+def mark(row: Row) -> tuple[object, ...]:
     """Equal for two rows that are the same operation in two layers."""
-    label = re.sub(r"\d+", "#", row.label)
+    label = re.sub(r"\d+", "#", re.sub(r"_\d+\b", "", row.label))  # the first of several names has no number
     module = re.sub(r"\.\d+\b", ".#", row.module)
     return row.operation, module, label, row.flops, row.read, row.written, row.sent, row.seconds, row.waits
 

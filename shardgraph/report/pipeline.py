@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -140,7 +140,7 @@ class PipelineAnalysis(StepCosts):
         lines = [
             f"plan {self.plan.name} on {self.cluster.name}, {self.plan.world_size} ranks: {pipeline}",
             f"  memory {format_bytes(self.peak_memory)} at most{self._excess}",
-            f"  step {format_seconds(time.total)}: compute {format_seconds(time.compute)}, optimizer "
+            f"  step {format_seconds(time.total)}{self._between}: compute {format_seconds(time.compute)}, optimizer "
             f"{format_seconds(time.optimizer)}, waits {format_seconds(time.bubble)}; bubbles are "
             f"{self.bubble_fraction:.1%} of the schedule",
             f"  {'stage':<7}{'rank':>5}{'forward':>12}{'backward':>12}{'saved':>12}{'state':>12}{'rank peak':>13}",
@@ -153,14 +153,17 @@ class PipelineAnalysis(StepCosts):
 
 
 def analyze_pipeline(
-    program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False
+    program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False, whole: Plan | None = None
 ) -> PipelineAnalysis:
-    """Like :func:`shardgraph.report.analysis.analyze_program`, for microbatches that all have the program's sizes."""
+    """Like :func:`shardgraph.report.analysis.analyze_program`, for microbatches that all have the program's sizes.
+
+    ``whole`` is the plan on whose mesh messages are priced, by default the program's.
+    """
     plan = program.plan
     pipeline = plan.pipeline
     assert pipeline is not None
     cluster.check_mesh(plan.whole_mesh)
-    costs = _Stages(program, cluster, optimizer, fused)
+    costs = _Stages(program, cluster, optimizer, fused, whole or plan)
     stages = tuple(map(costs.analysis, program.stages))
     schedule = simulate_schedule(program.actions, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     samples, tokens = (plan.data_size * pipeline.parts * count for count in batch_of(program))
@@ -175,6 +178,7 @@ class _Stages:
     cluster: Cluster
     optimizer: str
     fused: bool
+    whole: Plan
 
     def analysis(self, stage: StageProgram) -> StageAnalysis:
         plan, context, device = self.program.plan, self.program.context, self.cluster.device
@@ -229,8 +233,8 @@ class _Stages:
             backward=backward,
             backward_input=inputs,
             backward_weight=weights,
-            send_output=message_seconds(following, self.program.plan, self.cluster),
-            send_gradient=message_seconds(preceding, self.program.plan, self.cluster),
+            send_output=message_seconds(following, self.whole, self.cluster),
+            send_gradient=message_seconds(preceding, self.whole, self.cluster),
             saved=saved,
             kept=kept,
             fixed=fixed,
@@ -284,5 +288,5 @@ def message_seconds(tensors: Iterable[torch.Tensor], plan: Plan, cluster: Cluste
     """Seconds to send ``tensors`` to the previous or next stage; 0 if there are none."""
     assert plan.pipeline is not None
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    link = cluster.link_of(plan.whole_mesh, plan.pipeline.axis)
-    return collective_seconds("send", nbytes, nbytes, 2, link, cluster.efficiency) if nbytes else 0.0
+    group = replace(cluster.group_of(plan.whole_mesh, plan.pipeline.axis), ranks=2)
+    return collective_seconds("send", nbytes, nbytes, group, cluster.efficiency) if nbytes else 0.0

@@ -6,9 +6,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardgraph.errors import CaptureError
+from shardgraph.errors import CaptureError, PlanError
+from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import NotPeriodicError, extend
+from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.report.pipeline_folding import extend_stages, layers_of_stages, short
 from shardgraph.search.source import Source
 from shardgraph.search.symbolic import Symbolic, symbolic
 
@@ -23,6 +26,25 @@ def analyze_source(source: Source) -> Analysis:
         except (NotPeriodicError, CaptureError):
             pass  # models that count layers or index them by number do not fold
     return _whole(source)
+
+
+def analyze_pipeline_source(source: Source) -> PipelineAnalysis:
+    """The analysis of a pipeline's step, likewise."""
+    plan, stack = source.plan, source.stack
+    assert plan.pipeline is not None
+    layers = layers_of_stages(plan.pipeline, stack) if stack is not None else ()
+    if stack is not None and layers:
+        try:
+            one, two = (_stages(source.shortened(stack, short(plan, each)), plan) for each in (1, 2))
+            return extend_stages(one, two, stack.path, layers, plan.pipeline)
+        except (PlanError, CaptureError):
+            pass  # its schedule cannot run fewer stages, or the model does not fold
+    return _stages(source, plan)
+
+
+def _stages(source: Source, whole: Plan) -> PipelineAnalysis:
+    machine, optimizer = source.question.machine, source.question.optimizer
+    return analyze_pipeline(source.program(), machine, optimizer=optimizer, fused=source.fused, whole=whole)
 
 
 def _whole(source: Source) -> Analysis:

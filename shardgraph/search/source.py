@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
@@ -40,7 +42,7 @@ class Source:
         """The stack of equal layers of which a few are enough to analyse; None if there is none that the plan treats
         alike, or a choice is open that needs all layers."""
         question = self.question
-        if not self.fold or question.automatic or question.budgeted or question.plan.pipeline is not None:
+        if not self.fold or question.automatic or question.budgeted:
             return None
         stack = find_stack(question.model)
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
@@ -54,8 +56,16 @@ class Source:
     def shallow(self, stack: Stack) -> Iterator[Source]:
         """The same analysis for copies of the model with only a few layers of its ``stack``."""
         for layers in SHALLOW:
-            model = shortened(self.question.model, stack, layers)
-            yield replace(self, question=replace(self.question, model=model, call=replace(self.call, model=model)))
+            yield self._of(shortened(self.question.model, stack, layers), self.plan)
+
+    def shortened(self, stack: Stack, plan: Plan) -> Source:
+        """The same analysis under a pipeline of fewer layers of ``stack``, those that ``plan`` balances."""
+        assert plan.pipeline is not None
+        return self._of(shortened(self.question.model, stack, sum(plan.pipeline.balance)), plan)
+
+    def _of(self, model: nn.Module, plan: Plan) -> Source:
+        call = replace(self.call, model=model)
+        return replace(self, question=replace(self.question, model=model, plan=plan, call=call))
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
         """The same analysis for a call of other sizes; see :meth:`Call.resized`."""

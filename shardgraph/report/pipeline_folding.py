@@ -1,0 +1,80 @@
+"""Pipelines of many equal layers are analysed from two short ones, whose stages have one layer each and two.
+
+A stage's seconds and bytes grow by the same amount with every layer. The first stage also has what comes before the
+layers, and the last what comes after them, so a short pipeline has a first, a last and one or two between them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from shardgraph.cost_models.schedules import StageCost, simulate_schedule
+from shardgraph.passes.analysis.rows import Row
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.report.folding import Stack, mark
+from shardgraph.report.pipeline import PipelineAnalysis, StageAnalysis
+
+
+def layers_of_stages(pipeline: Pipeline, stack: Stack) -> tuple[int, ...]:
+    """How many layers of a stack each stage has; empty if stages begin elsewhere than with a layer, or one has none."""
+    counts = pipeline.balance
+    if pipeline.stages:
+        beginnings = [name.removeprefix(f"{stack.path}.") for name in pipeline.stages]
+        if not all(each.isdecimal() for each in beginnings):
+            return ()
+        counts = tuple(after - before for before, after in pairwise([0, *map(int, beginnings), stack.layers]))
+    whole = sum(counts) == stack.layers and all(count > 0 for count in counts)
+    return counts if whole and len(counts) > 2 else ()
+
+
+def short(plan: Plan, layers: int) -> Plan:
+    """``plan`` with as few stages as its schedule allows, but three at least, each of so many layers."""
+    assert plan.pipeline is not None
+    ranks, stages = (3, 3) if plan.pipeline.stages_per_rank == 1 else (2, 4)
+    pipeline = replace(
+        plan.pipeline, ranks=ranks, balance=(layers,) * stages, stages=(), microbatches=plan.pipeline.parts
+    )
+    return replace(plan, pipeline=pipeline)
+
+
+def extend_stages(
+    one: PipelineAnalysis, two: PipelineAnalysis, stack: str, layers: Sequence[int], pipeline: Pipeline
+) -> PipelineAnalysis:
+    """The analysis of ``pipeline``, whose stages have ``layers`` of ``stack``, from those of the short plans."""
+    beginnings = tuple(f"{stack}.{layer}" for layer in [*accumulate(layers)][:-1])
+    pipeline = replace(pipeline, stages=beginnings, balance=())
+    last = len(layers) - 1
+    stages = []
+    for number, count in enumerate(layers):
+        at = 0 if number == 0 else -1 if number == last else 1
+        grown = _grown(one.stages[at], two.stages[at], count)
+        stages.append(replace(grown, number=number, rank=pipeline.rank_of(number)))
+    schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
+    return replace(one, plan=replace(one.plan, pipeline=pipeline), stages=tuple(stages), schedule=schedule)
+
+
+def _grown(one: StageAnalysis, two: StageAnalysis, layers: int) -> StageAnalysis:
+    def line(a: Any, b: Any) -> Any:
+        if isinstance(a, StageCost):
+            return StageCost(**{name: line(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__})
+        if isinstance(a, dict):
+            return {key: line(a.get(key, 0), b.get(key, 0)) for key in a | b}
+        return None if a is None else a + (layers - 1) * (b - a)
+
+    names = ("cost", "once", "update", "state", "gradients", "working")
+    values = {name: line(getattr(one, name), getattr(two, name)) for name in names}
+    return replace(one, rows=(*one.rows, *(layers - 1) * tuple(_added(one.rows, two.rows))), **values)
+
+
+def _added(few: Sequence[Row], many: Sequence[Row]) -> Iterator[Row]:
+    """The rows that one more layer adds."""
+    known = Counter(map(mark, few))
+    for row in many:
+        known[mark(row)] -= 1
+        if known[mark(row)] < 0:
+            yield row
