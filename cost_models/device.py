@@ -119,6 +119,11 @@ class Device:
                 )
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the device is a CPU of this machine: named as detection and calibration name it."""
+        return self.name.startswith("cpu")
+
+    @property
     def linked_host(self) -> Host:
         """The host of the device.
 

@@ -329,6 +329,32 @@ def input_gradients(pipeline: Pipeline) -> float:
     return max((mine.grad - theirs).abs().max().item() for mine, theirs in zip(inputs, expected, strict=True))
 
 
+class Summed(nn.Module):
+    """Two parameters whose gradients are one tensor, and one whose gradient repeats one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(2, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) + (self.a + self.b)).square().mean() + self.c.sum()
+
+
+def shared_gradients_error() -> float:
+    """The largest difference of a gradient of ``Summed``, added up over microbatches, from the unsharded model's."""
+    torch.manual_seed(0)
+    model, x = Summed().double(), torch.randn(8, 4, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    pipeline = Pipeline(4, "1f1b", stages=("second",))
+    sharded = shardgraph.compile(model, "pp", pipeline=pipeline, loss_fn=lambda loss, _: loss,
+                                 example_inputs=(x,), example_kwargs={"target": x})  # fmt: skip
+    sharded.train_step(x, target=x)
+    sum(original(part) / 4 for part in x.chunk(4)).backward()
+    gradients = {fqn: parameter.grad for fqn, parameter in original.named_parameters()}
+    return max((mine.grad - gradients[fqn]).abs().max().item() for fqn, mine in sharded.named_parameters())
+
+
 def offloaded_error(schedule: str) -> float:
     """How far training with offloaded activations is from the unsharded model's."""
     mesh, pipeline = {"pp": 2}, Pipeline(4, schedule)
@@ -340,15 +366,15 @@ def offloaded_peaks() -> tuple[int, int]:
     return peaks(Pipeline(4, "1f1b"), offload="activations")
 
 
-def peaks(pipeline: Pipeline, **more: Any) -> tuple[int, int]:
+def peaks(pipeline: Pipeline, vocabulary: int = 300, dropout: float = 0.0, **more: Any) -> tuple[int, int]:
     """The most bytes that this rank has live in a step: measured and predicted."""
     torch.manual_seed(0)
-    model = gpt2(4, vocab_size=300).to_empty(device="cpu")
+    model = gpt2(4, vocab_size=vocabulary).to_empty(device="cpu")
     model.init_weights()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    ids = torch.randint(300, (8, 16))
+            module.p = dropout
+    ids = torch.randint(vocabulary, (8, 16))
     call = {"input_ids": ids, "labels": ids}
     sharded = shardgraph.compile(model, "pp", pipeline=pipeline, example_kwargs=call, **more)
     optimizer = torch.optim.AdamW(sharded.parameters())

@@ -139,6 +139,15 @@ def test_a_gradient_through_a_batch_norm_of_transposed_positions_can_be_viewed(t
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_what_follows_a_batch_norm_may_write_to_its_result():
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)), torch.randn(4, 2, 5, 5)
+    original = copy.deepcopy(model)
+    for each in (original, compiled(model)):
+        each(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 # -- autocast ----------------------------------------------------------------------------------------------
 
 

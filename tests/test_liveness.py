@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardgraph import ir
 from shardgraph.ir import Buffer, Gradient, Input, Output, Parameter, Saved, Tangent
 from shardgraph.ir.attributes import MEMORY_KIND, ROLE, ROLES, VALUE, Labels, write
-from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory
+from shardgraph.passes.analysis.liveness import MemoryProfile, own_results, profile_memory
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.presets import preset
 from shardgraph.runtime.measure import PeakMemory
@@ -157,6 +157,25 @@ def test_an_all_reduce_works_on_a_copy_and_frees_its_input(build: Builder) -> No
     wait = build.call(ir.WAIT, start, kilobytes=4)
     profile = build.profile((Output(0), b), (Output(1), wait))
     assert profile.timeline == (4 * KB, 8 * KB, 12 * KB, 12 * KB, 12 * KB, 12 * KB)
+
+
+def test_results_that_share_memory_with_inputs_or_with_each_other_are_not_their_own(build: Builder) -> None:
+    x = build.given(Input(0), 4)
+    view = build.call(aten.view.default, x, [-1], kilobytes=4)
+    both = build.call(aten.neg.default, x, kilobytes=4)
+    alone = build.call(aten.neg.default, x, kilobytes=4)
+    again = build.call(aten.view.default, alone, [-1], kilobytes=4)
+    output = build.graph.output((view, both, both, again))
+    ROLES.set(output, [Output(i) for i in range(4)])
+    assert own_results(fx.GraphModule({}, build.graph)) == {Output(3)}
+
+
+def test_a_result_that_repeats_elements_is_not_its_own() -> None:
+    with FakeTensorMode():
+        gm = make_fx(lambda x: (x.sum().expand(8), x.neg()[:2], x.neg()))(torch.empty(8))
+    ROLE.set(next(iter(gm.graph.nodes)), Input(0))
+    ir.set_outputs(gm, [(Output(i), value) for i, value in enumerate(gm.graph.output_node().args[0])])
+    assert own_results(gm) == {Output(2)}
 
 
 # -- against a measured run ------------------------------------------------------------------------

@@ -82,6 +82,10 @@ def test_steps_under_no_sync_are_added_up_and_reduced_once():
     assert max(found) < 1e-6
 
 
+def test_gradients_that_share_memory_are_not_added_to_in_place():
+    assert max(on_ranks(pipelines.shared_gradients_error, 2)) < 1e-12
+
+
 def test_running_statistics_are_those_of_the_whole_batch():
     found = on_ranks(pipelines.running_statistics, 2, args=(Pipeline(4, "1f1b", stages=("2",)),))
     assert max(found) < 1e-5

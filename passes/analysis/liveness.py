@@ -1,13 +1,15 @@
 """Predicted peak memory: exact liveness of the storages of a program, in execution order.
 
 The allocations of the eager executor are known before it runs: each node's results, once per storage however many
-views it has, freed after the last node that uses any of them. Not included are kernel workspaces and the allocator's
-fragmentation. Host memory (:mod:`shardgraph.passes.analysis.places`) is counted separately.
+views it has, freed after the last node that uses any of them. What kernels take for themselves is included if asked for
+(:mod:`shardgraph.passes.analysis.workspaces`); the allocator's fragmentation is not. Host memory
+(:mod:`shardgraph.passes.analysis.places`) is counted separately.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,6 +23,7 @@ from shardgraph import ir
 from shardgraph.ir import Role
 from shardgraph.ir.attributes import MEMORY_KIND, ON_DISK, REDUCES, ROLE
 from shardgraph.passes.analysis.places import on_host
+from shardgraph.passes.analysis.workspaces import workspace
 
 KINDS = {
     ir.Parameter: "parameters",
@@ -73,15 +76,15 @@ class UpdateMemory:
     temporaries: int = 0
 
 
-def profile_memory(gm: fx.GraphModule, granule: int = 1) -> MemoryProfile:
+def profile_memory(gm: fx.GraphModule, granule: int = 1, *, workspaces: bool = False) -> MemoryProfile:
     """Follow every storage of ``gm`` from the node that allocates it to the last one that uses a view of it.
 
     Inputs are live from the start. Parameters, buffers and the user's inputs belong to the caller and stay live; saved
     values and tangents belong to the graph and die after their last use. Results live to the end. The input of a
     collective lives until its wait, unless the collective works on a copy. Every allocation is rounded up to
-    ``granule`` bytes.
+    ``granule`` bytes. With ``workspaces``, CPU kernels' own memory is counted as temporaries.
     """
-    return _profile({"graph": gm}, granule, ())
+    return _profile({"graph": gm}, granule, (), workspaces)
 
 
 def profile_step(
@@ -90,23 +93,30 @@ def profile_step(
     granule: int = 1,
     update: UpdateMemory = UpdateMemory(),
     host_update: UpdateMemory = UpdateMemory(),
+    *,
+    workspaces: bool = False,
 ) -> MemoryProfile:
     """The memory of a training step: forward, backward and the optimizer's update, one after the other.
 
     Saved values live until their last use in backward. The caller is assumed to hold the outputs that the loss depends
     on until backward ends, and to drop the others after forward. Gradients do not exist before backward
     (``zero_grad(set_to_none=True)``). ``update`` is the optimizer's memory on the device, ``host_update`` on the host.
+    ``granule`` and ``workspaces`` are as for :func:`profile_memory`.
     """
     graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
-    return _profile(graphs, granule, (update, host_update))
+    return _profile(graphs, granule, (update, host_update), workspaces)
 
 
-def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[UpdateMemory, ...]) -> MemoryProfile:
+def _profile(
+    graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[UpdateMemory, ...], workspaces: bool
+) -> MemoryProfile:
     storages: list[Storage] = []
     points: list[tuple[str, str]] = []
     left: dict[Role, list[Storage]] = {}  # storages of previous graphs that later ones use
     for name, gm in graphs.items():
         storages += _follow(gm, len(points), left, granule)
+        if workspaces:
+            storages += _workspaces(gm, len(points))
         points += [(name, node.name) for node in gm.graph.nodes]
     if len(graphs) > 1:  # the caller holds the outputs that the loss depends on
         tangents = {role.index for role in ir.placeholders(graphs["backward"]) if isinstance(role, ir.Tangent)}
@@ -129,6 +139,15 @@ def _profile(graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[Upd
     )
     timeline = tuple(map(sum, zip(*compositions.values(), strict=True)))
     return MemoryProfile(timeline, compositions, tuple(points), host)
+
+
+def _workspaces(gm: fx.GraphModule, start: int) -> Iterator[Storage]:
+    """What kernels take for themselves while they run, and collectives until their wait."""
+    index = {node: i for i, node in enumerate(gm.graph.nodes, start)}
+    for node, i in index.items():
+        if nbytes := workspace(node):
+            users = node.users if ir.is_collective(node) else ()
+            yield Storage(nbytes, i, max((index[user] for user in users), default=i))
 
 
 _OF_CALLER = (ir.Parameter, ir.Buffer, ir.Input)
@@ -222,6 +241,23 @@ def storages_of(
     return held
 
 
+def own_results(gm: fx.GraphModule) -> frozenset[Role]:
+    """The results that have a storage of their own and fill it: no input and no other result is in it."""
+    held = storages_of(gm)
+    results = [(role, value) for role, value in ir.outputs(gm) if isinstance(value, fx.Node)]
+    uses = Counter(storage for _, value in results for storage in held[value])
+    given = {storage for node in gm.graph.nodes if node.op in ("placeholder", "get_attr") for storage in held[node]}
+
+    def is_own(value: Any) -> bool:
+        tensor = value.meta["val"]
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        (storage,) = held[value]
+        return uses[storage] == 1 and storage not in given and storage.nbytes == tensor.nbytes
+
+    return frozenset(role for role, value in results if role is not None and is_own(value))
+
+
 def _element(node: fx.Node, held: dict[fx.Node, list[Storage]]) -> list[Storage]:
     source, position = node.args
     values = source.meta.get("val")
@@ -274,7 +310,8 @@ def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[Storage]], st
     end = start + len(nodes) - 1
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            handed_over = isinstance(ROLE.get(node), (ir.Saved, ir.Tangent, ir.Forwarded, ir.Returned)) and node.users
+            # A pipeline's schedule holds messages (ir.Forwarded, ir.Returned) until the next ones.
+            handed_over = isinstance(ROLE.get(node), (ir.Saved, ir.Tangent, ir.Accumulated)) and node.users
             last = max(index[user] for user in node.users) if handed_over else end
         else:
             last = max((index[user] for user in _uses(node)), default=index[node])

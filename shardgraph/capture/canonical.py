@@ -133,19 +133,10 @@ def _batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if input.dim() in formats and input.is_contiguous(memory_format=formats[input.dim()]):
         return F.batch_norm(input, *args, **kwargs)
-    return _ContiguousGradient.apply(F.batch_norm(input.contiguous(), *args, **kwargs))
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity, with a contiguous gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()
+    result = F.batch_norm(input.contiguous(), *args, **kwargs)
+    if result.requires_grad:
+        result.register_hook(Tensor.contiguous)  # not an identity around it: an in-place ReLU would write to its view
+    return result
 
 
 def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:

@@ -307,11 +307,12 @@ def analyze_program(
     """
     plan = program.plan
     cluster.check_mesh(plan.mesh)
-    memory = program_memory(program, optimizer, granule=cluster.device.allocation)
+    device = cluster.device
+    memory = program_memory(program, optimizer, granule=device.allocation, workspaces=device.is_cpu)
     shards = trained_shards(program.context, program.trained)
     rows = (
         *rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused),
-        *update_rows(shards, optimizer, cluster.device, memory),
+        *update_rows(shards, optimizer, device, memory),
     )
     samples, tokens = (plan.data_size * count for count in batch_of(program))
     return Analysis(plan, cluster, optimizer, samples, tokens, rows, other_sizes)

@@ -6,18 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.cost_models.actions import Action
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import StepTime, simulate
 from shardgraph.ir.attributes import ON_HOST
-from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step
+from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step, storages_of
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
@@ -35,9 +37,14 @@ class StageAnalysis:
 
     ``rows`` are the operations of one microbatch, ``cost`` is the stage's in the simulated schedule. ``once`` are the
     seconds of work done once per step (all-gathers of parameters that stay gathered, reductions of gradients),
-    ``update`` those of the optimizer. ``state`` are the bytes that are always live, by kind; ``gradients`` those of
-    gradients, live from the first backward on; ``working`` the peak bytes of an action by its kind, in addition to
-    those and to what other microbatches have saved.
+    ``update`` those of the optimizer.
+
+    ``state`` are the bytes that are always live, by kind; ``gradients`` those of gradients, live from the first
+    backward on; ``working`` the peak bytes of an action by its kind, in addition to those and to what other
+    microbatches have saved. ``written`` are the bytes of buffers that each microbatch would write, held until all of
+    them have run; ``forwarded`` and ``returned`` those of the messages that one gets from other ranks, in forward and
+    in backward. After the last action, ``reducing`` bytes are needed beside the gradients until ``reduced`` bytes of
+    them are left, and ``updating`` are the optimizer's temporaries.
     """
 
     number: int
@@ -49,6 +56,17 @@ class StageAnalysis:
     state: Mapping[str, int]
     gradients: int
     working: Mapping[str, int]
+    written: int
+    forwarded: int
+    returned: int
+    reducing: int
+    reduced: int
+    updating: int
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes that are live between two steps."""
+        return sum(nbytes for kind, nbytes in self.state.items() if kind != "gathered parameters")
 
     @property
     def flops(self) -> int:
@@ -78,14 +96,45 @@ class PipelineAnalysis(StepCosts):
         steady = self.inputs + sum(sum(stage.state.values()) for stage in own.values())
         saved, gradients, most = 0, 0, steady
         begun: set[int] = set()
-        for ran in self.schedule.ranks[rank]:
+        for ran, messages in zip(self.schedule.ranks[rank], self._messages(rank), strict=True):
             stage, kind = own[ran.action.stage], ran.action.kind
-            most = max(most, steady + saved + gradients + stage.working[kind])
+            most = max(most, steady + saved + gradients + messages + stage.working[kind])
             saved += stage.cost.held(kind)
+            steady += stage.written if kind == "F" else 0
             if kind in "BW" and stage.number not in begun:
                 begun.add(stage.number)
                 gradients += stage.gradients
-        return most
+        for stage in own.values():
+            most = max(most, steady + gradients + stage.reducing)
+            gradients += stage.reduced - stage.gradients
+        steady = self.inputs + sum(stage.between_steps for stage in own.values())
+        return max(most, steady + gradients + max(stage.updating for stage in own.values()))
+
+    def _messages(self, rank: int) -> list[int]:
+        """Bytes of messages that a rank holds during each of its actions, beside those that the action uses.
+
+        Those are the last that it sent, held until it sends the next, and what has arrived for later actions, if the
+        schedule posts its receives ahead.
+        """
+        assert self.plan.pipeline is not None
+        spans = self.schedule.ranks[rank]
+        here = {stage.number for stage in self.stages if stage.rank == rank}
+        sent = sum(stage.forwarded for stage in self.stages if stage.number - 1 in here)
+        sent += sum(stage.returned for stage in self.stages if stage.number + 1 in here)
+        if not self.plan.pipeline.prefetch:
+            return [sent] * len(spans)
+        ended = {_sender(ran.action): ran.end for each in self.schedule.ranks for ran in each if ran.action.kind != "W"}
+        arrived: list[tuple[float, int, int]] = []
+        for place, ran in enumerate(spans):
+            stage, kind, microbatch = self.stages[ran.action.stage], ran.action.kind, ran.action.microbatch
+            if kind == "F" and stage.forwarded:
+                arrived.append((ended[stage.number - 1, True, microbatch], place, stage.forwarded))
+            elif kind in "BI" and stage.returned:
+                arrived.append((ended[stage.number + 1, False, microbatch], place, stage.returned))
+        return [
+            sent + sum(nbytes for end, used, nbytes in arrived if end <= ran.end and place < used)
+            for place, ran in enumerate(spans)
+        ]
 
     @cached_property
     def peak_memory(self) -> int:
@@ -152,6 +201,11 @@ class PipelineAnalysis(StepCosts):
         return "\n".join(lines)
 
 
+def _sender(action: Action) -> tuple[int, bool, int]:
+    """What a message is of: a stage's forward, or else its backward, of a microbatch."""
+    return action.stage, action.kind == "F", action.microbatch
+
+
 def analyze_pipeline(
     program: Program, cluster: Cluster, *, optimizer: str = "adamw", fused: bool = False, whole: Plan | None = None
 ) -> PipelineAnalysis:
@@ -185,33 +239,45 @@ class _Stages:
         assert plan.pipeline is not None
         halves = stage.again
         forward, backward = on_rank(halves.forward, halves.backward, context, 0)
-        memory = profile_step(forward, backward, device.allocation)
+        memory = profile_step(forward, backward, device.allocation, workspaces=device.is_cpu)
         rows = self._rows({"forward": forward} | ({} if backward is None else {"backward": backward}), memory)
         live = _live(memory)
-        saved, kept = (0, 0) if backward is None else (live["forward"][-1], _kept(halves))
-        shards = trained_shards(context, stage.trained)
+        saved = kept = 0
+        if backward is not None:
+            saved = live["forward"][-1] - _unsaved_messages(forward)
+            kept = _given(halves, halves.parts[1], (ir.Saved, ir.Returned))
+        rank = plan.pipeline.rank_of(stage.number)
+        earlier = (each for each in self.program.stages[: stage.number] if plan.pipeline.rank_of(each.number) == rank)
+        counted = {fqn for each in earlier for fqn in each.parameters}  # tied weights are once on a rank
+        shards = trained_shards(context, stage.trained - counted)
+        optimizer = update_memory(shards[0], self.optimizer)
         gathered = [] if stage.gather is None else [value for _, value in ir.outputs(stage.gather)]
         buffers = [n for role, n in ir.placeholders(stage.kept.forward).items() if isinstance(role, ir.Buffer)]
-        on_device = [fqn for fqn in stage.parameters if not context.parameters[fqn].offload]
+        on_device = [fqn for fqn in stage.parameters if fqn not in counted and not context.parameters[fqn].offload]
         state = {
             "parameters": sum(shard_bytes(context, fqn, 0) for fqn in on_device),
             "buffers": _nbytes(buffers),
             "gathered parameters": _nbytes(gathered),
-            "optimizer state": update_memory(shards[0], self.optimizer).state,
+            "optimizer state": optimizer.state,
         }
-        # Unsharded gradients, which are accumulated over microbatches.
-        unsharded = {} if stage.kept.backward is None else gradients_of(ir.outputs(stage.kept.backward))
-        gradients = _nbytes(unsharded.values())
+        gradients = _gradients(stage.kept.backward)  # unsharded, accumulated over microbatches
+        reduced = gradients if stage.reduce is None else gradients | _gradients(stage.reduce)
         return StageAnalysis(
             number=stage.number,
-            rank=plan.pipeline.rank_of(stage.number),
+            rank=rank,
             rows=rows,
-            cost=self._cost(stage, halves, rows, saved, kept, sum(state.values()) + gradients),
+            cost=self._cost(stage, halves, rows, saved, kept, sum(state.values()) + sum(gradients.values())),
             once=sum(self._seconds_of(graph) for graph in (stage.gather, stage.reduce) if graph is not None),
             update=sum(row.seconds for row in update_rows(shards, self.optimizer, device, memory)),
             state=state,
-            gradients=gradients,
-            working=self._working(halves, live, saved, kept),
+            gradients=sum(gradients.values()),
+            working=self._working(stage, halves, live, saved),
+            written=_written(stage),
+            forwarded=self._received(stage, stage.received, -1),
+            returned=self._received(stage, stage.returned, 1),
+            reducing=self._reducing(stage),
+            reduced=sum(nbytes for fqn, nbytes in reduced.items() if fqn not in counted),
+            updating=optimizer.temporaries,
         )
 
     def _cost(
@@ -221,13 +287,11 @@ class _Stages:
             self._simulated([row for row in rows if row.half == half]) for half in ("forward", "backward")
         )
         inputs, weights = None, None
+        following, preceding = self._sent(stage)
         if halves.backward is not None:
             inputs, weights = map(self._seconds_of, halves.parts)
             scale = backward / (inputs + weights) if inputs + weights else 0.0
             inputs, weights = inputs * scale, weights * scale
-        stages, number = self.program.stages, stage.number
-        following = stages[number + 1].received if number + 1 < len(stages) else []
-        preceding = stages[number - 1].returned if number else []
         return StageCost(
             forward=forward,
             backward=backward,
@@ -240,24 +304,80 @@ class _Stages:
             fixed=fixed,
         )
 
+    def _sent(self, stage: StageProgram) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a microbatch sends to the next stage, and to the previous one."""
+        stages, number = self.program.stages, stage.number
+        following = stages[number + 1].received if number + 1 < len(stages) else []
+        return following, stages[number - 1].returned if number else []
+
+    def _received(self, stage: StageProgram, tensors: Sequence[torch.Tensor], step: int) -> int:
+        """Bytes that a microbatch receives from the stage that is ``step`` away, if that is on another rank."""
+        pipeline = self.program.plan.pipeline
+        assert pipeline is not None
+        if not tensors or pipeline.rank_of(stage.number + step) == pipeline.rank_of(stage.number):
+            return 0
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _reducing(self, stage: StageProgram) -> int:
+        """Bytes needed at the end of a step beside the gradients: to reduce them, or one's copy in another layout."""
+        if stage.reduce is not None:
+            own = sum(node.meta["val"].nbytes for node in ir.placeholders(stage.reduce).values())
+            return self._profile(stage.reduce).peak_bytes - own
+        if stage.kept.backward is None:
+            return 0
+        parameters = ir.placeholders(stage.kept.forward)
+        pairs = [
+            (parameters[ir.Parameter(fqn)].meta["val"], node.meta["val"])
+            for fqn, node in gradients_of(ir.outputs(stage.kept.backward)).items()
+            if ir.Parameter(fqn) in parameters
+        ]
+        return max((value.nbytes for local, value in pairs if value.stride() != local.stride()), default=0)
+
     def _rows(self, graphs: Mapping[str, fx.GraphModule], memory: MemoryProfile) -> tuple[Row, ...]:
         return tuple(rows_of(graphs, memory, Prices(self.cluster, self.program.plan.mesh), self.fused))
 
     def _seconds_of(self, graph: fx.GraphModule) -> float:
-        return self._simulated(self._rows({"graph": graph}, profile_memory(graph)))
+        return self._simulated(self._rows({"graph": graph}, self._profile(graph)))
+
+    def _profile(self, graph: fx.GraphModule) -> MemoryProfile:
+        device = self.cluster.device
+        return profile_memory(graph, device.allocation, workspaces=device.is_cpu)
 
     def _simulated(self, rows: Sequence[Row]) -> float:
         return simulate(list(tasks_of(rows)), self.cluster.overlap).seconds
 
-    def _working(self, halves: Halves, live: Mapping[str, Sequence[int]], saved: int, kept: int) -> dict[str, int]:
-        """Peak bytes of each kind of action, without what always stays and what its own microbatch saved before."""
-        peaks = {"F": max(live["forward"]), "B": 0, "I": 0, "W": 0}
+    def _working(
+        self, stage: StageProgram, halves: Halves, live: Mapping[str, Sequence[int]], saved: int
+    ) -> dict[str, int]:
+        """Peak bytes of each kind of action, without what always stays and what its own microbatch saved before.
+
+        The last messages received are included, which the schedule holds until the next ones.
+        """
+        returned = sum(tensor.nbytes for tensor in stage.returned)
+        peaks = {"F": max(live["forward"]) + returned + _written(stage), "B": 0, "I": 0, "W": 0}
         if halves.backward is not None:
-            peaks["B"] = max(live["backward"]) - saved
-            for kind, part, held in zip("IW", halves.parts, (saved, kept), strict=True):
-                timeline = profile_memory(part, self.cluster.device.allocation).timeline
-                peaks[kind] = max(0, max(timeline, default=0) - held)
+            forwarded = _unsaved_messages(halves.forward)
+            peaks["B"] = max(live["backward"]) - saved + forwarded
+            device = self.cluster.device
+            for kind, part in zip("IW", halves.parts, strict=True):
+                memory = profile_step(halves.forward, part, device.allocation, workspaces=device.is_cpu)
+                before = ir.Saved if kind == "I" else (ir.Saved, ir.Returned)
+                peaks[kind] = max(_live(memory)["backward"]) - _given(halves, part, before) + forwarded
         return peaks
+
+
+def _written(stage: StageProgram) -> int:
+    """Bytes of the buffers that a microbatch would write."""
+    written = (value for role, value in ir.outputs(stage.kept.forward) if isinstance(role, ir.Mutation))
+    return _nbytes(value for value in written if isinstance(value, fx.Node))
+
+
+def _unsaved_messages(forward: fx.GraphModule) -> int:
+    """Bytes that a stage receives for its forward and does not save for backward."""
+    held = storages_of(forward)
+    saved = [held.get(value, ()) for role, value in ir.outputs(forward) if isinstance(role, ir.Saved)]
+    given = [held[node] for role, node in ir.placeholders(forward).items() if isinstance(role, ir.Forwarded)]
+    return sum(storage.nbytes for storage in {*chain(*given)} - {*chain(*saved)})
 
 
 def _live(memory: MemoryProfile) -> dict[str, list[int]]:
@@ -269,15 +389,30 @@ def _live(memory: MemoryProfile) -> dict[str, list[int]]:
     return live
 
 
-def _kept(halves: Halves) -> int:
-    """Bytes held from the first part of a split backward for the second."""
+def _given(halves: Halves, part: fx.GraphModule, kinds: Any) -> int:
+    """Bytes that one of the two parts of a split backward is given in inputs of these kinds, of those that are freed
+    after their last use."""
+    held = storages_of(halves.forward)
+    stay = {
+        storage
+        for role, node in ir.placeholders(halves.forward).items()
+        if isinstance(role, (ir.Parameter, ir.Buffer, ir.Input, ir.Gathered))
+        for storage in held[node]
+    }
+    lasting = {role for role, value in ir.outputs(halves.forward) if stay & {*held.get(value, ())}}
     values = [
         node.meta["val"]
-        for role, node in ir.placeholders(halves.parts[1]).items()
-        if isinstance(role, (ir.Saved, ir.Returned)) and not ON_HOST.get(node)
+        for role, node in ir.placeholders(part).items()
+        if isinstance(role, kinds) and role not in lasting and not ON_HOST.get(node)
     ]
     storages = {value.untyped_storage() for value in values if isinstance(value, torch.Tensor)}
     return sum(storage.nbytes() for storage in storages)
+
+
+def _gradients(graph: fx.GraphModule | None) -> dict[str, int]:
+    """Bytes of the gradients that are results of a graph, by parameter."""
+    found = {} if graph is None else gradients_of(ir.outputs(graph))
+    return {fqn: node.meta["val"].nbytes for fqn, node in found.items()}
 
 
 def _nbytes(nodes: Iterable[fx.Node]) -> int:

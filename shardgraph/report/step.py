@@ -102,13 +102,19 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
     return {"forward": program.forward, "backward": program.graph("backward", absent)}
 
 
-def program_memory(program: Program, optimizer: str, rank: int = 0, granule: int = 1) -> MemoryProfile:
-    """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes."""
+def program_memory(
+    program: Program, optimizer: str, rank: int = 0, granule: int = 1, *, workspaces: bool = False
+) -> MemoryProfile:
+    """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes.
+
+    With ``workspaces``, what CPU kernels take for themselves is included.
+    """
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     on_device, on_host = trained_shards(program.context, program.trained, rank)
     of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
-    return profile_step(forward, backward, granule, update_memory(on_device, optimizer), of_host)
+    of_device = update_memory(on_device, optimizer)
+    return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces)
 
 
 def batch_of(program: Program) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
 from shardgraph.errors import CollectiveError, ShardGraphError
+from shardgraph.passes.analysis.liveness import own_results
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host
@@ -114,8 +115,9 @@ class Bound:
     """One graph bound to this rank, called with a list of inputs that it empties.
 
     ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
-    results. ``after`` is the forward graph that ran before and may have left copies in flight, ``model`` the one that
-    was captured. While there is an ``observer``, it runs the graphs of all, with the same inputs.
+    results, of which those of ``own`` share memory with nothing else. ``after`` is the forward graph that ran before
+    and may have left copies in flight, ``model`` the one that was captured. While there is an ``observer``, it runs the
+    graphs of all, with the same inputs.
     """
 
     observer: ClassVar[Callable[[Bound, list[Any]], Sequence[Any]] | None] = None
@@ -135,6 +137,7 @@ class Bound:
             (role, value.meta.get("val") if isinstance(value, fx.Node) else value)
             for role, value in ir.outputs(self.module)
         ]
+        self.own = own_results(self.module)
         self._call = torch_api.boxed(self.module)
         continues = any(isinstance(role, ir.Saved) for role, _ in self.results)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)

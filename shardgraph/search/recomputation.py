@@ -133,7 +133,8 @@ class Recomputations:
         return self._analysis(choice).time.total
 
     def _memory(self, choice: Choice) -> MemoryProfile:
-        return program_memory(self.program(choice), self.optimizer, granule=self.cluster.device.allocation)
+        device, program = self.cluster.device, self.program(choice)
+        return program_memory(program, self.optimizer, granule=device.allocation, workspaces=device.is_cpu)
 
     def _analysis(self, choice: Choice) -> Analysis | PipelineAnalysis:
         analyze = analyze_program if self.plan.pipeline is None else analyze_pipeline

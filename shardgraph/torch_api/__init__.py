@@ -17,6 +17,7 @@ from torch.fx.graph import CodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from shardgraph.torch_api import releases
+from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
 from shardgraph.torch_api.execution import (
     autocast_state,

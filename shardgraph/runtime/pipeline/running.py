@@ -148,27 +148,28 @@ class RunningPipeline:
         """Reduce the gradients of this rank's stages, add up those of shared parameters, and set ``grad``."""
         totals: dict[str, torch.Tensor] = {}
         for stage in self.stages:
-            own = stage.take_gradients()
-            if reduce := stage.work[0].once("reduce"):
-                inputs = [own.pop(role.of.fqn) for role, _ in reduce.inputs if isinstance(role, ir.Accumulated)]
-                own |= gradients_of(zip([role for role, _ in reduce.results], reduce(inputs), strict=True))
-            for fqn, value in own.items():
-                totals[fqn] = totals[fqn] + value if fqn in totals else value
-        for fqn in sorted(program.trained):
-            ranks = self.pipeline.places_of(program.owners[fqn])
-            if len(ranks) > 1 and self.rank in ranks:
-                local = torch_api.local_tensor(self.state.layout.parameter(fqn))
-                total = torch.zeros_like(local)  # a stage may use a parameter without computing a gradient of it
-                totals[fqn] = total.copy_(totals[fqn]) if fqn in totals else total
-                dist.all_reduce(total, group=self._sharing[ranks])
-        taken: set[int] = set()  # memory of other parameters' gradients
-        for fqn, gradient in totals.items():
+            self._add_reduced(stage, totals)
+        shared = {fqn: self.pipeline.places_of(program.owners[fqn]) for fqn in program.trained}
+        shared = {fqn: ranks for fqn, ranks in shared.items() if len(ranks) > 1 and self.rank in ranks}
+        for fqn in sorted({*totals, *shared}):  # in one order on all ranks
             local = torch_api.local_tensor(self.state.layout.parameter(fqn))
-            if gradient.stride() != local.stride() or gradient.untyped_storage().data_ptr() in taken:
-                totals[fqn] = torch.empty_like(local).copy_(gradient)
-            taken.add(totals[fqn].untyped_storage().data_ptr())
+            if fqn not in totals:  # a stage may use a parameter without computing a gradient of it
+                totals[fqn] = torch.zeros_like(local)
+            elif totals[fqn].stride() != local.stride():
+                totals[fqn] = torch.empty_like(local).copy_(totals[fqn])
+            if fqn in shared:
+                dist.all_reduce(totals[fqn], group=self._sharing[shared[fqn]])
         self._leave_out(totals, program)
         self.state.add_gradients(totals)
+
+    def _add_reduced(self, stage: RunningStage, totals: dict[str, torch.Tensor]) -> None:
+        """Add the gradients of a stage to ``totals``, reduced; they are in memory of their own."""
+        own = stage.take_gradients()
+        if reduce := stage.work[0].once("reduce"):
+            inputs = [own.pop(role.of.fqn) for role, _ in reduce.inputs if isinstance(role, ir.Accumulated)]
+            own |= gradients_of(zip([role for role, _ in reduce.results], reduce(inputs), strict=True))
+        for fqn, value in own.items():
+            totals[fqn] = totals[fqn].add_(value) if fqn in totals else value
 
     def _leave_out(self, gradients: dict[str, torch.Tensor], program: Program) -> None:
         """Drop the gradients, of zero, of parameters that no loss of any data rank depends on, as in PyTorch."""

@@ -70,7 +70,7 @@ class RunningStage(torch_api.PipelineStageBase):
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # read by torch's validation
         self.gradients: dict[str, torch.Tensor] = {}
         state.accumulated.append(self.gradients)
-        self._summed: set[str] = set()  # the gradients that have memory of their own
+        self._own: set[str] = set()  # the gradients that have memory of their own
         self.tangents: Sequence[Mapping[ir.Tangent, torch.Tensor]] | None = None
 
     def begin(self, work: Sequence[Microbatch], gathers: bool = True) -> None:
@@ -100,7 +100,7 @@ class RunningStage(torch_api.PipelineStageBase):
 
     def end(self) -> None:
         """Release all that only the step needs."""
-        for values in (self.gathered, self.saved, self.arrived, self.leaving):
+        for values in (self.gathered, self.saved, self.arrived, self.leaving, self.written):
             values.clear()
 
     def forward_one_chunk(
@@ -158,7 +158,9 @@ class RunningStage(torch_api.PipelineStageBase):
             weights = {role for role, _ in microbatch.graph("W").inputs}
             self.saved[number] = {role: value for role, value in values.items() if role in weights}
         del values
-        for (role, traced), value in zip(bound.results, bound(inputs), strict=True):
+        results = bound(inputs)
+        for role, traced in bound.results:
+            value = results.pop(0)  # freed as soon as it has been added
             if isinstance(role, ir.Returned):
                 self.leaving["backward", number].append(in_layout(value, traced))
             elif isinstance(role, ir.Saved):
@@ -167,7 +169,7 @@ class RunningStage(torch_api.PipelineStageBase):
                 # A microbatch that counts for nothing may have no loss to be differentiated, such as a mean of nothing.
                 gradient = value if microbatch.weight else torch.zeros_like(value)
                 if isinstance(role.of, ir.Parameter):
-                    self._add(role.of.fqn, gradient)
+                    self._add(role.of.fqn, gradient, own=role in bound.own or not microbatch.weight)
                 elif isinstance(role.of, ir.Input):
                     self.input_gradients[number][role.of.index] = gradient
 
@@ -178,19 +180,19 @@ class RunningStage(torch_api.PipelineStageBase):
         value = self.work[number].weight if self.tangents is None else 0.0
         return torch.full(traced.shape, value, dtype=traced.dtype, device=self.state.device)
 
-    def _add(self, fqn: str, gradient: torch.Tensor) -> None:
-        if fqn not in self.gradients:  # may share memory with other results of backward
+    def _add(self, fqn: str, gradient: torch.Tensor, own: bool) -> None:
+        if fqn not in self.gradients:
             self.gradients[fqn] = gradient
-            self._summed.discard(fqn)
-        elif fqn in self._summed:
+            (self._own.add if own else self._own.discard)(fqn)
+        elif fqn in self._own:
             self.gradients[fqn].add_(gradient)
         else:
             self.gradients[fqn] = self.gradients[fqn] + gradient
-            self._summed.add(fqn)
+            self._own.add(fqn)
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's own gradients, added up since they were last taken."""
-        gradients = dict(self.gradients)
+        """This rank's own gradients, added up since they were last taken, each in memory of its own."""
+        gradients = {fqn: value if fqn in self._own else value.clone() for fqn, value in self.gradients.items()}
         self.gradients.clear()
         return gradients
 
