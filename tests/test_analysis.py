@@ -159,6 +159,17 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
         shardgraph.analyze(llama(1), example_kwargs=text(), mesh={"dp": 2}, cluster=toy_cluster(), optimizer="adamx")
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 2}), ("tp", {"tp": 2}), ("pp", {"pp": 2})])
+def test_a_call_with_a_flag_is_analysed_as_without(plan, mesh, precision):
+    given = {"mesh": mesh, "cluster": toy_cluster(), "precision": precision}
+    plain, flagged = (
+        shardgraph.analyze(llama(2), (), plan, example_kwargs=text(4) | flag, **given)
+        for flag in ({}, {"use_cache": False})
+    )
+    assert flagged.peak_memory == plain.peak_memory and flagged.time == plain.time
+
+
 # -- stacks of equal layers ------------------------------------------------------------------------
 
 

@@ -95,8 +95,8 @@ def runs() -> dict[str, Run]:
     return {run.row["row_id"]: run for run in read(groundtruth.DATA / "training_runs.csv")[0]}
 
 
-@pytest.mark.quick("MOS-0118", "NEMO-0074")
-@pytest.mark.parametrize("row", ["MOS-0118", "MOS-0173", "NEMO-0074", "DGXC-0003", "DGXC-0013", "TITAN-0001"])
+@pytest.mark.quick("MOS-0118", "BS-0237")
+@pytest.mark.parametrize("row", ["MOS-0118", "TT-0035", "MEG-0034", "BS-0237", "BS-0054", "FSDP-0033"])
 def test_the_graph_of_a_published_run_is_priced_about_as_it_was_measured(row: str, runs: dict[str, Run]) -> None:
     run = runs[row]
     analysis = run.analysis()

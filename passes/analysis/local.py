@@ -54,7 +54,7 @@ def _reshape_copies(shard: fx.Node, shape: torch.Size, context: Context) -> None
 def _reshape(gm: fx.GraphModule, context: Context, rank: int, shards: dict[Role, torch.Tensor]) -> fx.GraphModule:
     copy = copy_graph(gm)
     for role, node in placeholders(copy).items():
-        value = node.meta["val"]
+        value = node.meta.get("val")  # a number or a flag that the caller gives has none
         if isinstance(role, Parameter) and tuple(value.shape) != (shape := shard_shape(context, role.fqn, rank)):
             shards[role] = context.values.empty(shape, value)
         if role in shards:

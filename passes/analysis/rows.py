@@ -30,7 +30,7 @@ class Row:
     and ``sent`` are bytes of its operands, of its results, and on the wire; ``memory`` and ``host`` are live bytes at
     its end by kind, on the device and on the host. ``waits`` is the distance in rows to the earlier collective or copy
     that it waits for; 0 if it waits for none. ``known`` is False for an operation without a formula, which is priced by
-    its bytes.
+    its bytes; ``again`` is True for one of backward that forward has computed already.
     """
 
     half: str
@@ -50,6 +50,7 @@ class Row:
     memory: Mapping[str, int]
     waits: int = 0
     known: bool = True
+    again: bool = False
     host: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -106,6 +107,7 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
     ``memory`` is the profile of the same graphs.
     """
     at = {point: i for i, point in enumerate(memory.nodes)}
+    forward = {node.name for node in halves["forward"].graph.nodes} if "forward" in halves else set()
     for half, gm in halves.items():
         costs = node_costs(gm, fused)
         # Views have no rows: no more is live at one than at the previous operation. Their time is added to the next.
@@ -133,6 +135,7 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
                 memory={kind: line[i] for kind, line in memory.compositions.items() if line[i]},
                 waits=index[node] - index[node.args[0]] if is_wait(node) else 0,
                 known=cost.known,
+                again=half != "forward" and node.name in forward,
                 host={kind: line[i] for kind, line in memory.host.items() if line[i]},
             )
 

@@ -83,9 +83,17 @@ class StepCosts:
     def mfu(self) -> float | None:
         """Model FLOPs utilisation, from 0 to 1: the fraction of the device's peak FLOP/s that the step attains.
 
-        The peak is that of the dtype with the most FLOPs; None if the device has none for it. Definition:
+        What backward computes again does not count. Attention counts in full, also where a causal kernel skips half of
+        it. The peak is that of the dtype with the most FLOPs; None if the device has none for it. Definition:
         A. Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
         """
+        executed = sum(row.flops for row in self.rows)
+        again = sum(row.flops for row in self.rows if row.again)
+        return self.hfu * (1 - again / executed) if self.hfu is not None and executed else self.hfu
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilisation, from 0 to 1: :attr:`mfu` with what backward computes again."""
         flops: Counter[str] = Counter()
         for row in self.rows:
             flops[row.dtype] += row.flops
@@ -99,7 +107,7 @@ class StepCosts:
             "step": self.time.total,
             "interval": self.interval,
             **{kind: getattr(self.time, kind) for kind in kinds},
-            **{name: getattr(self, name) for name in ("flops", "mfu", "tokens_per_second", "samples")},
+            **{name: getattr(self, name) for name in ("flops", "mfu", "hfu", "tokens_per_second", "samples")},
         }
 
     @property

@@ -222,7 +222,8 @@ def analyze_pipeline(
     schedule = simulate_schedule(program.actions, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     samples, tokens = (plan.data_size * pipeline.parts * count for count in batch_of(program))
     placeholders = ir.placeholders(program.joint.module).items()
-    inputs = pipeline.parts * sum(node.meta["val"].nbytes for role, node in placeholders if isinstance(role, ir.Input))
+    given = (node.meta.get("val") for role, node in placeholders if isinstance(role, ir.Input))
+    inputs = pipeline.parts * sum(value.nbytes for value in given if isinstance(value, torch.Tensor))
     return PipelineAnalysis(plan, cluster, optimizer, samples, tokens, stages, schedule, inputs)
 
 

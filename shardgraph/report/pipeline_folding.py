@@ -53,7 +53,14 @@ def extend_stages(
     for number, count in enumerate(layers):
         at = 0 if number == 0 else -1 if number == last else 1
         grown = _grown(one.stages[at], two.stages[at], count)
-        stages.append(replace(grown, number=number, rank=pipeline.rank_of(number)))
+        rank = pipeline.rank_of(number)
+        forwarded = number > 0 and pipeline.rank_of(number - 1) != rank
+        returned = number < last and pipeline.rank_of(number + 1) != rank
+        messages = {
+            "forwarded": forwarded * max(stage.forwarded for stage in one.stages),
+            "returned": returned * max(stage.returned for stage in one.stages),
+        }
+        stages.append(replace(grown, number=number, rank=rank, **messages))
     schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     return replace(one, plan=replace(one.plan, pipeline=pipeline), stages=tuple(stages), schedule=schedule)
 
@@ -66,7 +73,7 @@ def _grown(one: StageAnalysis, two: StageAnalysis, layers: int) -> StageAnalysis
             return {key: line(a.get(key, 0), b.get(key, 0)) for key in a | b}
         return None if a is None else a + (layers - 1) * (b - a)
 
-    names = ("cost", "once", "update", "state", "gradients", "working")
+    names = ("cost", "once", "update", "state", "gradients", "working", "written", "reducing", "reduced", "updating")
     values = {name: line(getattr(one, name), getattr(two, name)) for name in names}
     return replace(one, rows=(*one.rows, *(layers - 1) * tuple(_added(one.rows, two.rows))), **values)
 

@@ -119,8 +119,9 @@ def program_memory(
 
 def batch_of(program: Program) -> tuple[int, int]:
     """``(samples, tokens)`` of one call: the rows of the first input tensor, and its elements if it holds token ids."""
-    values = [node.meta["val"] for role, node in placeholders(program.joint.module).items() if isinstance(role, Input)]
-    first = next((tensor for tensor in values if tensor.dim()), None)
+    roles = placeholders(program.joint.module).items()
+    values = [node.meta.get("val") for role, node in roles if isinstance(role, Input)]
+    first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
     if first is None:
         return 0, 0
     return first.shape[0], first.numel() if first.dim() == 2 and not first.is_floating_point() else 0
