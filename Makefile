@@ -34,7 +34,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/train_step.py
 
 groundtruth: $(VENV)/.installed
-	$(BIN)/python benchmarks/groundtruth.py
+	$(BIN)/python benchmarks/groundtruth.py --kept $(VENV)/groundtruth
 
 $(VENV)/.torch:
 	$(if $(PYTHON),,$(error no Python 3.11 or newer on PATH; name one: make PYTHON=/path/to/python))

@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=DATA / "training_runs.csv")
     parser.add_argument("--fit", action="store_true", help="fit the constants again and report with those")
-    parser.add_argument("--kept", type=Path, default=Path("build/groundtruth"), help="the folder of captured work")
+    parser.add_argument("--kept", type=Path, default=Path(".venv/groundtruth"), help="the folder of captured work")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     report_memory()

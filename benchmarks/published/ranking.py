@@ -44,7 +44,8 @@ def repeatability(runs: Sequence[Run]) -> float:
     """The standard deviation of ``log(seconds)`` of one configuration, where it was published more than once."""
     same: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for run in runs:
-        same[(run.row["source"], run.row["compile"], run.accumulated, *run.question)].append(math.log(run.seconds))
+        program = tuple(run.row[name] for name in ("source", "framework", "precision", "compile", "optimizer", "task"))
+        same[(*program, run.accumulated, *run.question)].append(math.log(run.seconds))
     several = [values for values in same.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in several)
     return math.sqrt(sum(statistics.variance(v) * (len(v) - 1) for v in several) / freedom) if freedom else 0.0
