@@ -54,13 +54,17 @@ def extend_stages(
         at = 0 if number == 0 else -1 if number == last else 1
         grown = _grown(one.stages[at], two.stages[at], count)
         rank = pipeline.rank_of(number)
+        # Messages come from another rank: which stages share one differs from the short pipelines.
         forwarded = number > 0 and pipeline.rank_of(number - 1) != rank
         returned = number < last and pipeline.rank_of(number + 1) != rank
-        messages = {
-            "forwarded": forwarded * max(stage.forwarded for stage in one.stages),
-            "returned": returned * max(stage.returned for stage in one.stages),
-        }
-        stages.append(replace(grown, number=number, rank=rank, **messages))
+        grown = replace(
+            grown,
+            number=number,
+            rank=rank,
+            forwarded=forwarded * max(stage.forwarded for stage in one.stages),
+            returned=returned * max(stage.returned for stage in one.stages),
+        )
+        stages.append(grown)
     schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
     return replace(one, plan=replace(one.plan, pipeline=pipeline), stages=tuple(stages), schedule=schedule)
 
