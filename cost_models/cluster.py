@@ -43,6 +43,11 @@ from shardgraph.mesh import Mesh, axes_of, position_of
 
 SCHEMA = 1
 
+# Two gloo ranks of one machine, which share its cores, so nothing of a collective is hidden: 48.8 MB take 34 ms to
+# all-reduce, 28 ms to all-gather and 45 ms to reduce-scatter, and a collective of 2 KiB takes 0.37 ms.
+_GLOO = Link(bandwidth=1.44e9, latency=3.7e-4, latencies={"all_reduce": 1.85e-4})
+_ON_GLOO = {"all_reduce": 1.0, "all_gather_into_tensor": 0.61, "reduce_scatter_tensor": 0.38}
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -115,8 +120,10 @@ class Cluster:
         """
         if not torch.cuda.is_available():
             core = detection.cpu_core()
-            link = Link(bandwidth=1e9, latency=5e-5)
-            return Cluster("cpu", core, detection.cpu_cores(), 1, intra=link, doubt=1.0, source=core.source)
+            return Cluster(
+                "cpu", core, detection.cpu_cores(), 1, intra=_GLOO, overlap=0.0, efficiency=_ON_GLOO, doubt=1.0,
+                source=core.source,
+            )  # fmt: skip
         cluster = Cluster.of(torch.cuda.get_device_name(0), devices_per_node=torch.cuda.device_count())
         memory = torch.cuda.get_device_properties(0).total_memory
         return replace(cluster, device=replace(cluster.device, memory=memory))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardgraph
 from shardgraph import ClusterError, ShardGraphError
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Rate
 from shardgraph.report.folding import find_stack
 from tests.machines import GIB, toy_cluster
@@ -159,8 +161,9 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
         shardgraph.analyze(llama(1), example_kwargs=text(), mesh={"dp": 2}, cluster=toy_cluster(), optimizer="adamx")
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 2}), ("tp", {"tp": 2}), ("pp", {"pp": 2})])
+@pytest.mark.parametrize(
+    ("plan", "mesh", "precision"), [("fsdp", {"dp": 2}, None), ("fsdp", {"dp": 2}, "bf16"), ("pp", {"pp": 2}, "bf16")]
+)
 def test_a_call_with_a_flag_is_analysed_as_without(plan, mesh, precision):
     given = {"mesh": mesh, "cluster": toy_cluster(), "precision": precision}
     plain, flagged = (
@@ -168,6 +171,15 @@ def test_a_call_with_a_flag_is_analysed_as_without(plan, mesh, precision):
         for flag in ({}, {"use_cache": False})
     )
     assert flagged.peak_memory == plain.peak_memory and flagged.time == plain.time
+
+
+def test_a_cpu_that_nobody_measured_puts_plans_of_small_jobs_in_the_order_in_which_gloo_runs_them():
+    times = [
+        shardgraph.analyze(llama(2, hidden_size=256, intermediate_size=512), (), plan, mesh={"dp": 2},
+                           example_kwargs=text(4, 64), cluster=Cluster.detect()).time.total
+        for plan in ("ddp", "zero2", "fsdp")
+    ]  # fmt: skip
+    assert times == sorted(times)
 
 
 # -- stacks of equal layers ------------------------------------------------------------------------
@@ -178,7 +190,7 @@ def test_a_call_with_a_flag_is_analysed_as_without(plan, mesh, precision):
     [
         pytest.param(llama(6), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
         pytest.param(llama(6), "zero2", id="llama-zero2", marks=pytest.mark.slow),
-        pytest.param(llama(6), "fsdp+tp+sp", id="llama-tp"),
+        pytest.param(llama(6), "fsdp+tp+sp", id="llama-tp", marks=pytest.mark.slow),
         pytest.param(llama(6), "recomputed", id="llama-recomputed"),
         pytest.param(gpt2(6), "ddp", id="gpt2-ddp", marks=pytest.mark.slow),
         pytest.param(gpt2(6), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
@@ -199,7 +211,8 @@ def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, pla
     assert len(folded.rows) == len(whole.rows) and folded.flops == whole.flops
     assert [row.memory for row in folded.rows] == [row.memory for row in whole.rows]
     assert [row.module for row in folded.rows] == [row.module for row in whole.rows]
-    assert [row.label for row in folded.rows if row.stream] == [row.label for row in whole.rows if row.stream]
+    sent = [[re.sub(r"_\d+", "", row.label) for row in each.rows if row.stream] for each in (folded, whole)]
+    assert sent[0] == sent[1]  # but for the numbers of nodes
     assert folded.time.total == pytest.approx(whole.time.total)
 
 

@@ -168,7 +168,8 @@ def run_of(row: Mapping[str, str]) -> Run:
     pipeline = None
     if stages > 1:
         mesh, plan = {"pp": stages} | mesh, f"pp+{plan}"
-        pipeline = _pipeline(stages, number.get("vp", 1), number["n_layers"], microbatches)
+        interleaved = 2 if "interleaved" in row["pp_schedule"].lower() else 1  # the least, if a number is not stated
+        pipeline = _pipeline(stages, number.get("vp", interleaved), number["n_layers"], microbatches)
     tokens = number["gbs_seqs"] * number["seq_len"]
     reported = row["step_time_kind"].startswith("reported") or not row["tokens_per_s_per_gpu"]
     seconds = float(row["step_time_s"]) if reported else tokens / float(row["tokens_per_s_per_gpu"]) / number["n_gpus"]
