@@ -49,6 +49,10 @@ def test_matrix_products_and_pointwise_operations_take_nothing():
     assert workspaces(lambda x, y: F.gelu(x @ y) + 1, (64, 64), (64, 64)) == []
 
 
+def test_an_operation_that_an_analysis_must_not_have_the_memory_for_is_not_run():
+    assert workspaces(lambda x: torch.ops.aten.native_dropout(x, 0.1, True)[0], (2**20, 2**20)) == []
+
+
 def test_other_devices_kernels_are_not_known():
     with FakeTensorMode():
         operands = [torch.empty(shape, device="meta") for shape in ((16, 12, 20, 20), (24, 12, 3, 3))]

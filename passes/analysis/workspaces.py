@@ -3,8 +3,8 @@
 A convolution of oneDNN copies its operands and results to blocked layouts that depend on sizes, instruction set and
 threads; dropout makes its mask in floating point; many kernels first copy operands that are not contiguous. No formula
 of ours would follow the library's choices, so each different operation runs once, on zeros of its sizes, and the
-allocator's events say what it took. Of cuDNN's workspaces, and of other devices' kernels, nothing is known here: they
-count as none.
+allocator's events say what it took. Nothing is known here of operations on more than 256 MiB, which are not run since
+an analysis must not need their memory, of cuDNN's workspaces, and of other devices' kernels: they count as none.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _NAMES = """
     avg_pool2d avg_pool2d_backward topk sort
 """
 _ALLOCATE = frozenset(_NAMES.split())
+_LARGEST = 2**28
+"""Bytes of an operation's operands and results up to which it is run."""
 
 
 class _Operand(NamedTuple):
@@ -62,6 +64,9 @@ def workspace(node: fx.Node) -> int:
     leaves, spec = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
+        return 0
+    returned = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+    if sum(tensor.nbytes for tensor in (*tensors, *returned)) > _LARGEST:
         return 0
     kernel = ir.fused.kernel_on(node.target, "cpu") if fused else node.target
     return _measured(kernel, tuple(_signature(leaf) for leaf in leaves), spec)
