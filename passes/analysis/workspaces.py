@@ -80,7 +80,10 @@ def _signature(leaf: Any) -> Any:
 def _measured(kernel: Any, leaves: tuple[Any, ...], spec: TreeSpec) -> int:
     def run() -> int:
         args, kwargs = tree_unflatten([leaf.zeros() if isinstance(leaf, _Operand) else leaf for leaf in leaves], spec)
-        events, results = allocations(lambda: kernel(*args, **kwargs))
+        try:
+            events, results = allocations(lambda: kernel(*args, **kwargs))
+        except RuntimeError:  # it refuses such operands, and will say so to whoever runs the model
+            return 0
         given = _storages((args, kwargs))
         returned = sum(storage.nbytes() for key, storage in _storages(results).items() if key not in given)
         return max(0, max(accumulate(events), default=0) - returned)

@@ -113,14 +113,11 @@ class PlacementPrices:
         return value.nbytes * self.scale ** (min(value.dim(), 2) / 2)
 
     def _share(self, placement: Placement) -> float:
-        """The fraction of a tensor that a rank reads or writes; a little more if it is a partial sum or in blocks.
-
-        So ties are decided alike in every layer and for every depth: partial sums are reduced early, and a dimension is
-        cut as a whole.
-        """
-        share = 1 / self.parts if is_cut(placement) else 1.0
-        in_blocks = is_cut(placement) and cut_of(placement)[1] > 1
-        return share * (1 + _TIE if in_blocks or placement == PARTIAL else 1.0)
+        """The fraction of a tensor that a rank reads or writes; a little more in blocks, so that of equally fast choices
+        the one that cuts a dimension as a whole is taken, in every layer and for every depth."""
+        if not is_cut(placement):
+            return 1.0
+        return (1 + _TIE * (cut_of(placement)[1] > 1)) / self.parts
 
     def _traffic(self, nbytes: float) -> float:
         """Seconds to read or write memory; launches cost the same in every placement, and are left out."""
