@@ -113,8 +113,10 @@ class PlacementPrices:
         return value.nbytes * self.scale ** (min(value.dim(), 2) / 2)
 
     def _share(self, placement: Placement) -> float:
-        """The fraction of a tensor that a rank reads or writes; a little more in blocks, so that of equally fast choices
-        the one that cuts a dimension as a whole is taken, in every layer and for every depth."""
+        """The fraction of a tensor that a rank reads or writes; a little more in blocks.
+
+        So of equally fast choices the one that cuts a dimension as a whole is taken, in every layer and at every depth.
+        """
         if not is_cut(placement):
             return 1.0
         return (1 + _TIE * (cut_of(placement)[1] > 1)) / self.parts
