@@ -20,6 +20,7 @@ from shardgraph.capture import constraints
 from shardgraph.capture.canonical import same_kernels
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.export import PREFIX, Exported, Traced, export
+from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.row_numbers import row_numbers
@@ -97,6 +98,7 @@ def capture(
     mark_synchronized(gm, model)
     leaves = pytree.tree_leaves((args, kwargs))
     joint = _joint_graph(exported, fake_mode, leaves)
+    drop_known_masks(joint.module)
     joint.guards = lambda model: exported.guards(Traced(model, loss_fn, exported.effects.results))
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
