@@ -113,7 +113,8 @@ class Cluster:
     def detect() -> Cluster:
         """This machine: its GPUs if it has any, otherwise its CPU with one rank per core.
 
-        The CPU's rates are guesses, as its ``source`` says, until ``shardgraph calibrate`` measures them.
+        The CPU's rates are guesses, as its ``source`` says; where prices are asked for without a cluster, they are
+        measured instead (:func:`shardgraph.calibration.this_machine`).
 
         Raises:
             ClusterError: it has a GPU that is not described.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def host_memory() -> int:
 def cpu_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """What the CPU calls itself, as ``Intel(R) Xeon(R) Processor @ 2.10GHz``."""
+    named = re.search(r"^model name\s*:\s*(.+)$", _system_text("/proc/cpuinfo"), re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def cpu_core() -> Device:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.calibration import this_machine
 from shardgraph.capture.capture import own_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
@@ -81,7 +82,7 @@ def analyze(
     """
     if backend not in ("eager", "inductor"):
         raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
-    mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or Cluster.detect()
+    mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or this_machine()
     options = (recompute, memory, loss_chunk, offload)
     question = Question.of(
         model, plan, mesh_of, mesh is None, pipeline, precision, *options, cluster=cluster, optimizer=optimizer

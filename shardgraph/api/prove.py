@@ -69,7 +69,7 @@ def prove(
         return proved(model.program)
     if isinstance(model, Program):
         return proved(model)
-    mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or Cluster.detect()
+    mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
     options = (recompute, memory, loss_chunk, offload)
     question = Question.of(model, plan, mesh_of, mesh is None, pipeline, precision, *options, cluster=cluster)
     kwargs = dict(example_kwargs or {})

@@ -44,7 +44,7 @@ def decide(question: Question, captures: Captures) -> Plan:
         raise PlanError(_without_inputs(question))
     joint, shapes = captures.joint(question.captured, plan), question.shapes
     if plan.pipeline is not None:
-        plan = place_stages(joint, plan, shapes, question.machine)
+        plan = place_stages(joint, plan, shapes, question.cluster)
     if question.budgeted:
         candidates = Recomputations(joint, plan, shapes, question.machine, question.optimizer)
         plan = with_recomputation(candidates, question.budget)

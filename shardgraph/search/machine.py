@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from shardgraph.calibration import this_machine
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
@@ -23,7 +24,7 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
-        machine = Cluster.detect()
+        machine = this_machine()
         return replace(machine, devices_per_node=max(machine.devices_per_node, ranks))
     if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
         return Cluster.load(cluster)
@@ -37,7 +38,7 @@ def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Clus
         return tuple(mesh.items())
     if isinstance(plan, Plan):
         return plan.whole_mesh
-    machine = machine_for(cluster, 1)
+    machine = Cluster.detect() if cluster is None else machine_for(cluster, 1)  # only its size matters
     return default_mesh(plan, machine.world_size, machine.devices_per_node)
 
 

@@ -24,6 +24,7 @@ from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnin
 from shardgraph.passes.pipeline.extract import crossings
 from shardgraph.plans.plan import Plan
 from shardgraph.report.pipeline import message_seconds
+from shardgraph.search.machine import machine_for
 
 
 def place_stages(
@@ -50,7 +51,7 @@ def place_stages(
     if pipeline.balance:
         stages = balanced(joint.module, pipeline.balance)
     elif not stages and pipeline.count > 1:
-        stages = _best(joint, plan, shapes, cluster or Cluster.detect())
+        stages = _best(joint, plan, shapes, cluster or machine_for(None, plan.world_size))
     beginnings_of(joint.module, stages)
     return replace(plan, pipeline=replace(pipeline, stages=stages, balance=()))
 

@@ -1,0 +1,98 @@
+"""This machine as a cluster: its GPUs by their description; a CPU measured once and remembered."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shardgraph.cost_models import detection
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import ClusterError
+from shardgraph.progress import Progress
+
+_SECONDS = 5.0
+_PATIENCE = 120.0  # seconds until a measurement that does not end is given up
+_MOST = 4  # ranks that measure at once: each is a process that imports PyTorch
+
+
+def this_machine() -> Cluster:
+    """The machine that a plan is priced on if no cluster is named, with the memory that is free now.
+
+    GPUs are known by name. A CPU's rates cannot be: they are measured for some seconds the first time, in processes of
+    their own, and read from :func:`measured_file` from then on; delete that file to measure again, or pass the file of
+    a longer ``shardgraph calibrate`` as ``cluster``. Where they cannot be measured, they are
+    :meth:`Cluster.detect`'s guesses, with a warning.
+
+    Raises:
+        ClusterError: it has a GPU that is not described.
+    """
+    if torch.cuda.is_available():
+        return Cluster.detect()
+    measured, cores = _measured(measured_file()), detection.cpu_cores()
+    if measured is None:
+        return Cluster.detect()
+    device = replace(measured.device, memory=detection.host_memory() // cores)
+    return replace(measured, device=device, devices_per_node=cores)
+
+
+def measured_file() -> Path:
+    """Where this CPU's rates are kept: one file for each CPU, number of cores and release of PyTorch."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = f"{detection.cpu_name()} {detection.cpu_cores()} {torch.__version__} {platform.python_version()}"
+    return cache / "shardgraph" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.yaml"
+
+
+@functools.cache
+def _measured(path: Path) -> Cluster | None:
+    """The cluster in ``path``, measured first if there is none; None if that fails."""
+    try:
+        return Cluster.load(path)
+    except ClusterError:  # none yet, or of another release
+        pass
+    with Progress("measure this CPU, once", 1) as progress, tempfile.TemporaryDirectory() as folder:
+        progress("")
+        out = Path(folder) / path.name
+        ranks = max(2, min(_MOST, detection.cpu_cores()))
+        command = [sys.executable, "-m", "shardgraph", "calibrate", "--seconds", f"{_SECONDS}", "--nproc", f"{ranks}"]
+        try:
+            subprocess.run([*command, "--out", out], env=_alone(), capture_output=True, timeout=_PATIENCE, check=True)
+            cluster = Cluster.load(out)
+        except (OSError, subprocess.SubprocessError, ClusterError) as error:
+            said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+            warnings.warn(
+                f"this CPU could not be measured ({said[-1] if said else error}), so its rates are guesses: run "
+                "`shardgraph calibrate`, and pass its file as cluster=",
+                stacklevel=2,
+            )
+            return None
+    _keep(cluster, path)
+    return cluster
+
+
+def _keep(cluster: Cluster, path: Path) -> None:
+    """Write the file whole, whoever else does so at the same time; on a read-only disk it is measured each time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        cluster.save(written)
+        written.replace(path)
+    except OSError as error:
+        warnings.warn(f"the rates of this CPU cannot be kept in {path}: {error.strerror}", stacklevel=2)
+
+
+def _alone() -> dict[str, str]:
+    """The environment without what makes a process a rank of this run."""
+    of_run = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {
+        name: value for name, value in os.environ.items() if name not in of_run and not name.startswith("TORCHELASTIC")
+    }
