@@ -152,6 +152,14 @@ def together(before: calibration.Measurements, after: calibration.Measurements) 
     )
 
 
+def _ordered(
+    plans: list[str], model: str, cases: list[tuple[str, str]], predicted: list[float], measured: list[float]
+) -> bool:
+    """Whether the plans of a model are predicted in the measured order."""
+    places = [cases.index((model, plan)) for plan in plans]
+    return sorted(places, key=predicted.__getitem__) == sorted(places, key=measured.__getitem__)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="latest", help="results/NAME.json is written")
@@ -178,9 +186,17 @@ def main() -> None:
         spearmanr(*zip(*[(p["seconds"], m) for (name, _), p, m in rows if name == model], strict=True)).statistic
         for model in options.models
     ]
+    remembered = calibration.this_machine()  # what an unmeasured CPU is priced with
+    quick = [predict(case, options.nproc, remembered)["seconds"] for case in cases]
+    ordered = sum(_ordered(options.plans, model, cases, quick, measured) for model in options.models)
     error, mean = statistics.median(map(abs, errors)), statistics.fmean(within)
     print(f"{len(cases)} cases: median |error| {error:.1%}, Spearman {rank:.3f}, mean within a model {mean:.3f}")
     odd, even = ([statistics.median(times[start::2]) for times in seconds] for start in (0, 1))
+    quick_error = statistics.median(abs(p / m - 1) for p, m in zip(quick, measured, strict=True))
+    print(
+        f"by five seconds of measuring: {ordered} of {len(options.models)} models in order, median |error| "
+        f"{quick_error:.1%}"
+    )
     print(f"what the machine repeats: Spearman {spearmanr(odd, even).statistic:.3f} between every other round")
     path = Path(__file__).parent / "results" / f"{options.name}.json"
     figures = {

@@ -37,6 +37,7 @@ Timing = TypeVar("Timing", Sample, Transfer)
 _TIMING = 1e-3  # minimum seconds of one timing on a GPU: many calls, to hide the cost of synchronizing
 _ROUNDS = (3, 200)  # minimum and maximum number of timings of an operation
 _WARM_UP = 2  # rounds that are discarded
+_QUICK = 10.0  # seconds of measuring below which fewer programs and sizes are timed
 _STARTED = 6  # collectives in one timing
 _AHEAD = 4  # how many of them are in flight at once, as in the presets
 
@@ -75,20 +76,20 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
     ranks = dist.get_world_size()
     device = current_device(group_device_type())
     mesh = run_mesh(None, (("dp", ranks),)) if ranks > 1 else None
-    share = seconds / (len(dtypes) + (ranks > 1))
+    share, quick = seconds / (len(dtypes) + (ranks > 1)), seconds < _QUICK
     samples: list[Sample] = []
     transfers: list[Transfer] = []
     with Progress("calibrate", 2 * len(dtypes) + (ranks > 1) + 1, progress if dist.get_rank() == 0 else False) as show:
         for dtype in dtypes:
             show(f"capture {dtype}")
-            trainings = [Training(step, mesh) for step in reference_steps(device, getattr(torch, dtype))]
+            trainings = [Training(step, mesh) for step in reference_steps(device, getattr(torch, dtype), quick)]
             show(dtype)
             timed = _time_programs(trainings, share, device)
             # Memory traffic is measured in the first dtype.
             samples += [sample for sample in timed if dtype == dtypes[0] or "/" in sample.kind]
         if mesh is not None:
             show("collectives")
-            transfers = _time_collectives(mesh.get_group().group_name, ranks, share, device)
+            transfers = _time_collectives(mesh.get_group().group_name, ranks, share, device, quick)
         show("host")
         host = _time_host(share / 10, device)
     name = "cpu"
@@ -224,7 +225,7 @@ def _time_host(budget: float, device: torch.device) -> list[Sample]:
     return [Sample(kind, nbytes, taken) for (kind, nbytes), taken in zip(work, times, strict=True)]
 
 
-def _time_collectives(group: str, ranks: int, budget: float, device: torch.device) -> list[Transfer]:
+def _time_collectives(group: str, ranks: int, budget: float, device: torch.device, quick: bool) -> list[Transfer]:
     """Timings of collectives alone, and as in a step: several in flight, overlapped with as long a computation."""
     calls: list[tuple[str, int, int]] = []
     runs: list[Callable[[], object]] = []
@@ -235,7 +236,8 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
         for _ in range(count):
             x @ weight
 
-    for exponent in range(12, 25, 3):  # 4 KiB to 16 MiB in the larger of input and output
+    # From 4 KiB to 16 MiB in the larger of input and output; the largest takes most of the time.
+    for exponent in (12, 17, 22) if quick else (12, 15, 18, 21, 24):
         for operation in COLLECTIVES:
             whole = 2**exponent // 4 // ranks * ranks
             operand = whole // ranks if operation == "all_gather_into_tensor" else whole

@@ -93,22 +93,23 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3))).logsumexp(-1).mean()
 
 
-def reference_steps(device: torch.device, dtype: torch.dtype) -> Iterator[Step]:
-    """Training steps from small to large, which together cover the usual operations of models.
+def reference_steps(device: torch.device, dtype: torch.dtype, quick: bool = False) -> Iterator[Step]:
+    """Training steps from small to large, which together cover the usual operations of models; ``quick``: some of them.
 
     On a GPU, batches are 8 times as large, because smaller ones do not fill it.
     """
-    scale = 1 if device.type == "cpu" else 8
-    for width, layers, vocabulary, batch, length, gated, dropout in (
+    scale, every = 1 if device.type == "cpu" else 8, 2 if quick else 1
+    transformers = (
         (64, 1, 512, 4, 32, False, 0.1),
         (128, 2, 1024, 4, 64, True, 0.0),
         (256, 1, 2048, 4, 128, False, 0.1),
         (512, 1, 2048, 2, 128, True, 0.0),
         (384, 1, 4096, 1, 512, False, 0.0),
-    ):
+    )
+    for width, layers, vocabulary, batch, length, gated, dropout in transformers[-1::-every][::-1]:
         tokens = torch.randint(vocabulary, (batch * scale, length), device=device)
         yield Step(Transformer(width, layers, vocabulary, gated, dropout).to(device, dtype), tokens)
-    for channels, stages, batch, size in ((16, 3, 4, 32), (64, 4, 4, 64), (64, 3, 8, 32), (192, 1, 4, 96)):
+    for channels, stages, batch, size in ((16, 3, 4, 32), (64, 4, 4, 64), (64, 3, 8, 32), (192, 1, 4, 96))[::every]:
         images = torch.randn(batch * scale, 3, size, size, device=device, dtype=dtype)
         yield Step(ConvNet(channels, stages).to(device, dtype), images)
 
