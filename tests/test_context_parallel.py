@@ -54,6 +54,18 @@ class Attention(nn.Module):
         return self.out(made.transpose(1, 2).flatten(2))
 
 
+class OneHead(nn.Module):
+    """Attention whose heads no rank can have a part of."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.project, self.out, self.causal = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unsqueeze(1).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=self.causal).squeeze(1))
+
+
 def documents(*lengths: int) -> torch.Tensor:
     """The causal mask of documents that are packed one after another."""
     of = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])
@@ -207,6 +219,12 @@ def test_without_dropout_of_attention_its_masks_go_by_the_ring(model):
     # Of two layers. In torch 2.11's graph of GPT-2, forward uses the keys and values that are gathered for backward.
     gathered = model == "gpt2" and torch.__version__ < "2.12"
     assert sends(program(module, *args, **kwargs)) == (0 if gathered else 2, 6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_only_one_axis_makes_a_ring(causal):
+    """Heads that do not divide leave the other axis only sequences to divide."""
+    check(OneHead(causal), (torch.randn(4, 16, WIDTH),), "cp+tp", cp=2, tp=2)
 
 
 @pytest.mark.quick("position_ids")

@@ -85,6 +85,9 @@ def _raised(error: Exception) -> str:
 
 def _from_function(operation: Operation, refused: Refused) -> Iterator[Option]:
     node, mesh = operation.node, _mesh(operation.parts)
+    if not all(isinstance(each.meta["val"], torch.Tensor) for each in node.all_input_nodes):
+        refused[str(node.target), "a number that each rank computes is among its arguments"] += 1
+        return
     candidates: list[list[Placement]] = []
     for value in operation.tensors:
         cuts = [Shard(d) for d, size in enumerate(value.shape) if size > 1 and size % operation.parts == 0]

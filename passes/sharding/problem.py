@@ -22,6 +22,7 @@ from shardgraph.passes.sharding.legal import Legal, Value, placed_values, reache
 from shardgraph.passes.sharding.options import Option, is_operation, moves_data, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks, cut_of, is_cut
 from shardgraph.passes.sharding.pricing import PlacementPrices
+from shardgraph.passes.sharding.rules import RINGS
 from shardgraph.passes.sharding.sequences import connected, input_sequences, stripes
 
 
@@ -29,7 +30,8 @@ class OperatorPlacements(Placements):
     """The legal options of a joint graph's operations over ``parts`` ranks under ``constraints``, and their costs.
 
     ``style`` is the axis's, see :class:`shardgraph.plans.plan.Plan`. ``refused`` counts what DTensor's strategies
-    refuse.
+    refuse. ``rings``: attention may pass keys and values round the ranks; only one axis of a plan may, since its steps
+    are not attention over whole sequences, which another ring would divide.
 
     Raises:
         PlanError: the style is ``"context"`` and the sequences cannot be sharded.
@@ -37,7 +39,9 @@ class OperatorPlacements(Placements):
 
     ends_as: ClassVar = {REPLICATE: "result"}
 
-    def __init__(self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused, rings: bool = True
+    ) -> None:
         self._marks, self._sequence = constraints.marks, style != "whole"
         self._weights = _weights(gm)
         self._marked = {value_of(mark.args[0]) for mark in constraints.marks}
@@ -48,6 +52,11 @@ class OperatorPlacements(Placements):
         legal = Legal(gm, parts, starts | {v: {cut, *starts.get(v, ())} for v, cut in required.items()}, refused)
         sequences = connected(legal, starts) if starts else {}
         barred = {} if starts else _barred(legal, _unsharded_dimensions(gm, self._sequence), activations)
+
+        def possible(node: fx.Node, option: Option) -> bool:
+            return (rings or option.lowering not in RINGS) and all(
+                allowed(v, p) for v, p in placed_values(node, option)
+            )
 
         def allowed(value: Value, placement: Placement) -> bool:
             if starts:
@@ -60,7 +69,7 @@ class OperatorPlacements(Placements):
                 options[node] = [Option((self._marks[node],), (self._marks[node],))]
             elif is_operation(node) or node.op in ("placeholder", "get_attr"):
                 every = legal.options(node) if is_operation(node) else _stored(node, constraints.parameters, legal)
-                options[node] = [o for o in every if all(allowed(v, p) for v, p in placed_values(node, o))]
+                options[node] = [option for option in every if possible(node, option)]
         self.gm, self.options, self.fixed = gm, options, constraints.parameters
 
     def seconds(self, node: fx.Node, option: Option) -> float:

@@ -25,6 +25,8 @@ aten = torch.ops.aten
 RULES: dict[Any, Rule] = {}
 ANY_BLOCKS = frozenset({"", "sized", "dropout", "nll_loss_of_rows"})
 """Lowerings that are correct for any number of blocks; "" is the operation itself."""
+RINGS = frozenset({"ring_attention", "ring_attention_backward"})
+"""Lowerings of :mod:`shardgraph.passes.sharding.ring_attention`."""
 REPLACES: set[Any] = set()
 """Operators whose rule replaces DTensor's strategies instead of adding to them."""
 

@@ -68,7 +68,7 @@ class ShardOperators(Pass):
         constraints = Constraints(fixed, marks_of(gm, self.axis, parts))
         refused = Refused()
         try:
-            placements = OperatorPlacements(gm, parts, self.style, constraints, refused)
+            placements = OperatorPlacements(gm, parts, self.style, constraints, refused, self._rings(context))
             chosen = choose(gm, placements, self.axis, context)
         except PlanError as error:
             if context.plan.activations is not None:  # this error names the operation's rule in the plan
@@ -84,13 +84,17 @@ class ShardOperators(Pass):
         for fqn in lower(gm, chosen, AxisBuilder(fx.Graph(), context.values, self.axis)):
             context.sums[fqn] = (*context.sums.get(fqn, ()), self.axis)
 
+    def _rings(self, context: Context) -> bool:
+        """Whether attention may be a ring along this axis: that of the context has it, or else the only one."""
+        return self.style == "context" or sum(context.sizes[axis] > 1 for axis, _ in context.plan.operators) == 1
+
     def _impossible(self, gm: fx.GraphModule, context: Context, fixed: Mapping[str, Placement]) -> PlanError | None:
         """The error for the first parameter annotation that cannot be met even alone."""
-        parts = context.sizes[self.axis]
+        parts, rings = context.sizes[self.axis], self._rings(context)
 
         def possible(placements: Mapping[str, Placement]) -> bool:
             try:
-                OperatorPlacements(gm, parts, self.style, Constraints(placements, {}), Refused()).solve()
+                OperatorPlacements(gm, parts, self.style, Constraints(placements, {}), Refused(), rings).solve()
             except PlanError:
                 return False
             return True
