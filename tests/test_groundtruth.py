@@ -100,10 +100,10 @@ def runs() -> dict[str, Run]:
 def test_the_graph_of_a_published_run_is_priced_about_as_it_was_measured(row: str, runs: dict[str, Run]) -> None:
     run = runs[row]
     analysis = run.analysis()
-    assert run.of_step(analysis.time) == pytest.approx(run.seconds, rel=0.25)
+    work = work_of(analysis)
+    assert run.seconds_on(work, run.cluster.device) == pytest.approx(run.seconds, rel=0.25)
     # Priced again from what is kept of it, as the fit does, it takes as long.
-    again = work_of(analysis).time(run.cluster.device)
-    assert run.of_step(again) == pytest.approx(run.of_step(analysis.time), rel=0.01)
+    assert work.time(run.cluster.device).total == pytest.approx(analysis.time.total, rel=0.01)
 
 
 def test_every_row_is_priced_or_left_out_for_a_reason(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import torch
 
 import shardgraph
 from benchmarks.published.decoder import Decoder, Shape
+from benchmarks.published.work import PipelineWork, Work
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.timeline import StepTime
+from shardgraph.cost_models.device import Device
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.precision import Precision
 
@@ -60,13 +61,21 @@ class Run:
     accumulated: int
     """Microbatches of a step without a pipeline, one after the other, of which one is analysed."""
 
-    def of_step(self, time: StepTime) -> float:
-        """Seconds of the whole step, from those of its analysis."""
-        sharded = not any(name in self.plan for name in ("ddp", "zero1"))
-        # Replicas reduce gradients after the last microbatch only; what else is exposed, of operators, is in each.
-        each = time.exposed if sharded or {"tp", "cp"} & set(self.mesh) else 0.0
-        more = (self.accumulated - 1) * (time.compute + each)
-        return time.total + more
+    def seconds_on(self, work: Work | PipelineWork, device: Device) -> float:
+        """Seconds of the whole step, from the work of its analysis."""
+        time = work.time(device)
+        if self.accumulated == 1 or isinstance(work, PipelineWork):
+            return time.total
+        # Replicas reduce gradients after the last microbatch only; shards are gathered and reduced in each.
+        replicas = any(name in self.plan for name in ("ddp", "zero1"))
+        each = work.time(device, without="dp") if replicas else time
+        return time.total + (self.accumulated - 1) * (each.compute + each.exposed)
+
+    @property
+    def makers_kernels(self) -> bool:
+        """Whether it is one of NVIDIA's own programs of 2024 and later, whose kernels are not PyTorch's."""
+        recent = self.row["date"][:4] >= "2024" or self.row["date"][:2] in ("25", "26")
+        return recent and any(name in self.row["framework"] for name in ("NeMo", "Megatron", "MaxText"))
 
     @property
     def held_out(self) -> bool:

@@ -56,9 +56,10 @@ class Half:
             waits.append(row.waits)
         return cls(tuple(known), tuple(order), tuple(waits))
 
-    def tasks(self, device: Device) -> list[Task]:
-        """As :func:`shardgraph.report.step.tasks_of`."""
-        seconds = [operation.on(device) for operation in self.operations]
+    def tasks(self, device: Device, without: str = "") -> list[Task]:
+        """As :func:`shardgraph.report.step.tasks_of`; collectives over the axis ``without`` take no time."""
+        left_out = {operation for operation in self.operations if without and without in operation.stream.split("+")}
+        seconds = [0.0 if each in left_out else each.on(device) for each in self.operations]
         tasks, latest = [], -1
         for i, (index, waits) in enumerate(zip(self.order, self.waits, strict=True)):
             stream = self.operations[index].stream
@@ -93,9 +94,9 @@ class Work:
         update = sum(row.read + row.written for row in analysis.rows if row.kind == "optimizer")
         return cls(Half.of(rows, analysis.cluster.device), update, analysis.cluster.overlap)
 
-    def time(self, device: Device) -> StepTime:
-        """The step on a device."""
-        tasks = self.half.tasks(device)
+    def time(self, device: Device, without: str = "") -> StepTime:
+        """The step on a device; ``without`` the collectives over an axis."""
+        tasks = self.half.tasks(device, without)
         timeline = simulate(tasks, self.overlap)
         compute_seconds = sum(task.seconds for task in tasks if task.stream == COMPUTE)
         sent = sum(task.seconds for task in tasks if task.stream != COMPUTE)
