@@ -42,20 +42,28 @@ def rank(predictions: Sequence[Predicted]) -> Ranking:
 
 def repeatability(runs: Sequence[Run]) -> float:
     """The standard deviation of ``log(seconds)`` of one configuration, where it was published more than once."""
+    names = ("source", "framework", "precision", "compile", "optimizer", "task", "recompute", "sharding")
     same: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for run in runs:
-        program = tuple(run.row[name] for name in ("source", "framework", "precision", "compile", "optimizer", "task"))
-        same[(*program, run.accumulated, *run.question)].append(math.log(run.seconds))
+        program = tuple(run.row[name] for name in names)
+        same[(*program, *_told(run), run.accumulated, *run.question)].append(math.log(run.seconds))
     several = [values for values in same.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in several)
     return math.sqrt(sum(statistics.variance(v) * (len(v) - 1) for v in several) / freedom) if freedom else 0.0
+
+
+def _told(run: Run) -> tuple[bool, ...]:
+    """What only the notes of a row tell of its program and its machine: BigScience's nodes had another topology until
+    a fix, torchtitan's collectives of tensor parallelism may be divided with the products that they overlap."""
+    notes = run.row["notes"].lower()
+    return "before pcie/numa fix" in notes, "async" in notes
 
 
 def _pairs(predictions: Sequence[Predicted]) -> Iterator[tuple[Predicted, Predicted]]:
     jobs: dict[tuple[object, ...], list[Predicted]] = defaultdict(list)
     for run, seconds in predictions:
         names = ("source", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs_seqs")
-        jobs[tuple(run.row[name] for name in names)].append((run, seconds))
+        jobs[(*(run.row[name] for name in names), *_told(run))].append((run, seconds))
     for job in jobs.values():
         for one, two in combinations(job, 2):
             if (one[0].question, one[0].accumulated) != (two[0].question, two[0].accumulated):

@@ -140,6 +140,8 @@ def why_not(row: Mapping[str, str]) -> str | None:
         return "offload"
     if "lora" in row["task"].lower():
         return "adapters of frozen weights"
+    if "unpacked" in row["notes"]:
+        return "its sequences are padded, to lengths that are not published"
     if not row["step_time_s"] and not row["tokens_per_s_per_gpu"]:
         return "neither step time nor throughput"
     if row["step_time_kind"].lower().startswith(("derived from eq", "derived assuming")):
