@@ -120,6 +120,12 @@ def test_a_length_whose_square_no_machine_holds_is_known_too():
     assert attentions(model, x) == {(False, True)}
 
 
+def test_values_are_known_whatever_the_default_device_is():
+    model = Attention(lambda _, n: torch.ones(n, n, dtype=torch.bool, device="cpu").tril())
+    with torch.device("meta"):
+        assert attentions(model, X) == {(False, True)}
+
+
 FORMULAS = {
     "compared": lambda: torch.arange(5)[:, None] >= torch.arange(1, 8),
     "compared, transposed": lambda: torch.arange(5) >= torch.arange(1, 8)[:, None],

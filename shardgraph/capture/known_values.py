@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardgraph.torch_api import FakeTensor, pytree
+from shardgraph.torch_api import FakeTensor, OpOverload, pytree
 
 LARGEST = 2**22
 """Elements of the largest value that is computed whole."""
@@ -56,7 +56,10 @@ def known(node: fx.Node, values: dict[fx.Node, Known | None]) -> Known | None:
     ``values`` are those that are known of other nodes, and are added to.
     """
     for each in _ancestors(node, values):
-        values[each] = _value(each, values)
+        try:
+            values[each] = _value(each, values)
+        except RuntimeError:  # a CPU has no kernel for it
+            values[each] = None
     return values[node]
 
 
@@ -84,7 +87,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Known | None]) -> Known | None:
         plain = isinstance(constant, Tensor) and not isinstance(constant, FakeTensor) and constant.numel() <= LARGEST
         return Known(constant.detach().cpu(), tuple(constant.shape)) if plain else None
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor):
+    if not isinstance(target, OpOverload) or not isinstance(result, Tensor):
         return None
     shape = tuple(result.shape)
     if target in _FILLED:

@@ -13,6 +13,7 @@ from torch import fx
 
 from shardgraph.capture.known_values import Known, known
 from shardgraph.ir.fused import ATTENTION, ATTENTION_BACKWARD
+from shardgraph.torch_api import unset_fake_temporarily
 
 _HIDDEN = -1e30
 """What is added to hidden scores, or less: no other score makes their weight differ from 0."""
@@ -20,6 +21,13 @@ _HIDDEN = -1e30
 
 def drop_known_masks(gm: fx.GraphModule) -> None:
     """Make attention causal, or without a mask, where the values of its mask say the same."""
+    with torch.device("cpu"), torch.no_grad(), unset_fake_temporarily():
+        dropped = _dropped(gm)
+    _erase(gm, dropped)
+
+
+def _dropped(gm: fx.GraphModule) -> dict[fx.Node, None]:
+    """The masks that attention does not take any more."""
     values: dict[fx.Node, Known | None] = {}
     dropped: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
@@ -31,7 +39,7 @@ def drop_known_masks(gm: fx.GraphModule) -> None:
         if seen:
             node.args = (*operands, None, seen == "earlier", scale)
             dropped[mask] = None
-    _erase(gm, dropped)
+    return dropped
 
 
 def _seen(mask: Known | None, pairs: tuple[int, int]) -> str:

@@ -9,6 +9,7 @@ import torch._dynamo as dynamo
 import torch.utils._pytree as pytree
 from torch._C import _storage_address as storage_address  # type: ignore[attr-defined]  # the stubs lack it
 from torch._functorch._aot_autograd.schemas import OutputType
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _get_default_store as default_store
