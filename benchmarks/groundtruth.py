@@ -160,6 +160,7 @@ def _groups(run: Run) -> list[str]:
         "tensor parallelism": "tp" in run.mesh,
         "context parallelism": "cp" in run.mesh,
         "float8": run.shape.float8,
+        "mixtures of experts": run.shape.mixture is not None,
         NVIDIA: run.makers_kernels,
         "PyTorch's kernels": not run.makers_kernels,
         "recomputation": run.recompute != "none",

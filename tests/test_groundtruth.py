@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from benchmarks import groundtruth
+from benchmarks.published.decoder import Latent, Mixture, Shape
 from benchmarks.published.ranking import Ranking, rank
 from benchmarks.published.runs import Run, read
 from benchmarks.published.work import work_of
@@ -110,6 +111,32 @@ def test_every_row_is_priced_or_left_out_for_a_reason(tmp_path: Path) -> None:
     found, left_out = read(groundtruth.DATA / "training_runs.csv")
     assert len(found) + sum(left_out.values()) == 700
     assert len(found) > 400 and all(left_out)
+
+
+def test_a_mixture_of_experts_has_the_dimensions_of_its_configuration(runs: dict[str, Run]) -> None:
+    run = runs["NEMO-0005"]
+    assert (run.row["model"], run.row["n_layers"]) == ("GPT OSS 120B", "")
+    assert (run.plan, dict(run.mesh)) == ("zero1+ep", {"dp": 4, "ep": 16})
+    assert run.shape.mixture is not None and run.shape.mixture.experts == 128
+    mixtures = [each for each in runs.values() if each.shape.mixture]
+    assert len(mixtures) > 40 and not any("tp" in each.mesh for each in mixtures)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_the_graph_of_a_mixture_of_experts_is_priced(float8: bool, runs: dict[str, Run]) -> None:
+    shape = Shape(
+        2, 64, 4, 4, 128, 64, "swiglu", classic=False, float8=float8,
+        mixture=Mixture(experts=16, chosen=2, hidden=32, shared=32, dense=1),
+        latent=Latent(query=32, key=16, plain=8, rotary=8, value=8),
+    )  # fmt: skip
+    rows = replace(runs["NEMO-0144"], shape=shape, rows=2, sequence=16).analysis().rows
+    # Tokens travel to their experts and back in one layer of the two, in forward and in backward.
+    exchanged = [row for row in rows if "all_to_all" in row.operation]
+    assert len(exchanged) == 4
+    experts = [row for row in rows if "routed.experts" in row.module and row.kind == "matmul"]
+    assert {row.dtype for row in experts} == {"float8_e4m3fn" if float8 else "bfloat16"}
+    # Three products of 2 x 16 x 2 tokens, and two gradients of each.
+    assert sum(row.flops for row in experts) == 3 * 3 * 2 * (2 * 16 * 2) * 64 * 32
 
 
 def test_an_odd_word_in_a_cell_leaves_its_row_out(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _pairs(predictions: Sequence[Predicted]) -> Iterator[tuple[Predicted, Predic
     jobs: dict[tuple[object, ...], list[Predicted]] = defaultdict(list)
     for run, seconds in predictions:
         names = ("source", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs_seqs")
-        jobs[(*(run.row[name] for name in names), *_told(run))].append((run, seconds))
+        jobs[(*(run.row[name] for name in names), run.shape, *_told(run))].append((run, seconds))
     for job in jobs.values():
         for one, two in combinations(job, 2):
             if (one[0].question, one[0].accumulated) != (two[0].question, two[0].accumulated):

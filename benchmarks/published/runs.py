@@ -16,13 +16,15 @@ import torch
 
 import shardgraph
 from benchmarks.published.decoder import Decoder, Shape
-from benchmarks.published.work import PipelineWork, Work
+from benchmarks.published.mixtures import MIXTURES
+from benchmarks.published.work import Operation, PipelineWork, Work
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Device
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.precision import Precision
 
-NEEDED = ["n_layers", "d_model", "n_heads", "d_ff", "vocab", "n_gpus", "seq_len", "mbs", "gbs_seqs", "tp", "pp", "dp"]
+DIMENSIONS = ["n_layers", "d_model", "n_heads", "d_ff", "vocab"]
+LAYOUT = ["n_gpus", "seq_len", "mbs", "gbs_seqs", "tp", "pp", "dp"]
 DOUBTFUL = ("SOURCE INCONSISTENT", "PROXY", "UNVERIFIED", "LOW reliability", "WARNING")
 DEVICES = {
     "A100-SXM": "A100",
@@ -33,6 +35,7 @@ DEVICES = {
     "H200": "H200",
     "B200": "B200",
     "B200-SXM": "B200",
+    "B300": "B300",
     "GB200": "GB200",
     "GB300": "GB300",
     "V100-SXM2": "V100",
@@ -67,9 +70,14 @@ class Run:
         if self.accumulated == 1 or isinstance(work, PipelineWork):
             return time.total
         # Replicas reduce gradients after the last microbatch only; shards are gathered and reduced in each.
-        replicas = any(name in self.plan for name in ("ddp", "zero1"))
-        each = work.time(device, without="dp") if replicas else time
+        replicas = any(name in self.plan for name in ("ddp", "zero1", "ep"))
+        each = work.time(device, without=self._reduces) if replicas else time
         return time.total + (self.accumulated - 1) * (each.compute + each.exposed)
+
+    def _reduces(self, operation: Operation) -> bool:
+        """Whether an operation is for gradients or, once a step, for parameters: not for tokens of experts."""
+        axes = operation.stream.split("+")
+        return "dp" in axes or ("ep" in axes and operation.dtype == self.precision.reduce)
 
     @property
     def makers_kernels(self) -> bool:
@@ -146,14 +154,17 @@ def why_not(row: Mapping[str, str]) -> str | None:
         return "neither step time nor throughput"
     if row["step_time_kind"].lower().startswith(("derived from eq", "derived assuming")):
         return "its step time is derived from a formula of FLOPs"
-    if missing := [name for name in NEEDED if not row[name]]:
+    known = row["model"].lower() in MIXTURES
+    if missing := [name for name in ([] if known else DIMENSIONS) + LAYOUT if not row[name]]:
         return "not published: " + ", ".join(missing)
     if row["gpu"] not in DEVICES:
         return f"a device that is not described: {row['gpu'][:30]}"
     if "nvfp4" in row["precision"].lower():
         return "a format of 4 bits, which has no published kernels to price it by"
-    if row["ep"] not in ("", "1"):
+    if row["ep"] not in ("", "1") and not known:
         return "its experts are not published"
+    if known and row["tp"] != "1":
+        return "experts over ranks that divide each other's tensors"
     return None
 
 
@@ -163,14 +174,21 @@ def run_of(row: Mapping[str, str]) -> Run:
     Raises:
         ValueError, ShardGraphError: a cell is no number, or numbers contradict each other.
     """
-    number = {name: int(float(row[name])) for name in (*NEEDED, "n_kv_heads", "vp", "fsdp_shard", "cp") if row[name]}
+    optional = ("n_kv_heads", "vp", "fsdp_shard", "cp", "ep")
+    number = {name: int(float(row[name])) for name in (*DIMENSIONS, *LAYOUT, *optional) if row[name]}
+    shape = _shape(row, number)
     data, tensor, stages = number["dp"], number["tp"], number["pp"]
     context, rows = number.get("cp", 1), number["mbs"]
     if data * tensor * stages * context != number["n_gpus"]:
         raise ValueError("its degrees do not multiply to its devices")
     microbatches = max(1, round(number["gbs_seqs"] / (rows * data)))
-    sharding, mesh = _sharding(row, data, number.get("fsdp_shard", 0))
-    plan = sharding
+    experts = number.get("ep", 1)
+    if data % experts:
+        raise ValueError("its experts are not divided over ranks of data parallelism")
+    plan, mesh = _sharding(row, data // experts, number.get("fsdp_shard", 0))
+    if experts > 1:
+        # Experts are divided over ranks that have batches of their own.
+        plan, mesh = (f"{plan}+ep", mesh | {"ep": experts}) if data > experts else ("ep", {"ep": experts})
     for name, size in (("cp", context), ("tp", tensor)):
         if size > 1:
             mesh[name], plan = size, f"{plan}+{name}"
@@ -180,13 +198,13 @@ def run_of(row: Mapping[str, str]) -> Run:
     if stages > 1:
         mesh, plan = {"pp": stages} | mesh, f"pp+{plan}"
         interleaved = 2 if "interleaved" in row["pp_schedule"].lower() else 1  # the least, if a number is not stated
-        pipeline = _pipeline(stages, number.get("vp", interleaved), number["n_layers"], microbatches)
+        pipeline = _pipeline(stages, number.get("vp", interleaved), shape.layers, microbatches)
     tokens = number["gbs_seqs"] * number["seq_len"]
     reported = row["step_time_kind"].startswith("reported") or not row["tokens_per_s_per_gpu"]
     seconds = float(row["step_time_s"]) if reported else tokens / float(row["tokens_per_s_per_gpu"]) / number["n_gpus"]
     return Run(
         row,
-        _shape(row, number),
+        shape,
         plan,
         mesh,
         pipeline,
@@ -267,6 +285,9 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
 
 def _shape(row: Mapping[str, str], number: Mapping[str, int]) -> Shape:
     text = row["precision"].lower()
+    float8 = any(word in text for word in ("fp8", "float8", "mx"))
+    if known := MIXTURES.get(row["model"].lower()):
+        return replace(known, float8=float8)
     classic = not any(name in row["model"].lower() for name in ("llama", "qwen", "mistral", "nemotron", "internlm"))
     plain = Shape(
         layers=number["n_layers"],
@@ -278,7 +299,7 @@ def _shape(row: Mapping[str, str], number: Mapping[str, int]) -> Shape:
         mlp="relu2" if "nemotron" in row["model"].lower() else "gelu",
         classic=classic,
         flash=_flash(row),
-        float8=any(word in text for word in ("fp8", "float8", "mx")),
+        float8=float8,
     )
     if not row["params_b"]:
         return plain

@@ -6,7 +6,7 @@ price depends on is kept, once for equal ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,9 +56,10 @@ class Half:
             waits.append(row.waits)
         return cls(tuple(known), tuple(order), tuple(waits))
 
-    def tasks(self, device: Device, without: str = "") -> list[Task]:
-        """As :func:`shardgraph.report.step.tasks_of`; collectives over the axis ``without`` take no time."""
-        left_out = {operation for operation in self.operations if without and without in operation.stream.split("+")}
+    def tasks(self, device: Device, without: Callable[[Operation], bool] | None = None) -> list[Task]:
+        """As :func:`shardgraph.report.step.tasks_of`; collectives of which ``without`` is true take no time."""
+        streams = filter(lambda operation: operation.stream, self.operations)
+        left_out = set() if without is None else set(filter(without, streams))
         seconds = [0.0 if each in left_out else each.on(device) for each in self.operations]
         tasks, latest = [], -1
         for i, (index, waits) in enumerate(zip(self.order, self.waits, strict=True)):
@@ -94,8 +95,8 @@ class Work:
         update = sum(row.read + row.written for row in analysis.rows if row.kind == "optimizer")
         return cls(Half.of(rows, analysis.cluster.device), update, analysis.cluster.overlap)
 
-    def time(self, device: Device, without: str = "") -> StepTime:
-        """The step on a device; ``without`` the collectives over an axis."""
+    def time(self, device: Device, without: Callable[[Operation], bool] | None = None) -> StepTime:
+        """The step on a device; ``without`` some of the collectives."""
         tasks = self.half.tasks(device, without)
         timeline = simulate(tasks, self.overlap)
         compute_seconds = sum(task.seconds for task in tasks if task.stream == COMPUTE)
