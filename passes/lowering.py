@@ -34,6 +34,7 @@ from shardgraph.passes.pipeline.recompute_stage import CopyToRecompute, Recomput
 from shardgraph.passes.placing import place
 from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
+from shardgraph.passes.schedule.merge import MergeCollectives
 from shardgraph.passes.schedule.overlap import OverlapCollectives, OverlapCopies
 from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
 from shardgraph.plans.plan import Plan
@@ -76,6 +77,7 @@ RANK_PASSES: tuple[Pass, ...] = (
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
 SCHEDULE_PASSES: tuple[Pass, ...] = (
+    MergeCollectives(),  # small collectives become few
     OverlapCollectives(),  # start gathers early, await reductions late
     OverlapCopies(),  # likewise for copies between host and device
 )

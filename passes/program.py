@@ -21,7 +21,12 @@ from shardgraph.cost_models.actions import Action, Kind, Order
 from shardgraph.passes.analysis.loss_reduction import LossReduction, loss_reduction
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
-from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated, KeepGradientsLocal, ReduceAlone
+from shardgraph.passes.parameters.accumulate_gradients import (
+    AddAccumulated,
+    KeepGradientsLocal,
+    ReduceAlone,
+    local_gradient,
+)
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
 from shardgraph.passes.pipeline.batch_norm import BatchNorm
 from shardgraph.passes.pipeline.weight_gradients import SplitBackward
@@ -225,7 +230,8 @@ class Program:
             node: role.fqn for role, node in ir.placeholders(self.forward).items() if isinstance(role, ir.Parameter)
         }
         for node in self.forward.graph.nodes:
-            sources = {alone.get(each) for each in node.all_input_nodes}
+            packed = ir.buckets.packed_as(node)
+            sources = {alone.get(each) for each in ([packed] if packed else node.all_input_nodes)}
             if len(sources) == 1 and (fqn := sources.pop()) is not None:
                 alone[node] = fqn
         saved = (value for role, value in ir.outputs(self.forward) if isinstance(role, ir.Saved))
@@ -241,7 +247,8 @@ class Program:
         }
         for node in gm.graph.nodes:
             depends.setdefault(node, frozenset().union(*(depends[each] for each in node.all_input_nodes)))
-        gradients = gradients_of(ir.outputs(gm))
+        # Each gradient before it is reduced: in a bucket all depend on each other.
+        gradients = {fqn: local_gradient(value) for fqn, value in gradients_of(ir.outputs(gm)).items()}
         tangents = [role for role in inputs if isinstance(role, ir.Tangent)]
         return {role: frozenset(f for f, value in gradients.items() if role in depends[value]) for role in tangents}
 

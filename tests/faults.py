@@ -234,6 +234,20 @@ def _stale(node: fx.Node) -> None:
     _instead(node, lambda graph: graph.call_function(aten.alias.default, (other,)))
 
 
+def _alike_in_bucket(node: fx.Node) -> tuple[int, int] | None:
+    """The places of two tensors of one shape in a bucket."""
+    if node.target is not ir.buckets.pack:
+        return None
+    shapes = [each.meta["val"].shape for each in node.args[0]]
+    return next(((shapes.index(shape), i) for i, shape in enumerate(shapes) if shapes.index(shape) < i), None)
+
+
+def _exchange_in_bucket(node: fx.Node) -> None:
+    (one, other), tensors = _alike_in_bucket(node), list(node.args[0])
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    node.update_arg(0, tensors)
+
+
 NODES: dict[str, Fault] = {
     "all-reduce dropped": _written(_waits_for(ir.ALL_REDUCE), _dropped),
     "all-reduce doubled": _written(_waits_for(ir.ALL_REDUCE), _twice),
@@ -272,6 +286,10 @@ NODES: dict[str, Fault] = {
     "another part": _written(
         lambda node: node.target in ON_A_PART and _has_rows(node.args[0]),
         lambda node: node.update_arg(0, _rolled(node, node.args[0], 1)),
+    ),
+    "two of a bucket exchanged": _written(lambda node: _alike_in_bucket(node) is not None, _exchange_in_bucket),
+    "a bucket of other parts": _written(
+        lambda node: _is(ir.buckets.pack)(node) and node.args[1] > 1, lambda node: node.update_arg(1, 1)
     ),
     "padding at the start": _written(_is(ir.pad_shard), _applied(torch.roll, 1, 0)),
 }

@@ -60,6 +60,7 @@ WITH = {
     "split-backward": "pp-2-zero-bubble",
     "drop-zero-tangents": "ddp-2-logits",
     "remove-constraints": "fsdp-2-constrained",
+    "merge-collectives": "hsdp-2x2-buckets",
 }
 """A case in which each pass has mutants."""
 WITHOUT = {
@@ -122,6 +123,7 @@ CASES = [
     _case("tied-transformer", "fsdp", dp=2),
     _case("tied-transformer", "zero2", dp=3),
     _case("tied-transformer", "hsdp", dp_replicate=2, dp_shard=2),
+    _case("tied-transformer", "hsdp", "buckets", options={"bucket": 10**6}, dp_replicate=2, dp_shard=2),
     _case("conv-batch-norm", "ddp", dp=2),
     _case("tied-transformer", "tp", tp=2),
     _case("tied-transformer", "tp+sp", tp=2),
@@ -240,13 +242,14 @@ class Subject:
         return loss_of if self.case.pipeline is not None else None
 
     def verify(self) -> Any:
-        options = dict(self.case.options)
-        plan: Any = self.plan or self.case.plan
-        pipeline = None if self.plan is not None else self.case.pipeline
+        plan: Any = self.case.plan
+        mesh, pipeline, options = dict(self.case.mesh), self.case.pipeline, dict(self.case.options)
+        if "bucket" in options:
+            plan, mesh = replace(preset(plan, self.case.mesh), bucket=options.pop("bucket")), None
         if self.plan is not None:
-            options = {}
+            plan, mesh, pipeline, options = self.plan, None, None, {}
         return shardgraph.verify(
-            self.model, self.args, plan, mesh=dict(self.case.mesh) if self.plan is None else None, pipeline=pipeline,
+            self.model, self.args, plan, mesh=mesh, pipeline=pipeline,
             example_kwargs=self.kwargs, loss_fn=self.loss_fn, fp64=True, **options,
         )  # fmt: skip
 

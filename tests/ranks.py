@@ -671,12 +671,17 @@ def overflow_on_one_rank() -> tuple[list[bool], float]:
 
 
 def plan_named(name: str) -> Plan:
-    """A preset over all ranks; ``"fsdp kept"`` keeps what it gathered, ``"fsdp bf16"`` computes in bfloat16."""
+    """A preset over all ranks.
+
+    ``"fsdp kept"`` keeps what it gathered, ``"fsdp bf16"`` computes in bfloat16, ``"fsdp merged"`` has buckets.
+    """
     if name.startswith("tp"):
         return preset(name, {"tp": dist.get_world_size()})
     plan = preset(name.split()[0], {"dp": dist.get_world_size()})
     if name.endswith("bf16"):
         return replace(plan, precision=shardgraph.Precision.of("bf16"))
+    if name.endswith("merged"):
+        return replace(plan, bucket=1 << 20)
     if not name.endswith("kept"):
         return plan
     rules = tuple((pattern, replace(entry, reshard_after_forward=False)) for pattern, entry in plan.parameters)

@@ -33,7 +33,7 @@ _NAMES = {
         cat stack constant_pad_nd full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor
         copy fill repeat lift_fresh_copy new_zeros new_ones new_full new_empty new_empty_strided tril triu roll flip eye
         linspace upsample_nearest2d upsample_bilinear2d reflection_pad2d pad_shard masked_fill to_copy contiguous
-        as_strided_scatter native_dropout_backward
+        as_strided_scatter native_dropout_backward pack unpack_parts
     """,
     "transcendental": """
         acos asin atan atan2 cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 logit pow rsqrt sin sinh
@@ -145,7 +145,7 @@ def _equal_heads(operands: Any) -> list[tuple[int, ...]]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    views = (ir.trim_shard, ir.local_chunk, aten._unsafe_view.default)
+    views = (ir.trim_shard, ir.local_chunk, ir.buckets.unpack, aten._unsafe_view.default)
     return node.target in views or bool(getattr(node.target, "is_view", False))
 
 

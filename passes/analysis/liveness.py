@@ -43,7 +43,14 @@ KINDS = {
 }
 
 # Alias their first argument although their schema does not declare it.
-_UNDECLARED_VIEWS = {ir.WAIT, ir.WAIT_COPY, ir.trim_shard, ir.local_chunk, torch.ops.aten._unsafe_view.default}
+_UNDECLARED_VIEWS = {
+    ir.WAIT,
+    ir.WAIT_COPY,
+    ir.trim_shard,
+    ir.local_chunk,
+    ir.buckets.unpack,
+    torch.ops.aten._unsafe_view.default,
+}
 
 
 @dataclass(frozen=True)

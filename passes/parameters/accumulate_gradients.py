@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gradient, Parameter, Role, SquaredNorm, outputs, set_outputs
+from shardgraph.ir import Accumulated, Gradient, Parameter, Role, SquaredNorm, buckets, outputs, set_outputs
 from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
 from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass
@@ -110,5 +110,6 @@ def local_gradient(reduced: fx.Node) -> fx.Node:
     """This rank's own gradient, given the last node of the chain that reduces it."""
     node: Any = reduced
     while node in REDUCES:
-        node = node.args[0]
-    return node
+        node = buckets.packed_as(node) or node.args[0]
+    gradient: fx.Node = node
+    return gradient

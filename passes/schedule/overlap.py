@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,7 @@ from shardgraph.ir import WAIT, collectives, is_wait
 from shardgraph.ir.attributes import MEMORY_KIND, REDUCES
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.base import Context, Pass
+from shardgraph.passes.schedule.merge import made_ready
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,13 @@ def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
     waits = [next(user for user in start.users if user.target is WAIT) for start in starts]
     for i, start in enumerate(starts[1:], start=1):
         point = waits[i - depth].prev if i >= depth else starts[i - 1]
-        for node in reversed([start, *_made_ready(start)]):
+        for node in reversed([start, *made_ready(start)]):
             point.append(node)
             point = node
 
 
-def _made_ready(start: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that prepare a shard for its gather, last first: padding, and before it a cast."""
-    node = start.args[0]
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        yield node
-        node = node.args[0]
-
-
 def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
-    chains: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in gm.graph.nodes:
-        if node in REDUCES:
-            chains[REDUCES.of(node)].append(node)
-    parts = sorted(filter(None, map(_after_waits, chains.values())), key=lambda of_chain: of_chain[0])
+    parts = sorted(filter(None, map(_after_waits, _reductions(gm))), key=lambda of_chain: of_chain[0])
     ends = [start for start, _ in parts]  # the last node that is put behind each start
     # The second collective of a gradient, over another axis, is awaited as much later again.
     for number in range(max((len(tails) for _, tails in parts), default=0)):
@@ -74,6 +62,17 @@ def _await_reductions_late(gm: fx.GraphModule, depth: int) -> None:
                         ends[later] = node
                     else:
                         gm.graph.output_node().prepend(node)
+
+
+def _reductions(gm: fx.GraphModule) -> list[list[fx.Node]]:
+    """The nodes of each reduction in order: those that reduce a gradient, or the gradients of a bucket."""
+    of: dict[fx.Node, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node in REDUCES:
+            before = {id(of[each]): of[each] for each in node.all_input_nodes if each in of}
+            chain = [each for part in before.values() for each in part] + [node]
+            of.update(dict.fromkeys(chain, chain))
+    return [sorted(chain) for chain in {id(chain): chain for chain in of.values()}.values()]
 
 
 def _after_waits(chain: Sequence[fx.Node]) -> tuple[fx.Node, list[list[fx.Node]]] | None:

@@ -13,7 +13,7 @@ ranks issue the same collectives.
 
 # ruff: noqa: F401 - the names of this package
 
-from shardgraph.ir import fused
+from shardgraph.ir import buckets, fused
 from shardgraph.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -58,6 +58,9 @@ class Plan:
     ``prefetch``
         The number of parameter all-gathers that may be in flight ahead of the computation, and of gradient reductions
         behind it. More overlaps more and holds more memory.
+    ``bucket``
+        Bytes at most of a buffer in which all-gathers of several parameters, or reductions of several gradients, are
+        one collective; 0: each has its own. See :mod:`shardgraph.passes.schedule.merge`.
     ``annotations``
         ``(pattern, annotation)`` pairs of :mod:`shardgraph.plans.annotations`: constraints that override the other
         fields. They apply to all that they match; two that contradict each other are an error.
@@ -91,6 +94,7 @@ class Plan:
     mesh: Mesh
     parameters: tuple[tuple[str, ParameterPlan], ...]
     prefetch: int = 4
+    bucket: int = 0
     operators: tuple[tuple[str, str], ...] = ()
     annotations: tuple[Annotated, ...] = ()
     recompute: Recomputation = "none"
@@ -355,6 +359,7 @@ def _check_plan(plan: Plan) -> None:
     axis_of_mesh = f"an axis of the mesh {dict(plan.mesh)}"
     check(plan.schema == SCHEMA, "schema", plan.schema, f"{SCHEMA}, the one that this version of shardgraph reads")
     check(is_whole(plan.prefetch, 0), "prefetch", plan.prefetch, "a whole number from 0")
+    check(is_whole(plan.bucket, 0), "bucket", plan.bucket, "a whole number of bytes, or 0 for no buckets")
     check(len(set(plan.axes)) == len(plan.axes), "mesh", dict(plan.mesh), "axes with different names")
     for axis, size in plan.mesh:
         check(is_whole(size, 1), f"mesh.{axis}", size, "a whole number from 1")

@@ -44,7 +44,7 @@ def written_plan(plan: Mapping[str, Any]) -> str:
         },
     }
     data = {key: converted.get(key, plan[key]) for key in _PLAN if key != "activations"}
-    data = {key: value for key, value in data.items() if value or key in (*_REQUIRED, "note", "prefetch")}
+    data = {key: value for key, value in data.items() if value or key in (*_REQUIRED, "note", "prefetch", "bucket")}
     if recompute == "none":
         del data["recompute"]
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
@@ -207,6 +207,7 @@ _PLAN = {  # in the order in which they are written
     "note": _TEXT,
     "mesh": _MESH,
     "prefetch": _COUNT,
+    "bucket": _Field(int, "a whole number of bytes, or 0 for no buckets"),
     "operators": _Field(dict, "a mapping of mesh axes to 'whole', 'sequence' or 'context'", _pairs),
     "annotations": _Field(list, "a list of patterns, each with an annotation", _annotations),
     "recompute": _Field(

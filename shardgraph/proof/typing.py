@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Role, outputs
+from shardgraph.ir import Role, buckets, outputs
 from shardgraph.ir.attributes import ROLE
 
 # They register rules, definitions and lemmas.
@@ -33,6 +33,7 @@ from shardgraph.proof.collectives import EXCHANGES
 from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
 from shardgraph.proof.labels import apply, lifted
 from shardgraph.proof.moves import MOVES
+from shardgraph.proof.packed import Packed, packed
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.terms import Terms
 from shardgraph.torch_api import pytree
@@ -95,6 +96,11 @@ class Typing:
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Typed:
         target: Any = node.target
+        if target is buckets.pack:
+            return packed(*args)
+        if args and isinstance(args[0], Packed):
+            rest = args[1:]
+            return args[0].then(target, rest, self.ranks, lambda each: self._called(node, (each, *rest), kwargs))
         if _writes(target) and not _alone(node):
             raise UntypedError(f"{target} writes a value that something else reads, or that it shares")
         if of_rank.depends(args, kwargs):

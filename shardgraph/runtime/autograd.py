@@ -113,7 +113,11 @@ class Differentiable(Executor):
     def _accumulated(self, fqn: str, traced: torch.Tensor) -> torch.Tensor:
         """The gradient of earlier backward passes that is not reduced yet, which is now."""
         earlier = self.state.unreduced.pop(fqn, None)
-        return torch.zeros_like(traced, device=self.state.device) if earlier is None else earlier
+        if earlier is not None:
+            return earlier
+        return torch.empty_strided(
+            traced.shape, traced.stride(), dtype=traced.dtype, device=self.state.device
+        ).zero_()  # which nothing fake is given to, so it is not
 
     def _reduce_rest(self) -> dict[str, torch.Tensor]:
         """Reduce what other programs have accumulated of parameters that this one has no gradient of.

@@ -1,0 +1,192 @@
+"""Merges small collectives: one buffer takes the latency of one, and what it holds is copied instead."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.ir import buckets
+from shardgraph.ir.attributes import MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJECT, VALUE
+from shardgraph.passes.base import Context, Pass
+from shardgraph.passes.builder import Builder
+
+aten = torch.ops.aten
+
+_ALONE = 8
+"""A tensor of more than this fraction of a bucket has a collective of its own: a bucket is as large as makes its
+latency a small part of its time, so for such a tensor the copies into and out of a bucket take as long as they save."""
+
+_ELEMENTWISE = frozenset({aten.div.Tensor, aten._to_copy.default})
+"""What may be done to a whole buffer as well as to each of the gradients in it."""
+
+
+@dataclass(frozen=True)
+class MergeCollectives(Pass):
+    """Takes a forward or backward graph; merges all-gathers of parameters, and reductions of gradients, that are over
+    the same ranks and in the same dtype, in program order, into buckets of at most ``plan.bucket`` bytes.
+
+    A merged gather is where the first of its gathers was, a merged reduction where the last of its was. Reductions that
+    follow another one (hybrid sharding), divisions and casts are done to the buffer if they are equal for all of it.
+    Tensors of more than an eighth of a bucket keep collectives of their own.
+
+    Must not change: what each value is, and other collectives.
+    """
+
+    name = "merge-collectives"
+    requires = frozenset({"split"})
+    provides = frozenset({"merged-collectives"})
+    excludes = frozenset({"merged-collectives", "overlapped"})
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if most := context.plan.bucket:
+            for members in _buckets(filter(_is_gather, ir.collectives(gm)), most, gathered=True):
+                _gather_together(gm, context, members)
+            for members in _buckets(filter(_is_reduction, ir.collectives(gm)), most, gathered=False):
+                _reduce_together(gm, context, members)
+
+
+def _is_gather(start: fx.Node) -> bool:
+    """Whether a collective gathers a parameter that is on the device from the start."""
+    if start.target is not ir.ALL_GATHER or MEMORY_KIND.get(start) != "gathered":
+        return False
+    return not any(ir.is_wait(node) for node in made_ready(start))
+
+
+def _is_reduction(start: fx.Node) -> bool:
+    """Whether a collective is the first that reduces a gradient, and nothing but the reduction needs its result."""
+    if start.target not in (ir.REDUCE_SCATTER, ir.ALL_REDUCE) or start not in REDUCES:
+        return False
+    first = not any(ir.is_wait(node) for node in _before(start))
+    return first and all(node in REDUCES for node in _after(start))
+
+
+def _buckets(starts: Iterator[fx.Node], most: int, *, gathered: bool) -> list[list[fx.Node]]:
+    """Collectives to be merged, in program order."""
+    full: list[list[fx.Node]] = []
+    filling: dict[Any, tuple[int, list[fx.Node]]] = {}
+    for start in starts:
+        tensor = (start if gathered else start.args[0]).meta["val"]
+        if not tensor.numel() or tensor.nbytes * _ALONE > most:
+            continue
+        key = (start.target, start.args[1:], tensor.dtype, tensor.device)
+        filled, members = filling.get(key, (0, []))
+        if filled + tensor.nbytes > most:
+            full.append(members)
+            filled, members = 0, []
+        filling[key] = filled + tensor.nbytes, [*members, start]
+    return [members for members in [*full, *(members for _, members in filling.values())] if len(members) > 1]
+
+
+def _gather_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.Node]) -> None:
+    first, axis = members[0], ir.group_of(members[0])
+    for node in sorted({node for member in members for node in made_ready(member) if node > first}):
+        first.prepend(node)
+    waits = [_wait(member) for member in members]
+    labels = {SUBJECT: _subjects(members), SOURCE: SOURCE.get(first, ""), MEMORY_KIND: "gathered"}
+    build = Builder(gm.graph, context.values, labels, after=first.prev)
+    buffer = build.all_gather(build.call(buckets.pack, [member.args[0] for member in members], 1), axis)
+    parts = build.call(buckets.unpack_parts, buffer, [_shape(wait) for wait in waits], context.values.ranks(axis))
+    _replace(build, parts, waits)
+    _erase([*members, *waits])
+
+
+def _reduce_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.Node]) -> None:
+    last, done = members[-1], set[fx.Node]()
+    after = sorted({node for member in members for node in _after(member)})
+    labels = {
+        SUBJECT: _subjects(members),
+        SOURCE: SOURCE.get(last, ""),
+        REDUCES: ", ".join(REDUCES.of(member) for member in members),
+    }
+    build = Builder(gm.graph, context.values, labels, after=last)
+    parts = context.values.ranks(ir.group_of(last)) if last.target is ir.REDUCE_SCATTER else 1
+    buffer = build.call(buckets.pack, [member.args[0] for member in members], parts)
+    same: list[fx.Node] | None = list(members)
+    while same is not None:  # what is done to all of them equally is done to the buffer
+        values, (each, *_) = same, same
+        buffer = build.call(each.target, buffer, *each.args[1:], **each.kwargs)
+        done.update(same)
+        same = _equal_users(values)
+    point = _replace(build, build.call(buckets.unpack, buffer, [_shape(value) for value in values]), values)
+    _erase(done)
+    for node in after:  # behind the last of what is unpacked
+        if node not in done:
+            point.append(node)
+            point = node
+
+
+def _equal_users(values: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """The only users of all values, if they do the same to each that may be done to all of them at once."""
+    users = [next(iter(value.users)) for value in values if len(value.users) == 1]
+    if len(users) < len(values) or not all(user.op == "call_function" for user in users):
+        return None
+    forms = {(user.target, user.args[1:], tuple(user.kwargs.items())) for user in users}
+    merged = users[0].target in _ELEMENTWISE or users[0].target in (ir.ALL_REDUCE, ir.WAIT)
+    return users if merged and len(forms) == 1 else None
+
+
+def _replace(build: Builder, unpacked: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+    """Let users of the values use what is unpacked in their place, with the same meaning; returns the last of it."""
+    for i, value in enumerate(values):
+        item = build.call(operator.getitem, unpacked, i)
+        kept = {key: meant for key, meant in value.meta.items() if key not in (VALUE.key, MADE_BY.key)}
+        item.meta.update(kept)
+        value.replace_all_uses_with(item)
+    return item
+
+
+def _erase(nodes: Iterable[fx.Node]) -> None:
+    for node in sorted(nodes, reverse=True):
+        node.graph.erase_node(node)
+
+
+def _wait(start: fx.Node) -> fx.Node:
+    return next(user for user in start.users if user.target is ir.WAIT)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _subjects(members: Sequence[fx.Node]) -> str:
+    first, second, *others = (str(SUBJECT.get(member)) for member in members)
+    return f"{first}, {second}" + (f" and {len(others)} more" if others else "")
+
+
+def made_ready(start: fx.Node) -> list[fx.Node]:
+    """The nodes that prepare shards for their gather, last first: padding, before it a cast, before that a copy."""
+    return sorted(_reached(start, lambda node: node.all_input_nodes, _computed), reverse=True)
+
+
+def _before(start: fx.Node) -> set[fx.Node]:
+    """The nodes that reduce a gradient up to this one."""
+    return _reached(start, lambda node: node.all_input_nodes, lambda node: node in REDUCES)
+
+
+def _after(start: fx.Node) -> set[fx.Node]:
+    """All nodes that depend on a node, but for the output."""
+    return _reached(start, lambda node: node.users, _computed)
+
+
+def _computed(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def _reached(
+    start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], among: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """The nodes that are reached from one, without it, over those that are ``among`` some."""
+    found: set[fx.Node] = set()
+    pending = list(following(start))
+    while pending:
+        node = pending.pop()
+        if node not in found and among(node):
+            found.add(node)
+            pending += following(node)
+    return found

@@ -1,0 +1,49 @@
+"""Buckets: several tensors in one flat buffer, which one collective moves."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def pack(tensors: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
+    """A flat buffer with the tensors one after the other.
+
+    With ``parts`` above 1, dim 0 of each is in so many equal parts, and the buffer has the first part of every tensor,
+    then the second of every one: what a reduce-scatter over so many ranks gives to each.
+    """
+    return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1).flatten()
+
+
+def unpack(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The tensors of these shapes in a buffer that has them one after the other, as views."""
+    pieces = buffer.split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def unpack_parts(buffer: torch.Tensor, shapes: Sequence[Sequence[int]], parts: int) -> list[torch.Tensor]:
+    """Copies of the tensors of these shapes in a buffer that has ``parts`` of them, part after part.
+
+    This is what an all-gather over so many ranks gives, each of which has a part of every tensor.
+    """
+    pieces = buffer.view(parts, -1).split([math.prod(shape) // parts for shape in shapes], 1)
+    return [piece.contiguous().view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def packed_as(node: fx.Node) -> fx.Node | None:
+    """The tensor that was put into a bucket to become this one, which is taken out of it; None if it is taken of none.
+
+    In between are collectives, waits, and what is done to the whole buffer.
+    """
+    bucket: Any = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(bucket, fx.Node) or bucket.target not in (unpack, unpack_parts):
+        return None
+    while bucket.target is not pack:
+        bucket = bucket.args[0]
+    tensor: fx.Node = bucket.args[0][node.args[1]]
+    return tensor
