@@ -2,9 +2,10 @@
 
     python benchmarks/train_step.py --name cpu-2-ranks
 
-All contenders train the same transformer from the same weights on the same data. Time: every round takes one step of
-each in turn, with a barrier before it, so that a machine whose speed drifts is fair to all; medians are reported,
-and their ratios to FSDP2. Memory: each contender alone in its own processes, the bytes of tensors on rank 0 at the
+All contenders train the same model (``--job``, of training_jobs.py) from the same weights on the same data. Time: every
+round takes one step of each in turn, with a barrier before it, so that a machine whose speed drifts is fair to all;
+medians are reported, and the median of the ratio to FSDP2's step of the same round, with its 95% bootstrap interval.
+Memory: each contender alone in its own processes, the bytes of tensors on rank 0 at the
 highest point of a step as torch's allocator counts them, and the resident set. Losses are recorded, and their
 largest difference.
 """
@@ -17,11 +18,13 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,38 +35,38 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
+from benchmarks.training_jobs import JOBS
+from shardgraph.plans.presets import preset as preset_of
 
 CONTENDERS = ["shardgraph fsdp", "shardgraph zero2", "shardgraph ddp", "FSDP2", "DDP", "one rank"]
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=options.width,
-        intermediate_size=options.width * 8 // 3,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=options.vocabulary,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+    return JOBS[options.job].model().train()
 
 
 def build(name: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
     model = build_model(options)
     if name.startswith("shardgraph"):
-        return shardgraph.compile(model, name.split()[1])
+        preset, *bucket = name.removeprefix("shardgraph ").split(" of ")
+        return shardgraph.compile(model, planned(preset, int(float(bucket[0]) * 2**20)) if bucket else preset)
     model.to(device)
     if name == "FSDP2":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in model.model.layers:
+        for block in JOBS[options.job].blocks(model):
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     return DistributedDataParallel(model) if name == "DDP" else model
+
+
+def planned(preset: str, bucket: int) -> shardgraph.Plan:
+    """A preset with buckets of so many bytes."""
+    return replace(preset_of(preset, {"dp": dist.get_world_size()}), bucket=bucket)
 
 
 class Contender:
@@ -83,9 +86,8 @@ class Contender:
     def loss(self, step: int) -> torch.Tensor:
         world = dist.get_world_size()
         generator = torch.Generator().manual_seed(step)
-        shape = (world, self.options.batch, self.options.length)
-        ids = torch.randint(self.options.vocabulary, shape, generator=generator)[dist.get_rank()].to(self.device)
-        return self.model(input_ids=ids, labels=ids).loss
+        job = JOBS[self.options.job]
+        return job.loss(self.model, job.batch(generator, world)[dist.get_rank()].to(self.device))
 
     def step(self, number: int) -> None:
         started = time.perf_counter()
@@ -108,8 +110,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for contender in contenders:
             dist.barrier()
             contender.step(number)
+    base = next((c for c in contenders if c.name == "FSDP2"), contenders[0])
     return {
         c.name: {
+            "of_base": ratio(c.times[2:], base.times[2:]),
             "median_s": statistics.median(c.times[2:]),
             "fastest_s": min(c.times[2:]),
             "slowest_s": max(c.times[2:]),
@@ -118,6 +122,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         for c in contenders
     }
+
+
+def ratio(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """The median ratio of the rounds' times, and its 95% interval over 2,000 draws of as many rounds."""
+    ratios = [mine / theirs for mine, theirs in zip(times, base, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return [statistics.median(ratios), medians[50], medians[-51]]
 
 
 def peak_memory(options: argparse.Namespace, name: str) -> dict[str, float]:
@@ -162,13 +174,13 @@ def resident(field: str) -> float:
 
 
 def table(figures: dict[str, Any], show: Callable[[str], None] = print) -> None:
-    base = figures.get("FSDP2", next(iter(figures.values())))
-    times = f"{'':<18}{'median s':>10}{'of FSDP2':>10}{'range s':>16}"
+    base = "FSDP2" if "FSDP2" in figures else next(iter(figures))
+    times = f"{'':<24}{'median ms':>10}{'of ' + base:>14}{'95% interval':>16}"
     show(f"{times}{'tensors MiB':>13}{'resident MiB':>14}{'first call s':>14}")
     for name, f in figures.items():
-        spread = f"{f['fastest_s']:.3f} to {f['slowest_s']:.3f}"
+        middle, low, high = f["of_base"]
         show(
-            f"{name:<18}{f['median_s']:>10.3f}{f['median_s'] / base['median_s']:>10.2f}{spread:>16}"
+            f"{name:<24}{f['median_s'] * 1e3:>10.1f}{middle:>14.2f}{f'{low:.2f} to {high:.2f}':>16}"
             f"{f['tensors_mib']:>13.1f}{f.get('resident_mib', float('nan')):>14.0f}{f['first_call_s']:>14.1f}"
         )
 
@@ -185,12 +197,9 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4, help="rows of each rank")
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--job", default="llama", choices=JOBS)
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS,
+                        help="those above, or 'shardgraph PRESET of MIB' with buckets of as many MiB")  # fmt: skip
     options = parser.parse_args()
 
     # Large blocks go back to the system when they are freed, so that the resident set tells what is held.
@@ -208,7 +217,8 @@ def main() -> None:
         "parameters": count,
         **vars(options),
     }
-    print(f"Llama of {count:,} parameters, {options.nproc} ranks of {options.threads} threads, {options.rounds} rounds")
+    ranks = f"{options.nproc} ranks of {options.threads} threads"
+    print(f"{options.job} of {count:,} parameters, {ranks}, {options.rounds} rounds")
     table(figures)
     print(f"largest difference of a loss between contenders: {loss_difference(figures):.1e}")
     path = Path(__file__).parent / "results" / f"{options.name}.json"
