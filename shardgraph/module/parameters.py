@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardgraph import torch_api
+from shardgraph.module.local_step import step_on_shard
 from shardgraph.plans.plan import ParameterPlan
 from shardgraph.plans.shards import part_of
 
@@ -45,6 +46,7 @@ def like(values: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
     """A parameter of ``values`` with the attributes and hooks of ``old``."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     vars(new).update(vars(old))  # attributes that libraries attach to parameters
+    step_on_shard(new)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks, None) is not None:
             setattr(new, hooks, getattr(old, hooks))

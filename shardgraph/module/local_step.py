@@ -1,0 +1,132 @@
+"""Optimizers that compute element by element step on the shards, as plain tensors.
+
+An operation on a DTensor takes tens of microseconds more than one on its shard, and a step is ten of them for each
+parameter: for small parameters that is most of a training step. torch's classes whose update of an element depends on
+that element alone give the same numbers either way; all others, and subclasses, step on DTensors as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from shardgraph import torch_api
+
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+
+_MARK = "_shardgraph_steps_on_shard"
+"""The attribute of sharded modules' parameters that are DTensors."""
+
+
+def step_on_shard(parameter: nn.Parameter) -> None:
+    """Have optimizers that compute element by element step on the shard of a parameter, if it is a DTensor."""
+    if isinstance(parameter, DTensor):
+        setattr(parameter, _MARK, True)
+        _wrap_steps()
+
+
+@functools.cache
+def _wrap_steps() -> None:
+    for kind in _ELEMENTWISE:
+        original: Any = kind.step
+        hooked = getattr(original, "hooked", False)  # torch has wrapped it in what calls hooks, as the first was made
+        if hooked:
+            original = original.__wrapped__
+        wrapped: Any = _on_shards(kind, original)
+        if hooked:
+            wrapped = optim.Optimizer.profile_hook_step(wrapped)
+            wrapped.hooked = True
+        kind.step = wrapped  # type: ignore[method-assign]
+
+
+def _on_shards(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None or type(self) is not kind or not _are_ours(self):
+            return original(self, closure)
+        with _shards(self):
+            return original(self)
+
+    return step
+
+
+def _are_ours(optimizer: optim.Optimizer) -> bool:
+    """Whether all parameters are of sharded modules, and their gradients placed as they are."""
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return False
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if not hasattr(parameter, _MARK):
+                return False
+            if gradient is None:
+                continue
+            if not isinstance(gradient, DTensor) or gradient.placements != parameter.placements:
+                return False
+    return True
+
+
+@contextmanager
+def _shards(optimizer: optim.Optimizer) -> Iterator[None]:
+    """Within, the optimizer has the shards of its parameters, with their gradients and their state."""
+    before = [(group, group["params"], group.get("foreach")) for group in optimizer.param_groups]
+    states: dict[nn.Parameter, Mapping[str, Any]] = {}
+    for group, parameters, foreach in before:
+        group["params"] = [_twin(parameter) for parameter in parameters]
+        if "foreach" in group and foreach is None and not group.get("fused"):
+            group["foreach"] = False  # as torch chooses for DTensors: temporaries of one parameter, not of all
+        for parameter, twin in zip(parameters, group["params"], strict=True):
+            if parameter in optimizer.state:
+                states[twin] = optimizer.state.pop(parameter)
+                optimizer.state[twin] = {name: torch_api.local_tensor(value) for name, value in states[twin].items()}
+    try:
+        yield
+    finally:
+        for group, parameters, foreach in before:
+            for parameter, twin in zip(parameters, group["params"], strict=True):
+                twin.grad = None
+                if twin in optimizer.state:
+                    local = optimizer.state.pop(twin)
+                    optimizer.state[parameter] = _placed(local, states.get(twin, {}), parameter)
+            group["params"] = parameters
+            if "foreach" in group:
+                group["foreach"] = foreach
+
+
+def _twin(parameter: Any) -> nn.Parameter:
+    """The shard of a parameter as a parameter, with the shard of its gradient."""
+    twin = nn.Parameter(torch_api.local_tensor(parameter), parameter.requires_grad)
+    twin.grad = None if parameter.grad is None else torch_api.local_tensor(parameter.grad)
+    return twin
+
+
+def _placed(local: Mapping[str, Any], before: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+    """The state of a shard as that of its parameter."""
+    state = {}
+    for name, value in local.items():
+        known = before.get(name)
+        if isinstance(known, torch.Tensor) and value is torch_api.local_tensor(known):
+            state[name] = known
+        elif isinstance(value, torch.Tensor) and value.dim():
+            state[name] = torch_api.placed(value, parameter.device_mesh, parameter.placements, parameter.shape)
+        else:
+            state[name] = value
+    return state
