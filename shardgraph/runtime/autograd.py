@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Differentiable(Executor):
         self.needed = [
             (i, role.fqn) for i, role in needed if program.backward is not None and role.fqn in program.needed
         ]
+        first = len(list(takewhile(lambda role: isinstance(role, ir.Parameter), self.inputs)))
+        self.settable = [(i, fqn) for i, fqn in self.needed if i < first]  # autograd counts tensors only
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
         inputs = () if program.backward is None else ir.placeholders(program.backward)
@@ -170,6 +173,25 @@ class Differentiable(Executor):
         return torch_api.as_placed(value, parameter)
 
 
+    def set_gradients(self, gradients: list[torch.Tensor | None], leaves: Sequence[tuple[Any, int]]) -> None:
+        """Set the gradients of parameters that have none, and take them from ``gradients``, which autograd adds.
+
+        For each DTensor autograd would make another one of the same shard, which for small parameters takes longer than
+        their part of the backward graph. What must see a gradient first, or adds it, is left to it.
+        """
+        for i, fqn in self.settable:
+            parameter, value = self.state.layout.parameter(fqn), gradients[i]
+            if (
+                isinstance(value, DTensor)
+                and parameter.grad is None
+                and not parameter._backward_hooks
+                and not parameter._post_accumulate_grad_hooks
+                and value.dtype == parameter.dtype
+                and torch_api.will_accumulate(leaves[i][0])
+            ):
+                parameter.grad, gradients[i] = value, None
+
+
 def _squared_norms(results: Iterable[tuple[ir.Role | None, Any]], reduced: bool) -> dict[str, torch.Tensor]:
     """The squared norms among results by role, of reduced gradients or of this rank's own, by parameter."""
     norms = ((role, value) for role, value in results if isinstance(role, ir.SquaredNorm))
@@ -207,6 +229,8 @@ class _Run(torch.autograd.Function):
         gradients = executor.run_backward(saved, tangents, ctx.sync())
         if torch.is_grad_enabled():  # with create_graph=True
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
+        else:
+            executor.set_gradients(gradients, ctx.next_functions)
         return (None, None, None, None, *gradients)
 
 

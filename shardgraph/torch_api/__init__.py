@@ -29,6 +29,7 @@ from shardgraph.torch_api.execution import (
     keep_graph,
     next_operation,
     no_autocast,
+    will_accumulate,
 )
 from shardgraph.torch_api.groups import (
     all_gather,

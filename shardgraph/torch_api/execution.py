@@ -32,6 +32,17 @@ def keep_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def will_accumulate(leaf: Any) -> bool:
+    """Whether the running backward adds a gradient to that of a leaf, with this autograd node.
+
+    False for ``torch.autograd.grad``, which returns gradients, and for leaves that are not of ``backward(inputs=...)``.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # of torch.autograd.grad
+        return False
+
+
 def next_operation() -> int:
     """The number that autograd gives to the next operation of this thread that it records."""
     return torch._C._autograd._get_sequence_nr()
