@@ -172,7 +172,6 @@ class Differentiable(Executor):
             return None
         return torch_api.as_placed(value, parameter)
 
-
     def set_gradients(self, gradients: list[torch.Tensor | None], leaves: Sequence[tuple[Any, int]]) -> None:
         """Set the gradients of parameters that have none, and take them from ``gradients``, which autograd adds.
 
