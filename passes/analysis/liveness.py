@@ -22,6 +22,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.ir import Role
 from shardgraph.ir.attributes import MEMORY_KIND, ON_DISK, REDUCES, ROLE
+from shardgraph.passes.analysis.overwrites import overwrites
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.workspaces import workspace
 
@@ -226,6 +227,25 @@ def storages_of(
 
     Their deaths are not set. ``start`` is the point of the first node, ``left`` are storages of earlier graphs.
     """
+    held = _separate_storages(gm, granule, start, left)
+    moved: dict[Storage, Storage] = {}
+    for node in overwrites(gm, held):
+        (before,), (now,) = held[node.args[0]], held[node]
+        moved[now] = moved.get(before, before)
+    if moved:
+        held = {node: [moved.get(storage, storage) for storage in each] for node, each in held.items()}
+    return held
+
+
+def overwritten(gm: fx.GraphModule) -> list[fx.Node]:
+    """The operations that work in place as the graph runs."""
+    return list(overwrites(gm, _separate_storages(gm)))
+
+
+def _separate_storages(
+    gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
+) -> dict[fx.Node, list[Storage]]:
+    """As :func:`storages_of`, if nothing works in place."""
     held: dict[fx.Node, list[Storage]] = {}
     inputs: dict[torch.UntypedStorage, Storage] = {}
     for index, node in enumerate(gm.graph.nodes, start):

@@ -17,6 +17,7 @@ from shardgraph.ir import buckets, fused
 from shardgraph.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_REDUCE_,
     ALL_TO_ALL,
     COLLECTIVES,
     REDUCE_SCATTER,

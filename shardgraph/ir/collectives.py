@@ -16,11 +16,12 @@ _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
+ALL_REDUCE_ = _c10d.all_reduce_.default  # in place: what an all-reduce is where it runs, if nobody needs its operand
 ALL_TO_ALL = _c10d.all_to_all_single.default
 WAIT = _c10d.wait_tensor.default
 
 
-# Every collective writes to a new contiguous tensor.
+# Every other collective writes to a new contiguous tensor.
 
 
 @symbolic
@@ -57,7 +58,7 @@ def _(ranks: Ranks, started: torch.Tensor) -> torch.Tensor:
     return started
 
 
-COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, send})
+COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_, ALL_TO_ALL, send})
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -92,7 +93,7 @@ def group_of(node: fx.Node) -> str:
 
 def describe_collective(node: fx.Node) -> str:
     """A readable description of a collective or a copy: the operation, the value and the source line."""
-    operation = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
+    operation = node.target.__name__.split(".")[0].rstrip("_") if callable(node.target) else str(node.target)
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
     where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""
