@@ -17,6 +17,7 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.plans.plan import Plan
 from shardgraph.proof.prove import prove
 from tests import bucketed, ranks
+from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.two_heads import TwoHeads
 
@@ -215,10 +216,17 @@ def test_a_bucket_is_a_number_of_bytes(bucket):
         replace(preset("fsdp", {"dp": 2}), bucket=bucket)
 
 
-def test_sizes_of_a_program_with_buckets_are_refused_as_symbols():
-    analysis = shardgraph.analyze(Net(), (X,), planned("fsdp"), cluster="A100")
-    with pytest.raises(shardgraph.ShardGraphError, match="has buckets, and what they hold follows from sizes"):
-        analysis.symbolic()
+@pytest.mark.parametrize("plan", ["fsdp", "zero2", "zero1", "ddp"])
+def test_sizes_of_a_program_with_buckets_are_known_as_symbols(plan):
+    def analysis(rows: int, dp: int) -> shardgraph.Analysis:
+        buckets = replace(preset(plan, {"dp": dp}), bucket=bucketed.BUCKET)
+        return shardgraph.analyze(Net(), (X.new_zeros(rows, *X.shape[1:]),), buckets, cluster=toy_cluster(nodes=4))
+
+    costs = analysis(4, 2).symbolic()
+    for rows, dp in [(4, 2), (8, 4), (16, 8)]:
+        concrete, found = analysis(rows, dp), costs.at(batch=rows, dp=dp)
+        assert found["peak_memory"] == concrete.peak_memory
+        assert found["sent"] == sum(row.sent for row in concrete.rows)
 
 
 def test_which_gradients_depend_on_which_outputs_is_as_without_buckets():

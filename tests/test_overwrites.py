@@ -26,10 +26,8 @@ class Build:
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         first, *others = fx.map_arg(args, lambda node: node.meta["val"])
-        if target in ir.COLLECTIVES:
-            value = first.clone()
-        else:
-            value = first if target is ir.WAIT else target(first, *others)
+        started = target is ir.WAIT or target in ir.COLLECTIVES
+        value = (first if target is ir.WAIT else first.clone()) if started else target(first, *others)
         return self._with(self.graph.call_function(target, args), value)
 
     def reduced(self, node: fx.Node) -> fx.Node:

@@ -76,7 +76,7 @@ def test_an_operation_without_formula_is_named() -> None:
 
 
 def test_every_collective_of_the_representation_has_a_formula() -> None:
-    for target in ir.COLLECTIVES:
+    for target in ir.COLLECTIVES - {ir.ALL_REDUCE_}:  # as graphs run, not as they are priced
         assert price(target.__name__.split(".")[0], 8, 8, 2) > 0
 
 

@@ -172,4 +172,4 @@ def node_wire_bytes(node: fx.Node, mesh: Mesh) -> int:
 
 def operation_of(node: fx.Node) -> str:
     """The name of a collective's operation, such as ``all_reduce``."""
-    return node.target.__name__.split(".")[0]
+    return node.target.__name__.split(".")[0].rstrip("_")

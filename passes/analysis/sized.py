@@ -169,9 +169,15 @@ def size_program(
 
 
 def _sized(
-    values: Sequence[Any], points: Sequence[Point], sizes: Sizes, part: _Part | None, storages: dict[int, _SizedStorage]
+    values: Sequence[Any],
+    points: Sequence[Point],
+    sizes: Sizes,
+    part: _Part | Sequence[_Part | None] | None,
+    storages: dict[int, _SizedStorage],
 ) -> Any:
     """The sized value for a value's samples; ``storages`` are those of earlier values."""
+    if isinstance(part, list):
+        return [_sized(each, points, sizes, own, storages) for *each, own in zip(*values, part, strict=True)]
 
     def sized(leaf: Any, *others: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -192,34 +198,87 @@ def _sized(
 
 
 class _Part(NamedTuple):
-    """A value whose rows depend on the mesh: a shard, or an unsharded parameter padded to equally long shards."""
+    """A value whose rows depend on the mesh: a shard or a bucket, or an unsharded parameter padded to equally long
+    shards, of which the memory alone depends on it.
+    """
 
     rows: PolyElement
     shard: bool
 
 
-def _parts(gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Role, _Part]) -> dict[fx.Node, _Part]:
+def _parts(
+    gm: fx.GraphModule, context: Context, sizes: Sizes, saved: Mapping[Role, _Part]
+) -> dict[fx.Node, _Part | list[_Part | None]]:
+    """The values whose rows depend on the mesh; of what is unpacked of a bucket, those of each tensor."""
     shards, wholes = {}, {}
     for fqn, entry in context.parameters.items():
         if entry.shard_axis is not None:
             axis = context.plan.axes[entry.shard_axis]
             longest = sizes.longest(context.shapes[fqn][0], axis)
             shards[fqn], wholes[fqn] = _Part(longest, True), _Part(longest * sizes.axis(axis), False)
-    parts: dict[fx.Node, _Part] = {}
+    parts: dict[fx.Node, Any] = {}
     for role, node in placeholders(gm).items():
         if isinstance(role, Parameter) and role.fqn in shards:
             parts[node] = shards[role.fqn]
         elif role in saved:
             parts[node] = saved[role]
+    buckets: set[fx.Node] = set()
     for node in gm.graph.nodes:
         name = REDUCES.get(node) or (SUBJECT.get(node) if MEMORY_KIND.get(node) == "gathered" else None)
-        if name not in shards or node in parts or node.target is ir.SQUARED_NORM:
+        source = parts.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target is ir.buckets.pack:
+            (start,) = node.users
+            among = {ir.ALL_GATHER: shards, ir.REDUCE_SCATTER: wholes}.get(start.target, {})
+            packed = zip(node.args[0], _names(node), strict=True)
+            parts[node] = _Part(sum(_elements(each, among.get(name), sizes) for each, name in packed), True)
+            buckets.add(node)
+        elif node.args and node.args[0] in buckets:
+            parts[node] = _of_bucket(node, source, sizes, shards, wholes)
+            if not isinstance(parts[node], list):
+                buckets.add(node)
+        elif isinstance(source, list):
+            parts[node] = source[node.args[1]]
+        elif name not in shards or node in parts or node.target is ir.SQUARED_NORM:
             continue
-        source = parts.get(node.args[0])
-        if node.target in (ir.REDUCE_SCATTER, ir.local_chunk, ir.trim_shard):
+        elif node.target in (ir.REDUCE_SCATTER, ir.local_chunk, ir.trim_shard):
             parts[node] = shards[name]
         elif node.target is ir.ALL_GATHER or (node.target is ir.pad_shard and source is None):
             parts[node] = wholes[name]
         elif source is not None and source.shard:
             parts[node] = source  # a wait, an all-reduce over replicas, a division: the shape of the operand
-    return parts
+    return {node: part for node, part in parts.items() if part is not None}
+
+
+def _of_bucket(
+    node: fx.Node, bucket: Any, sizes: Sizes, shards: Mapping[str, _Part], wholes: Mapping[str, _Part]
+) -> Any:
+    """What an operation on a bucket gives: another, or the parts of the tensors that are unpacked."""
+    if node.target is ir.ALL_GATHER:
+        return _Part(bucket.rows * sizes.axis(ir.group_of(node)), True)
+    if node.target is ir.REDUCE_SCATTER:
+        return _Part(bucket.rows.exquo(sizes.axis(ir.group_of(node))), True)
+    if node.target is ir.buckets.unpack_parts:
+        return [wholes.get(name) for name in _names(node)]
+    if node.target is ir.buckets.unpack:
+        scattered = node.args[0].meta["val"].shape != _packed(node).meta["val"].shape
+        return [shards.get(name) if scattered else None for name in _names(node)]
+    return bucket
+
+
+def _names(node: fx.Node) -> list[str]:
+    """The parameters in a bucket, in order."""
+    while node.target not in (ir.buckets.unpack, ir.buckets.unpack_parts):
+        node = next(iter(node.users))
+    names = {item.args[1]: str(REDUCES.get(item) or SUBJECT.get(item)) for item in node.users}
+    return [names[i] for i in range(len(names))]
+
+
+def _packed(bucket: Any) -> fx.Node:
+    """The node that packed a bucket."""
+    return bucket if bucket.target is ir.buckets.pack else _packed(bucket.args[0])
+
+
+def _elements(tensor: fx.Node, part: _Part | None, sizes: Sizes) -> PolyElement:
+    """The elements of a tensor with the rows of a part; without one it is the same on every mesh."""
+    rows, *others = tensor.meta["val"].shape or (1,)
+    return (sizes.constant(rows) if part is None else part.rows) * math.prod(others)

@@ -28,6 +28,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
 from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
@@ -84,7 +85,9 @@ def compile(
         loss_weight: how ``train_step`` averages the losses of data-parallel ranks: ``"ranks"``, all alike, as DDP and
             FSDP do, or ``"tokens"``, by the elements that each is a mean of, which is the mean over all elements of all
             ranks, as of one batch. How a loss is reduced is read off the graph.
-        backend: what runs the graphs: ``"eager"``, the generated Python of the graph module.
+        backend: what runs the graphs: ``"eager"``, the generated Python of the graph module, or ``"inductor"``, kernels
+            compiled at the first call, which needs a C++ compiler for CPUs. Collectives stay as they are scheduled. A
+            graph that inductor cannot compile runs eagerly, with a warning that says why.
         cluster: the hardware for which ``plan="auto"``, ``memory`` and the choice of pipeline stages predict costs, as
             for :func:`shardgraph.analyze`; None: this machine. Without example inputs no cost can be predicted, and
             ``"auto"`` takes the plan with the least memory.
@@ -111,10 +114,9 @@ def compile(
         InitializationError: a tensor on ``meta`` has no initialisation.
         OffloadError: there is no room for what is offloaded.
         ClusterError: the cluster is unknown or malformed.
-        ShardGraphError: there is no such backend or loss weight, or the model is compiled already.
+        ShardGraphError: there is no such backend or loss weight, no compiler for the backend, or the model is compiled
+            already.
     """
-    if backend != "eager":
-        raise ShardGraphError(f"there is no backend {backend!r}; 'eager' runs everywhere")
     check_loss_weight(loss_weight)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
     agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, timeout)
@@ -128,10 +130,11 @@ def compile(
         )
         device = _device(model, mesh, question.plan.offload.parameters)
         check_present(question.plan, device)
+        runs = backend_of(backend, device)
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
         lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model)]
-    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight)
+    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs)
     chosen = _decided(agreement, question, setup.captures)
 
     whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None

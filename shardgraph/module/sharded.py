@@ -35,6 +35,7 @@ from shardgraph.progress import Progress
 from shardgraph.proof.prove import prove
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
+from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.loss_weight import weight_by_elements
@@ -62,6 +63,7 @@ class Setup:
     progress: bool | None
     captures: Captures
     loss_weight: str = "ranks"
+    backend: Backend = eager.backend
 
 
 class ShardedModule(nn.Module):
@@ -96,7 +98,8 @@ class ShardedModule(nn.Module):
             mesh = mesh[plan.axes] if plan.axes else None
         self._own(original=model, training=model.training, plan=plan, loss_fn=setup.loss_fn)
         self._own(mesh=mesh, replicas=replicas)
-        state = State(model, mesh, setup.device, 0 if replicas is None else dist.get_rank(replicas))
+        replica = 0 if replicas is None else dist.get_rank(replicas)
+        state = State(model, mesh, setup.device, replica, setup.backend)
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)

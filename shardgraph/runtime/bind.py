@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph import ir, torch_api
 from shardgraph.ir.attributes import AXIS
 from shardgraph.mesh import axes_of
-from shardgraph.passes.analysis.liveness import overwritten
-from shardgraph.passes.analysis.overwrites import IN_PLACE
 
 aten = torch.ops.aten
 
@@ -27,8 +25,6 @@ SYMBOLIC = (ir.trim_shard, ir.local_chunk, ir.local_part, ir.first_only, ir.firs
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
     """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
     bound = ir.copy_graph(gm)  # without code, until it is bound
-    for node in overwritten(bound):
-        node.target = IN_PLACE[node.target]
     for node in bound.graph.nodes:
         if node.target in ir.fused.OPERATORS:
             node.target = ir.fused.kernel_on(node.target, node.meta["val"][0].device.type)

@@ -20,6 +20,7 @@ from shardgraph.passes.analysis.liveness import own_results
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host
+from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.bind import bind
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.layout import Layout
@@ -31,11 +32,19 @@ class State:
 
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
-    gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number.
+    gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
+    ``backend`` makes what runs its graphs.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, replica: int = 0) -> None:
-        self.model, self.mesh, self.device, self.replica = model, mesh, device, replica
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        replica: int = 0,
+        backend: Backend = eager.backend,
+    ) -> None:
+        self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
         self.layout = Layout(model)
         self.unreduced: dict[str, torch.Tensor] = {}
         self.statistics = GradientStatistics()
@@ -76,7 +85,7 @@ class Executor:
         if (name, absent) not in self._bound:
             forward = self.program.graphs.get(sibling(name, "forward"))
             self._bound[name, absent] = Bound(
-                self.program.graph(name, absent), self.state.mesh, after=forward, model=self.state.model
+                self.program.graph(name, absent), self.state.mesh, self.state.backend, forward, self.state.model
             )
         return self._bound[name, absent]
 
@@ -126,6 +135,7 @@ class Bound:
         self,
         gm: fx.GraphModule,
         mesh: DeviceMesh | None,
+        backend: Backend = eager.backend,
         after: fx.GraphModule | None = None,
         model: nn.Module | None = None,
     ) -> None:
@@ -138,7 +148,7 @@ class Bound:
             for role, value in ir.outputs(self.module)
         ]
         self.own = own_results(self.module)
-        self._call = torch_api.boxed(self.module)
+        self._call = backend(self.module)
         continues = any(isinstance(role, ir.Saved) for role, _ in self.results)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
         # After a step's last graph the caller may change parameters, and read gradients, in host memory.

@@ -118,19 +118,13 @@ def symbolic(source: Source) -> Symbolic:
     """The costs of one rank's step as expressions.
 
     Raises:
-        NotSizedError: the model runs different operations at other sizes, or the plan shards operators or experts, or
-            has buckets.
+        NotSizedError: the model runs different operations at other sizes, or the plan shards operators or experts.
         ShardGraphError: no input has a batch dimension.
     """
     if source.plan.operators or source.plan.experts:
         raise NotSizedError(
             f"plan {source.plan.name!r} divides operators or experts, and how follows from their sizes: analyse "
             "each size, or take a plan of data alone"
-        )
-    if source.plan.bucket:
-        raise NotSizedError(
-            f"plan {source.plan.name!r} has buckets, and what they hold follows from sizes: analyse each size, or take "
-            "a plan with bucket=0"
         )
     points = _points(source)
     shapes, mesh = source.question.shapes, source.plan.mesh

@@ -1,0 +1,25 @@
+"""The generated Python of the graph module, one operation after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import torch_api
+from shardgraph.passes.analysis.liveness import overwritten
+from shardgraph.passes.analysis.overwrites import IN_PLACE
+
+
+def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """The graph as Python, with gradients reduced where they are."""
+    for node in overwritten(gm):
+        node.target = IN_PLACE[node.target]
+    gm.recompile()
+    return torch_api.boxed(gm)
+
+
+def check(device: torch.device) -> None:
+    """It runs everywhere."""
