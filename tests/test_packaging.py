@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.resources
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import shardgraph
 
@@ -39,9 +43,21 @@ def test_the_version_is_the_installed_one():
 
 
 def test_types_are_shipped():
-    assert importlib.resources.files("shardgraph").joinpath("py.typed").is_file()
+    for name in ("py.typed", "__init__.pyi"):
+        assert importlib.resources.files("shardgraph").joinpath(name).is_file()
 
 
 def test_every_public_name_exists_and_is_documented():
     for name in shardgraph.__all__:
         assert getattr(shardgraph, name).__doc__, name
+
+
+def test_importing_the_package_loads_neither_torch_nor_the_compiler() -> None:
+    code = "import sys, shardgraph; print([name for name in sys.modules if name.split('.')[0] in ('torch', 'sympy')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="shardgraph attribute compile_all"):
+        _ = shardgraph.compile_all
