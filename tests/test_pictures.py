@@ -68,8 +68,14 @@ def outline(model: nn.Module, *inputs: torch.Tensor, plan: Plan | None = None) -
     return tree, trace_flow(program.forward, tree.root)
 
 
-def net(odd: int | None = None, rules: tuple[tuple[str, ParameterPlan], ...] = ()) -> tuple[Tree, Edges]:
-    plan = Plan("mine", MESH, (("*", SHARDED), ("*norm*", WHOLE), *rules))
+def in_buckets() -> Plan:
+    return replace(preset("fsdp", {"dp": 2}), bucket=1 << 20)
+
+
+def net(
+    odd: int | None = None, rules: tuple[tuple[str, ParameterPlan], ...] = (), plan: Plan | None = None
+) -> tuple[Tree, Edges]:
+    plan = plan or Plan("mine", MESH, (("*", SHARDED), ("*norm*", WHOLE), *rules))
     return outline(Net(odd=odd), torch.zeros(2, 3, dtype=torch.long), plan=plan)
 
 
@@ -78,11 +84,11 @@ def texts(drawing: Drawing) -> list[str]:
     return [element.text or "" for element in elements]
 
 
-def flows(model: nn.Module, *inputs: torch.Tensor) -> set[tuple[str, str]]:
+def flows(model: nn.Module, *inputs: torch.Tensor, plan: Plan | None = None) -> set[tuple[str, str]]:
     def name(site: Site) -> str:
         return ".".join(filter(None, (site.module.path, site.text)))
 
-    return {(name(source), name(target)) for source, target in outline(model, *inputs)[1]}
+    return {(name(source), name(target)) for source, target in outline(model, *inputs, plan=plan)[1]}
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +223,25 @@ def test_a_tied_parameter_is_used_where_it_is_borrowed():
     found = flows(make("tied-transformer", 2)[0], torch.zeros(2, 6, dtype=torch.long))
     assert {("inputs", "embedding"), ("head.embedding.weight", "outputs")} <= found
     assert not any(target == "embedding" for source, target in found if source != "inputs")
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (make("tied-transformer", 2)[0], torch.zeros(2, 6, dtype=torch.long)),
+        (Net(), torch.zeros(2, 3, dtype=torch.long)),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), torch.randn(2, 4)),
+    ],
+)
+def test_buckets_do_not_change_what_flows_where(model, x):
+    assert flows(model, x, plan=in_buckets()) == flows(model, x)
+
+
+def test_collectives_of_a_bucket_are_of_the_model_and_leave_layers_alike():
+    tree = net(plan=in_buckets())[0]
+    assert texts(draw_boxes(tree)).count("layers.0 .. layers.3 x4") == 1
+    assert [traffic.count for traffic in tree.root.traffic.values()] == [1, 1, 1]
+    assert not any(module.traffic for module in tree.root.find("layers").walk())
 
 
 def test_a_parameter_beside_modules_is_a_site_of_its_own():

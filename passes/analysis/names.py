@@ -17,11 +17,11 @@ Name = tuple[str, str, int]
 def module_of(node: fx.Node) -> str:
     """The fully qualified name of the node's module; ``""`` for the model itself, or if unknown.
 
-    Nodes that a pass adds for a parameter or a buffer belong to the module that owns it.
+    Nodes that a pass adds for a parameter or a buffer belong to the module that owns it; for several, to the model.
     """
     if node in SUBJECT:
-        fqn = str(SUBJECT.of(node)).split(" ")[-1]  # of "gradient of a.weight", "buffer a.mean"
-        return fqn.rpartition(".")[0]
+        subject = str(SUBJECT.of(node))  # such as "gradient of a.weight", "buffer a.mean", "a.weight, b.weight"
+        return "" if ", " in subject else subject.split(" ")[-1].rpartition(".")[0]
     stack = MODULES.get(node) or FORWARD_MODULES.get(node)
     return list(stack.values())[-1][0] if stack else ""
 

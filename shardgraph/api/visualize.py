@@ -133,7 +133,7 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> _Outline:
     plan.resolve(named_shapes(model))  # reject a plan that does not fit before the long work
     stack = find_stack(model)
     with torch.enable_grad():
-        if stack is not None and treats_alike(plan, model, stack):
+        if stack is not None and not plan.bucket and treats_alike(plan, model, stack):  # buckets cross layers
             try:
                 modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
                 modules.lengthen(stack.path, SHALLOW[-1], stack.layers)

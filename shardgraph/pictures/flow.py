@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from shardgraph.ir import Input, IntermediateBase, Output, Parameter, outputs
+from shardgraph.ir import Input, IntermediateBase, Output, Parameter, buckets, outputs
 from shardgraph.ir.attributes import ROLE, SUBJECT
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import operation_of
@@ -53,6 +53,9 @@ class _Tracer:
         if isinstance(role, Parameter):
             self._parameter[node] = role.fqn
         if node.op != "call_function":
+            return
+        if (packed := buckets.packed_as(node)) in self._parameter:
+            self._parameter[node] = self._parameter[packed]
             return
         sources = list(dict.fromkeys(site for each in node.all_input_nodes if (site := self.origin[each])))
         sources.sort(key=self._order.__getitem__)
