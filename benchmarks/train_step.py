@@ -42,7 +42,13 @@ import shardgraph
 from benchmarks.training_jobs import JOBS
 from shardgraph.plans.presets import preset as preset_of
 
-CONTENDERS = ["shardgraph fsdp", "shardgraph zero2", "shardgraph ddp", "FSDP2", "DDP", "one rank"]
+CONTENDERS = [
+    *(f"shardgraph {preset} of 8" for preset in ("fsdp", "zero2", "ddp")),
+    "FSDP2",
+    "DDP",
+    "one rank",
+]
+COMPILED = [f"{name} by inductor" for name in CONTENDERS]
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
@@ -51,11 +57,18 @@ def build_model(options: argparse.Namespace) -> nn.Module:
 
 
 def build(name: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
-    model = build_model(options)
+    model, compiled = build_model(options), name.endswith(" by inductor")
+    name = name.removesuffix(" by inductor")
     if name.startswith("shardgraph"):
         preset, *bucket = name.removeprefix("shardgraph ").split(" of ")
-        return shardgraph.compile(model, planned(preset, int(float(bucket[0]) * 2**20)) if bucket else preset)
-    model.to(device)
+        plan = planned(preset, int(float(bucket[0]) * 2**20)) if bucket else preset
+        return shardgraph.compile(model, plan, backend="inductor" if compiled else "eager")
+    sharded = by_torch(name, model.to(device), options, device)
+    return torch.compile(sharded) if compiled else sharded
+
+
+def by_torch(name: str, model: nn.Module, options: argparse.Namespace, device: torch.device) -> nn.Module:
+    """FSDP2 of each block, DDP, or the model as it is."""
     if name == "FSDP2":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in JOBS[options.job].blocks(model):
@@ -175,19 +188,19 @@ def resident(field: str) -> float:
 
 def table(figures: dict[str, Any], show: Callable[[str], None] = print) -> None:
     base = "FSDP2" if "FSDP2" in figures else next(iter(figures))
-    times = f"{'':<24}{'median ms':>10}{'of ' + base:>14}{'95% interval':>16}"
+    times = f"{'':<36}{'median ms':>10}{'of ' + base:>14}{'95% interval':>16}"
     show(f"{times}{'tensors MiB':>13}{'resident MiB':>14}{'first call s':>14}")
     for name, f in figures.items():
         middle, low, high = f["of_base"]
         show(
-            f"{name:<24}{f['median_s'] * 1e3:>10.1f}{middle:>14.2f}{f'{low:.2f} to {high:.2f}':>16}"
+            f"{name:<36}{f['median_s'] * 1e3:>10.1f}{middle:>14.2f}{f'{low:.2f} to {high:.2f}':>16}"
             f"{f['tensors_mib']:>13.1f}{f.get('resident_mib', float('nan')):>14.0f}{f['first_call_s']:>14.1f}"
         )
 
 
 def loss_difference(figures: dict[str, Any]) -> float:
     """The largest difference of any loss among the sharded contenders (one rank alone sees other data)."""
-    runs = [f["losses"] for name, f in figures.items() if name != "one rank"]
+    runs = [f["losses"] for name, f in figures.items() if not name.startswith("one rank")]
     return max(max(step) - min(step) for step in zip(*runs, strict=True))
 
 
@@ -198,8 +211,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--job", default="llama", choices=JOBS)
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS,
-                        help="those above, or 'shardgraph PRESET of MIB' with buckets of as many MiB")  # fmt: skip
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS + COMPILED,
+                        help="'shardgraph PRESET of MIB' has buckets of so many MiB; '... by inductor'")  # fmt: skip
     options = parser.parse_args()
 
     figures = shardgraph.launch(measure, options.nproc, args=(options,), timeout=3000)[0]

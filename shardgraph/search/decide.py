@@ -9,6 +9,7 @@ from shardgraph.errors import PlanError
 from shardgraph.plans.declared_stages import declared_stages
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import resolve_plan
+from shardgraph.search.buckets import with_buckets
 from shardgraph.search.planner import choose_plan, plans_of, plans_on
 from shardgraph.search.question import Question
 from shardgraph.search.recomputation import Recomputations, with_placements, with_recomputation
@@ -18,9 +19,9 @@ from shardgraph.search.stages import place_stages
 def decide(question: Question, captures: Captures) -> Plan:
     """The requested plan with all open choices decided.
 
-    These are: the preset for ``"auto"``; where pipeline stages begin; placements of parameters along operator and
-    expert axes; what is recomputed, and whether a loss is computed in chunks. All are decided from one captured graph,
-    which stays in ``captures``.
+    These are: the preset for ``"auto"``, and its buckets; where pipeline stages begin; placements of parameters along
+    operator and expert axes; what is recomputed, and whether a loss is computed in chunks. All are decided from one
+    captured graph, which stays in ``captures``.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -52,13 +53,14 @@ def decide(question: Question, captures: Captures) -> Plan:
 
 
 def _fastest(question: Question, captures: Captures) -> Plan:
-    """The preset with the least predicted time per batch."""
+    """The preset with the least predicted time per batch, with its small collectives in buckets if that is faster."""
     plan, machine, shapes = question.plan, question.machine, question.shapes
     groups = plans_of(plan.world_size, machine) if question.free_mesh else plans_on(plan.mesh)
     joint = captures.joint(question.captured, plan)
     groups = [[question.with_options(candidate) for candidate in group] for group in groups]
     chosen = choose_plan(joint, shapes, groups, machine, question.optimizer, question.budget)
-    return with_placements(joint, chosen, shapes)
+    budget = machine.device.memory if question.budget is None else question.budget
+    return with_buckets(joint, with_placements(joint, chosen, shapes), shapes, machine, question.optimizer, budget)
 
 
 def _without_inputs(question: Question) -> str:

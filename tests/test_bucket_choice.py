@@ -1,0 +1,88 @@
+"""plan="auto" merges small collectives where their latency costs more than copies, and no others."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph import Cluster, Plan, preset
+from shardgraph.capture.capture import capture
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.passes.lowering import lower
+from shardgraph.plans.shards import named_shapes
+from shardgraph.report.analysis import analyze_program
+from shardgraph.search.buckets import bucket_bytes, with_buckets
+from tests.machines import GIB, toy_cluster
+
+NODE = Cluster.of("A100", devices_per_node=4)
+
+
+def small() -> nn.Module:
+    """Many parameters of few bytes."""
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(6)))
+
+
+def chosen(model: nn.Module, width: int, cluster: Cluster, budget: int = GIB) -> Plan:
+    plan = replace(preset("fsdp", {"dp": 4}), note="chosen")
+    joint = capture(model, (torch.randn(4, width),), {}, device=torch.device("cpu"))
+    return with_buckets(joint, plan, named_shapes(model), cluster, "adamw", budget)
+
+
+@functools.cache
+def times(bucket: int) -> tuple[float, int]:
+    model = small()
+    joint = capture(model, (torch.randn(4, 8),), {}, device=torch.device("cpu"))
+    plan = replace(preset("fsdp", {"dp": 4}), bucket=bucket)
+    analysis = analyze_program(lower(joint, plan, named_shapes(model)), NODE)
+    return analysis.time.total, analysis.peak_memory
+
+
+def test_small_parameters_go_in_buckets_and_the_note_says_what_that_gives():
+    plan = chosen(small(), 8, NODE)
+    assert plan.bucket and times(plan.bucket)[0] < times(0)[0]
+    assert plan.note.startswith("chosen; ") and "with small collectives in buckets of" in plan.note
+
+
+def test_parameters_larger_than_a_bucket_s_part_do_not():
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+    cluster = toy_cluster(1, devices_per_node=4)  # with little latency
+    size = bucket_bytes(preset("fsdp", {"dp": 4}), cluster)
+    assert all(parameter.nbytes * 8 > size for parameter in model.parameters())
+    assert chosen(model, 512, cluster).bucket == 0
+
+
+def test_a_plan_that_fits_only_without_buckets_has_none():
+    cluster = NODE
+    peak = times(bucket_bytes(preset("fsdp", {"dp": 4}), cluster))[1]
+    assert chosen(small(), 8, cluster, peak).bucket
+    assert chosen(small(), 8, cluster, peak - 1).bucket == 0
+
+
+@pytest.mark.parametrize("name", ["A100", "H100"])
+def test_latency_is_a_tenth_of_the_time_of_a_bucket(name):
+    cluster, plan = Cluster.of(name), preset("fsdp", {"dp": 8})
+    group = cluster.group_of(plan.mesh, "dp")
+
+    def part(nbytes: int) -> float:
+        empty, full = (
+            collective_seconds("all_gather_into_tensor", each // 8, each, group, cluster.efficiency)
+            for each in (0, nbytes)
+        )
+        return empty / full
+
+    size = bucket_bytes(plan, cluster)
+    assert part(size) <= 0.1 < part(size // 2)
+
+
+def test_one_rank_has_no_buckets():
+    assert bucket_bytes(preset("fsdp", {"dp": 1}), NODE) == 0
+
+
+def test_auto_chooses_them():
+    analysis = shardgraph.analyze(small(), (torch.randn(4, 8),), "auto", mesh={"dp": 4}, cluster=NODE)
+    assert analysis.plan.bucket and "buckets" in analysis.plan.note
