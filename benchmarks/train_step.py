@@ -1,6 +1,6 @@
 """Step time, memory and compile time of shardgraph beside FSDP2, DDP and one unsharded rank, in one run.
 
-    python benchmarks/train_step.py --name cpu-2-ranks
+    python benchmarks/train_step.py --job llama
 
 All contenders train the same model (``--job``, of training_jobs.py) from the same weights on the same data. Time: every
 round takes one step of each in turn, with a barrier before it, so that a machine whose speed drifts is fair to all;
