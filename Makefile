@@ -30,7 +30,7 @@ lint: $(VENV)/.lint
 	cd $(VENV) && MYPYPATH=wheel bin/mypy --config-file ../pyproject.toml -p shardgraph
 	cd $(VENV) && PYTHONPATH=wheel bin/lint-imports --config ../pyproject.toml
 
-# All jobs, each eager and compiled, beside FSDP2, DDP and one rank: about half an hour.
+# All jobs, each eager and compiled, beside FSDP2, DDP and one rank.
 bench: $(VENV)/.test
 	for job in llama llama-50m gpt2 convolutions small; do \
 		$(BIN)/python benchmarks/train_step.py --job $$job --name step-$$job || exit 1; done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -60,7 +59,7 @@ def error(plan: str, dropout: float = 0.0) -> dict[str, Any]:
 
 def _whole(module: ShardedModule) -> nn.Module:
     """An unsharded copy of a module, on each rank."""
-    whole = copy.deepcopy(Net().double())
+    whole = Net().double()
     state = {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in module.state_dict().items()

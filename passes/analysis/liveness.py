@@ -225,11 +225,12 @@ def storages_of(
 ) -> dict[fx.Node, list[Storage]]:
     """The storages of each node's value, one per tensor in it; views share those of their base.
 
-    Their deaths are not set. ``start`` is the point of the first node, ``left`` are storages of earlier graphs.
+    Their deaths are those if nothing worked in place. ``start`` is the point of the first node, ``left`` are storages of
+    earlier graphs.
     """
     held = _separate_storages(gm, granule, start, left)
     moved: dict[Storage, Storage] = {}
-    for node in overwrites(gm, held):
+    for node in overwrites(gm, held, start):
         (before,), (now,) = held[node.args[0]], held[node]
         moved[now] = moved.get(before, before)
     if moved:
@@ -245,7 +246,7 @@ def overwritten(gm: fx.GraphModule) -> list[fx.Node]:
 def _separate_storages(
     gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
 ) -> dict[fx.Node, list[Storage]]:
-    """As :func:`storages_of`, if nothing works in place."""
+    """As :func:`storages_of`, if nothing works in place; with deaths."""
     held: dict[fx.Node, list[Storage]] = {}
     inputs: dict[torch.UntypedStorage, Storage] = {}
     for index, node in enumerate(gm.graph.nodes, start):
@@ -265,6 +266,7 @@ def _separate_storages(
                 for value, base in _results(node)
                 for tensor in _tensors(value)
             ]
+    _set_deaths(list(gm.graph.nodes), held, start)
     return held
 
 

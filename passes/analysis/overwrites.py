@@ -21,23 +21,20 @@ IN_PLACE: dict[Any, Any] = {ir.ALL_REDUCE: ir.ALL_REDUCE_, aten.div.Tensor: aten
 """Operations with the one that does the same in place."""
 
 
-def overwrites(gm: fx.GraphModule, held: Mapping[fx.Node, Sequence[Any]]) -> Iterator[fx.Node]:
-    """The nodes whose result may be in the memory of their first operand, given what memory each node's value is in.
+def overwrites(gm: fx.GraphModule, held: Mapping[fx.Node, Sequence[Any]], start: int = 0) -> Iterator[fx.Node]:
+    """The nodes whose result may be in the memory of their first operand.
 
-    That memory is the graph's own, and nothing else that is in it is read later or is a result.
+    That memory is the graph's own, and dies there. ``held`` are the storages of each node's value, with their deaths if
+    nothing works in place; ``start`` is the point of the first node.
     """
-    index = {node: i for i, node in enumerate(gm.graph.nodes)}
     made: dict[Any, bool] = {}
-    last_read: dict[Any, int] = {}
-    for node in gm.graph.nodes:
+    for point, node in enumerate(gm.graph.nodes, start):
         for storage in held[node]:
             made.setdefault(storage, _is_made(node))
-            reads = (index[read] for user in node.users for read in _until(user))
-            last_read[storage] = max(last_read.get(storage, 0), *reads, 0)
-    for node in filter(_has_form, gm.graph.nodes):
-        (storage,) = held[node.args[0]]
-        if made[storage] and last_read[storage] <= index[node]:
-            yield node
+        if _has_form(node):
+            (storage,) = held[node.args[0]]
+            if made[storage] and storage.death == point:
+                yield node
 
 
 def _has_form(node: fx.Node) -> bool:
@@ -55,8 +52,3 @@ def _is_made(node: fx.Node) -> bool:
     if ir.is_collective(node) or node.target is ir.buckets.pack:
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-
-
-def _until(user: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes until which an operation reads its operand: itself, or the wait for it."""
-    return (user, *user.users) if ir.is_started(user) and user.target is not ir.ALL_REDUCE else (user,)

@@ -260,7 +260,7 @@ def _of_bucket(
     if node.target is ir.buckets.unpack_parts:
         return [wholes.get(name) for name in _names(node)]
     if node.target is ir.buckets.unpack:
-        scattered = node.args[0].meta["val"].shape != _packed(node).meta["val"].shape
+        scattered = node.args[0].meta["val"].shape != ir.buckets.packing(node).meta["val"].shape
         return [shards.get(name) if scattered else None for name in _names(node)]
     return bucket
 
@@ -271,11 +271,6 @@ def _names(node: fx.Node) -> list[str]:
         node = next(iter(node.users))
     names = {item.args[1]: str(REDUCES.get(item) or SUBJECT.get(item)) for item in node.users}
     return [names[i] for i in range(len(names))]
-
-
-def _packed(bucket: Any) -> fx.Node:
-    """The node that packed a bucket."""
-    return bucket if bucket.target is ir.buckets.pack else _packed(bucket.args[0])
 
 
 def _elements(tensor: fx.Node, part: _Part | None, sizes: Sizes) -> PolyElement:

@@ -43,7 +43,12 @@ def packed_as(node: fx.Node) -> fx.Node | None:
     bucket: Any = node.args[0] if node.target is operator.getitem else None
     if not isinstance(bucket, fx.Node) or bucket.target not in (unpack, unpack_parts):
         return None
+    tensor: fx.Node = packing(bucket).args[0][node.args[1]]
+    return tensor
+
+
+def packing(bucket: Any) -> Any:
+    """The node that packed a bucket, of which this is one, or what is unpacked of it."""
     while bucket.target is not pack:
         bucket = bucket.args[0]
-    tensor: fx.Node = bucket.args[0][node.args[1]]
-    return tensor
+    return bucket

@@ -27,17 +27,23 @@ _WORTH = 0.99
 
 
 def with_buckets(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster, optimizer: str, budget: int
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+    cluster: Cluster,
+    optimizer: str,
+    budget: int,
+    seconds: float,
 ) -> Plan:
-    """The plan with buckets, if they make a predicted step faster and its peak is within ``budget`` bytes."""
+    """The plan with buckets, if its predicted step takes less than ``seconds``, those without, and its peak is within
+    ``budget`` bytes.
+    """
     size = bucket_bytes(plan, cluster)
     if not size:
         return plan
     bucketed = replace(plan, bucket=size)
-    alone, merged = (
-        analyze_program(lower(joint, each, shapes), cluster, optimizer=optimizer) for each in (plan, bucketed)
-    )
-    if merged.peak_memory > budget or merged.time.total > _WORTH * alone.time.total:
+    merged = analyze_program(lower(joint, bucketed, shapes), cluster, optimizer=optimizer)
+    if merged.peak_memory > budget or merged.time.total > _WORTH * seconds:
         return plan
     times = f"{format_seconds(merged.time.total)} a step and {format_bytes(merged.peak_memory)}"
     return replace(bucketed, note=f"{plan.note}; {times} with small collectives in buckets of {format_bytes(size)}")

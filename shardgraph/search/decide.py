@@ -9,7 +9,6 @@ from shardgraph.errors import PlanError
 from shardgraph.plans.declared_stages import declared_stages
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import resolve_plan
-from shardgraph.search.buckets import with_buckets
 from shardgraph.search.planner import choose_plan, plans_of, plans_on
 from shardgraph.search.question import Question
 from shardgraph.search.recomputation import Recomputations, with_placements, with_recomputation
@@ -59,8 +58,7 @@ def _fastest(question: Question, captures: Captures) -> Plan:
     joint = captures.joint(question.captured, plan)
     groups = [[question.with_options(candidate) for candidate in group] for group in groups]
     chosen = choose_plan(joint, shapes, groups, machine, question.optimizer, question.budget)
-    budget = machine.device.memory if question.budget is None else question.budget
-    return with_buckets(joint, with_placements(joint, chosen, shapes), shapes, machine, question.optimizer, budget)
+    return with_placements(joint, chosen, shapes)
 
 
 def _without_inputs(question: Question) -> str:

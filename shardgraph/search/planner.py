@@ -17,6 +17,7 @@ from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.report.analysis import analyze_program
+from shardgraph.search.buckets import with_buckets
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.sizes import format_bytes, format_seconds
 
@@ -32,8 +33,9 @@ def choose_plan(
     """The plan with the least predicted time per batch whose predicted peak fits; ties go to the smaller peak.
 
     A group of candidates is tried only if nothing in the earlier ones fits; see :func:`plans_of`. Those that cannot
-    meet their annotations are skipped. ``budget`` is the bytes that a rank may use, by default the device's memory.
-    Plans whose recomputation is ``"budget"`` get a recomputation with which they fit, if there is one.
+    meet their annotations are skipped. ``budget`` is the bytes that a rank may use, by default the device's memory. The
+    small collectives of the chosen plan are in buckets if that is faster still. Plans whose recomputation is
+    ``"budget"`` get a recomputation with which they fit, if there is one.
 
     Raises:
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
@@ -71,7 +73,8 @@ def choose_plan(
         f"chosen by 'auto': the fastest of {len(fitting)} that fit {format_bytes(budget)}, predicted "
         f"{format_seconds(best.seconds)} a step and {format_bytes(best.memory)} on {cluster.name}"
     )
-    return replace(plan, note=note, considered=tuple(candidate for _, candidate in priced))
+    plan = replace(plan, note=note, considered=tuple(candidate for _, candidate in priced))
+    return with_buckets(joint, plan, shapes, cluster, optimizer, budget, best.seconds)
 
 
 def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
