@@ -225,8 +225,8 @@ def storages_of(
 ) -> dict[fx.Node, list[Storage]]:
     """The storages of each node's value, one per tensor in it; views share those of their base.
 
-    Their deaths are those if nothing worked in place. ``start`` is the point of the first node, ``left`` are storages of
-    earlier graphs.
+    Their deaths are those if nothing worked in place. ``start`` is the point of the first node, ``left`` are storages
+    of earlier graphs.
     """
     held = _separate_storages(gm, granule, start, left)
     moved: dict[Storage, Storage] = {}
