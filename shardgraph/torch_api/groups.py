@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +49,10 @@ def group_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
 
 def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    # As torch does for its own groups: else gloo takes the address of the host's name, which others may not reach.
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
