@@ -19,9 +19,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
     """``local`` as a DTensor placed as ``like``; it has the dtype and this rank's local shape of ``like``.
 
-    ``DTensor.from_local`` would derive both anew, which for every gradient of every step is time that a user feels.
+    ``DTensor.from_local`` would derive both anew, and calling the class its ``__init__``, which does nothing slowly:
+    for every gradient of every step that is time that a user feels.
     """
-    return DTensor(local, like._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
 
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
