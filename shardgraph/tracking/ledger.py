@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,13 +27,18 @@ class Place:
     module: str
 
 
+_SHARED = ("parameters", "gradients", "optimizer state")
+"""The kinds of tensors of which several lie in one storage, that of a bucket, and belong to a module each."""
+
+
 @dataclass(eq=False)
 class _Storage:
-    """What is booked for a storage."""
+    """What is booked for a storage: a module and a kind, but for its ``shares``, by their offset and bytes in it."""
 
     nbytes: int
     module: str
     kind: str
+    shares: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
 
 
 class Ledger(TorchDispatchMode):
@@ -57,20 +62,22 @@ class Ledger(TorchDispatchMode):
         """Book the tensors in ``value``: all as one kind, or each as one of several. One that has a kind keeps it."""
         tensors = list(plain_tensors(value))
         for tensor, kind in zip(tensors, [kinds] * len(tensors) if isinstance(kinds, str) else kinds, strict=False):
-            storage = tensor.untyped_storage()
-            booked = self._booked.get(storage)
-            if booked is None:
-                self._allocate(tensor, module, kind)
+            booked = self._booked.get(tensor.untyped_storage()) or self._allocate(tensor, module, kind)
+            if booked is None or booked.kind not in (TEMPORARIES, kind):
+                continue
+            if _is_share(tensor, kind):
+                if _range(tensor) not in booked.shares:
+                    self._share(booked, tensor, module, kind)
             elif booked.kind == TEMPORARIES:
                 self._move(booked, module, kind)
 
     def rebook(self, value: Any, module: str, kind: str) -> None:
         """Book the tensors in ``value`` as this kind, whatever they were."""
         for tensor in plain_tensors(value):
-            booked = self._booked.get(tensor.untyped_storage())
-            if booked is None:
-                self._allocate(tensor, module, kind)
-            else:
+            booked = self._booked.get(tensor.untyped_storage()) or self._allocate(tensor, module, kind)
+            if booked is not None and _is_share(tensor, kind):
+                self._share(booked, tensor, module, kind)
+            elif booked is not None:
                 self._move(booked, module, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,23 +96,41 @@ class Ledger(TorchDispatchMode):
             self.moments.append(Moment(place.half, place.module, func.__name__, memory))
         return result
 
-    def _allocate(self, tensor: torch.Tensor, module: str, kind: str) -> None:
+    def _allocate(self, tensor: torch.Tensor, module: str, kind: str) -> _Storage | None:
         storage = tensor.untyped_storage()
         if storage.device.type != self._device.type or is_on_host(tensor):
-            return  # of another device, or no memory at all: fake and meta tensors
+            return None  # of another device, or no memory at all: fake and meta tensors
         booked = _Storage(storage.nbytes(), module, kind)
         self._booked[storage] = booked
         self._add(booked, 1)
         weakref.finalize(storage, self._add, booked, -1).atexit = False
+        return booked
 
     def _move(self, booked: _Storage, module: str, kind: str) -> None:
         self._add(booked, -1)
         booked.module, booked.kind = module, kind
         self._add(booked, 1)
 
+    def _share(self, booked: _Storage, tensor: torch.Tensor, module: str, kind: str) -> None:
+        self._add(booked, -1)
+        booked.shares[_range(tensor)] = module, kind
+        self._add(booked, 1)
+
     def _add(self, booked: _Storage, sign: int) -> None:
-        key, nbytes = (booked.module, booked.kind), sign * booked.nbytes
-        self._live[key] += nbytes
-        self._by_kind[booked.kind] += nbytes
-        most = self.most.setdefault(booked.module, Counter())
-        most[booked.kind] = max(most[booked.kind], self._live[key])
+        rest = booked.nbytes - sum(nbytes for _, nbytes in booked.shares)
+        parts = [(module, kind, nbytes) for (_, nbytes), (module, kind) in booked.shares.items()]
+        for module, kind, nbytes in [*parts, (booked.module, booked.kind, rest)]:
+            self._live[module, kind] += sign * nbytes
+            self._by_kind[kind] += sign * nbytes
+            most = self.most.setdefault(module, Counter())
+            most[kind] = max(most[kind], self._live[module, kind])
+
+
+def _is_share(tensor: torch.Tensor, kind: str) -> bool:
+    """Whether a tensor is one of several in its storage that belong to modules of their own."""
+    return kind in _SHARED and tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor is in its storage: its offset and its bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes

@@ -186,7 +186,8 @@ class MemoryTracker:
             module = "" if path is None else ".".join(filter(None, (path, module_of(node))))
             self._here = Place(half, module)
             value = call()
-            if node.op != "output":
+            # What is unpacked of a bucket is of a module each, and is held one by one.
+            if node.op != "output" and node.target not in (ir.buckets.unpack, ir.buckets.unpack_parts):
                 self._ledger.hold(value, module, kinds[node])
             return value
 
