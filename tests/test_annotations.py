@@ -30,7 +30,7 @@ from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Parameter, collectives, copy_graph, placeholders
 from shardgraph.ir.attributes import MODULES, SUBJECT
 from shardgraph.passes.base import Context, run_passes
-from shardgraph.passes.lowering import build_program
+from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.classes import classes_of
@@ -277,7 +277,9 @@ def test_annotated_models_on_real_processes_equal_the_unsharded_model():
 
 
 def gathers(program: Program) -> list[str]:
-    return [SUBJECT.of(node) for node in collectives(program.backward) if node.target is ALL_GATHER]
+    """The parameters that backward gathers, under the same plan without buckets."""
+    alone = lower(program.joint, replace(program.plan, bucket=0), program.shapes)
+    return [SUBJECT.of(node) for node in collectives(alone.backward) if node.target is ALL_GATHER]
 
 
 def test_a_parameter_that_is_kept_gathered_is_not_gathered_again_in_backward():

@@ -14,7 +14,9 @@ import shardgraph
 from shardgraph import ir, preset
 from shardgraph.ir import buckets
 from shardgraph.passes.lowering import build_program
+from shardgraph.passes.schedule.members import bucket_of
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.presets import BUCKET
 from shardgraph.proof.prove import prove
 from tests import bucketed, ranks
 from tests.machines import toy_cluster
@@ -76,6 +78,35 @@ def test_no_bucket_is_larger_than_the_plan_allows():
     packed = [node for gm in program.graphs.values() for node in gm.graph.nodes if node.target is buckets.pack]
     whole = [node.meta["val"].nbytes * (2 if node.args[1] == 1 else 1) for node in packed]  # shards are halves
     assert len(packed) > 3 and max(whole) <= 8 * 1024
+
+
+def test_gradients_are_reduced_in_the_buckets_in_which_parameters_are_gathered():
+    program = build(planned("fsdp", 8 * 1024), Net(12))
+    gathered = [len(node.args[0]) for node in program.forward.graph.nodes if node.target is buckets.pack]
+    reduced = [len(node.args[1]) for node in program.backward.graph.nodes if node.target is buckets.unpack]
+    assert len(gathered) > 1 and gathered == reduced[::-1]
+
+
+def test_a_plan_has_the_same_buckets_for_every_call():
+    trained = build(planned("fsdp", 8 * 1024), Net(12))
+    with torch.no_grad():
+        evaluated = build_program(Net(12).eval(), planned("fsdp", 8 * 1024), (X[:2],))
+    assert bucket_of(trained.context) == bucket_of(evaluated.context)
+
+
+def test_buckets_do_not_cross_the_boundary_of_a_layer_that_is_larger_than_a_bucket():
+    layer = sum(parameter.nbytes for parameter in Net(1)[0].parameters())
+    crossing = bucket_of(build(planned("fsdp", 8 * layer)).context)
+    assert len({*crossing.values()}) == 1
+    within = bucket_of(build(planned("fsdp", layer - 1)).context)
+    pairs = {(name.split(".")[0], bucket) for name, bucket in within.items()}
+    assert len(pairs) == len({layer for layer, _ in pairs}) == len({bucket for _, bucket in pairs}) == 5
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp+tp", "pp+zero2", "fsdp+ep", "local-sgd"])
+def test_named_plans_have_buckets(name):
+    axes = {"fsdp+tp": {"dp": 2, "tp": 2}, "pp+zero2": {"pp": 2, "dp": 2}, "fsdp+ep": {"dp": 2, "ep": 2}}
+    assert preset(name, axes.get(name, {"dp": 2})).bucket == BUCKET > 0
 
 
 def test_a_tensor_of_more_than_an_eighth_of_a_bucket_has_a_collective_of_its_own():

@@ -196,7 +196,8 @@ def test_no_sync_leaves_gradients_on_the_device():
 @pytest.mark.parametrize("plan", ["single", "fsdp"])
 def test_copies_are_under_way_while_the_device_computes(plan):
     """Between the start of a copy and its wait stand operations, but for the first of a graph."""
-    program = built(plan)
+    model = Deep(3)  # of which a bucket would hold all gradients until the last is there
+    program = build_program(model, replace(planned(plan, model=model), bucket=0), (torch.zeros(2, 4, 32),))
     for half, target in ((program.forward, TO_DEVICE), (program.backward, TO_DEVICE), (program.backward, TO_HOST)):
         nodes = list(half.graph.nodes)
         behind = 0
@@ -221,7 +222,8 @@ def under_way(gm: fx.GraphModule, target) -> int:
 
 @pytest.mark.parametrize("plan", ["single", "fsdp"])
 def test_no_more_is_under_way_than_the_largest_copy(plan):
-    program = built(plan)
+    chosen = planned(plan)
+    program = built(replace(chosen, bucket=0), None, mesh=dict(chosen.mesh))  # Deep is as large as a bucket
     for half, target in ((program.forward, TO_DEVICE), (program.backward, TO_DEVICE), (program.backward, TO_HOST)):
         assert under_way(half, target) == max(node.meta["val"].nbytes for node in copies(half, target))
 

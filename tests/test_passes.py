@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, preset, torch_api
+from shardgraph import GraphInvariantError, ParameterPlan, PassOrderError, ir, torch_api
 from shardgraph.capture.capture import capture
 from shardgraph.checks.lockstep import run_lockstep
 from shardgraph.ir.attributes import SUBJECT
@@ -16,10 +16,16 @@ from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
+from shardgraph.plans.presets import preset as with_buckets
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.bind import bind
 from tests import ranks, zoo
 from tests.standing import on_ranks
+
+
+def preset(name, mesh):
+    """A named plan with a collective for each parameter; tests/test_buckets.py merges them."""
+    return replace(with_buckets(name, mesh), bucket=0)
 
 
 def model() -> nn.Sequential:

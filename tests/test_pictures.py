@@ -161,7 +161,8 @@ def test_names_are_escaped_in_the_graph(name):
 
 def test_a_lengthened_stack_is_drawn_as_the_whole_one():
     ids = torch.zeros(2, 3, dtype=torch.long)
-    (few, few_flow), (all_, all_flow) = outline(Net(5), ids), outline(Net(9), ids)
+    alone = replace(preset("fsdp", {"dp": 2}), bucket=0)  # of a bucket all layers have parts
+    (few, few_flow), (all_, all_flow) = outline(Net(5), ids, plan=alone), outline(Net(9), ids, plan=alone)
     few.lengthen("layers", 5, 9)
     assert plan_graph(few, few_flow).source == plan_graph(all_, all_flow).source
     assert few.summary == all_.summary

@@ -69,7 +69,7 @@ class Scaled(nn.Module):
 
 def built(model: nn.Module, plan: str = "fsdp", given: str | Precision | None = "bf16", x=(4, 8)) -> Program:
     chosen = annotated(resolve_plan(plan, tuple(DP.items()), precision=given), model)
-    return build_program(model, chosen, (torch.zeros(x),))
+    return build_program(model, replace(chosen, bucket=0), (torch.zeros(x),))  # a collective for each parameter
 
 
 def verified(model: nn.Module, plan: str = "fsdp", given: str | Precision | None = "bf16", **options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,10 @@ def test_the_model_is_left_as_it_was():
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
+ALONE = replace(shardgraph.preset("fsdp", {"dp": 2}), bucket=0)
+"""A collective for each parameter."""
+
+
 def _tampered(monkeypatch, change):
     """Make every program that is built from now on wrong, by ``change(forward, backward)``."""
     build = lowering.lower
@@ -92,7 +97,7 @@ def _tampered(monkeypatch, change):
 
 def _verify():
     model, (args, kwargs) = make("odd-mlp", 4)
-    return shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs, fp64=True)
+    return shardgraph.verify(model, args, ALONE, example_kwargs=kwargs, fp64=True)
 
 
 class Normalized(torch.nn.Module):
@@ -286,7 +291,7 @@ def test_a_wrong_operation_of_the_model_is_named_with_its_line(monkeypatch):
 
 def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():
     model, (args, kwargs) = make("odd-mlp", 4)
-    graph = lowering.build_program(model, shardgraph.preset("fsdp", {"dp": 2}), args, kwargs).forward
+    graph = lowering.build_program(model, ALONE, args, kwargs).forward
     inputs = [
         {role: torch.zeros(node.meta["val"].shape) for role, node in ir.placeholders(graph).items()} for _ in range(2)
     ]

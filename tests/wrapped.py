@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shardgraph.fairscale import (
     enable_wrap,
     wrap,
 )
+from shardgraph.passes.lowering import lower
 from tests.ranks import whole
 
 Answer = namedtuple("Answer", "hidden more")
@@ -183,7 +185,8 @@ def parts_without_an_outer_one_train_like_the_model() -> int:
 
 def all_gathers(model: nn.Module) -> tuple[int, int]:
     model(my_part(batches(1)[0])).sum().backward()
-    graphs = (model.forward_graph, model.backward_graph)
+    alone = lower(model.program.joint, replace(model.plan, bucket=0), model.program.shapes)  # one for each parameter
+    graphs = (alone.forward, alone.backward)
     forward, backward = (sum("all_gather_into" in str(node.target) for node in each.graph.nodes) for each in graphs)
     return forward, backward
 

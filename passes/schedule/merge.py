@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,12 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir import buckets
-from shardgraph.ir.attributes import MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJECT, VALUE
+from shardgraph.ir.attributes import MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJECT, VALUE, Attribute
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
+from shardgraph.passes.schedule.members import bucket_of
 
 aten = torch.ops.aten
-
-_ALONE = 8
-"""A tensor of more than this fraction of a bucket has a collective of its own: a bucket is as large as makes its
-latency a small part of its time, so for such a tensor the copies into and out of a bucket take as long as they save."""
 
 _ELEMENTWISE = frozenset({aten.div.Tensor, aten._to_copy.default})
 """What may be done to a whole buffer as well as to each of the gradients in it."""
@@ -28,12 +25,12 @@ _ELEMENTWISE = frozenset({aten.div.Tensor, aten._to_copy.default})
 
 @dataclass(frozen=True)
 class MergeCollectives(Pass):
-    """Takes a forward or backward graph; merges all-gathers of parameters, and reductions of gradients, that are over
-    the same ranks and in the same dtype, in program order, into buckets of at most ``plan.bucket`` bytes.
+    """Takes a forward or backward graph; merges the all-gathers of the parameters of a bucket
+    (:mod:`shardgraph.passes.schedule.members`), and the reductions of their gradients, that are over the same ranks and
+    in the same dtype.
 
     A merged gather is where the first of its gathers was, a merged reduction where the last of its was. Reductions that
     follow another one (hybrid sharding), divisions and casts are done to the buffer if they are equal for all of it.
-    Tensors of more than an eighth of a bucket keep collectives of their own.
 
     Must not change: what each value is, and other collectives.
     """
@@ -44,10 +41,10 @@ class MergeCollectives(Pass):
     excludes = frozenset({"merged-collectives", "overlapped"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if most := context.plan.bucket:
-            for members in _buckets(filter(_is_gather, ir.collectives(gm)), most, gathered=True):
+        if bucket := bucket_of(context):
+            for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, bucket):
                 _gather_together(gm, context, members)
-            for members in _buckets(filter(_is_reduction, ir.collectives(gm)), most, gathered=False):
+            for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, bucket):
                 _reduce_together(gm, context, members)
 
 
@@ -66,21 +63,16 @@ def _is_reduction(start: fx.Node) -> bool:
     return first and all(node in REDUCES for node in _after(start))
 
 
-def _buckets(starts: Iterator[fx.Node], most: int, *, gathered: bool) -> list[list[fx.Node]]:
-    """Collectives to be merged, in program order."""
-    full: list[list[fx.Node]] = []
-    filling: dict[Any, tuple[int, list[fx.Node]]] = {}
+def _together(
+    starts: Iterator[fx.Node], parameter: Attribute[str], bucket: Mapping[str, int]
+) -> Iterator[list[fx.Node]]:
+    """Collectives of one bucket, which can be merged; each is in program order."""
+    filled: dict[Any, list[fx.Node]] = {}
     for start in starts:
-        tensor = (start if gathered else start.args[0]).meta["val"]
-        if not tensor.numel() or tensor.nbytes * _ALONE > most:
-            continue
-        key = (start.target, start.args[1:], tensor.dtype, tensor.device)
-        filled, members = filling.get(key, (0, []))
-        if filled + tensor.nbytes > most:
-            full.append(members)
-            filled, members = 0, []
-        filling[key] = filled + tensor.nbytes, [*members, start]
-    return [members for members in [*full, *(members for _, members in filling.values())] if len(members) > 1]
+        number, operand = bucket.get(parameter.of(start)), start.args[0].meta["val"]
+        if number is not None:
+            filled.setdefault((number, start.target, start.args[1:], operand.dtype, operand.device), []).append(start)
+    return (members for members in filled.values() if len(members) > 1)
 
 
 def _gather_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.Node]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,11 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> _Outline:
 
     All stages of a pipeline are drawn together.
     """
-    plan = plan.of_stage
+    plan = replace(plan.of_stage, bucket=0)  # buckets change no module's bytes, and cross layers
     plan.resolve(named_shapes(model))  # reject a plan that does not fit before the long work
     stack = find_stack(model)
     with torch.enable_grad():
-        if stack is not None and not plan.bucket and treats_alike(plan, model, stack):  # buckets cross layers
+        if stack is not None and treats_alike(plan, model, stack):
             try:
                 modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
                 modules.lengthen(stack.path, SHALLOW[-1], stack.layers)

@@ -46,7 +46,7 @@ class FullyShardedDataParallel(ShardedModule):
         compute_dtype: of mixed precision; default: float16.
         buffer_dtype: of buffers; default: under mixed precision ``compute_dtype``.
         move_grads_to_cpu: has no effect: gradients are where their parameters are, as torch demands.
-        bucket_cap_mb: has no effect: reductions run beside backward, up to the plan's ``prefetch`` at once.
+        bucket_cap_mb: has no effect: reductions of small gradients are merged, up to the plan's ``bucket``.
         compute_device: the device of this run; another one is refused.
         no_broadcast_optim_state: is refused: state of the optimizer is gathered from its shards.
         state_dict_device: where :meth:`state_dict` puts tensors; default: where the parameters are.

@@ -35,7 +35,7 @@ class ShardedDataParallel(nn.Module):
         process_group: all ranks; a model on some of them is launched on these alone.
         broadcast_buffers: has no effect: what forward writes to buffers is averaged over ranks.
         sync_models_at_startup: give every rank the first one's parameters and buffers.
-        reduce_buffer_size: has no effect: reductions run beside backward, up to the plan's ``prefetch`` at once.
+        reduce_buffer_size: has no effect: reductions of small gradients are merged, up to the plan's ``bucket``.
         auto_refresh_trainable: has no effect: what is trainable is seen at each call.
         reduce_fp16: reduce gradients in float16.
         warn_on_trainable_params_changed: has no effect.

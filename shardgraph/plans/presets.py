@@ -26,6 +26,10 @@ PRESETS = {
 }
 """The plan of every parameter, by the name of the plan; one that shards nothing is for a mesh of any number of axes."""
 
+BUCKET = 8 * 2**20
+"""Bytes of the buckets of named plans: gloo and NCCL spend little of the time of such a collective on latency. It is
+the same for every cluster, so that a name means one program everywhere; ``"auto"`` chooses the size for its cluster."""
+
 
 def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None = None) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
@@ -73,7 +77,7 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
             f"plan {name!r} shards over one mesh axis, and the mesh {dict(axes)} has {len(axes)}; "
             "give mesh={'dp': N}, or use 'hsdp' for a two-dimensional mesh"
         )
-    return Plan(name, axes, (("*", entry),))
+    return Plan(name, axes, (("*", entry),), bucket=BUCKET)
 
 
 def _pipelined(name: str, mesh: Mesh, pipeline: Pipeline) -> Plan:

@@ -45,6 +45,7 @@ def choose_plan(
     refused: list[PlanError] = []
     for group in groups:
         for plan in group:
+            plan = replace(plan, bucket=0)  # the chosen one gets them
             try:
                 recomputations, choice = nearest_to(budget, Recomputations(joint, plan, shapes, cluster, optimizer))
             except PlanError as error:
