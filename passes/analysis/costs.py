@@ -145,6 +145,8 @@ def _equal_heads(operands: Any) -> list[tuple[int, ...]]:
 
 
 def _is_view(node: fx.Node) -> bool:
+    if node.target is ir.buckets.pack and ir.buckets.stored(node):
+        return True  # of shards that lie side by side
     views = (ir.trim_shard, ir.local_chunk, ir.buckets.unpack, aten._unsafe_view.default)
     return node.target in views or bool(getattr(node.target, "is_view", False))
 

@@ -188,6 +188,7 @@ class Storage:
     death: int = 0
     kind: str = "temporaries"
     place: str = "device"
+    bucket: tuple[int, int] | None = None  # the shard of a parameter: which bucket it is stored in, and where
 
 
 def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
@@ -249,8 +250,11 @@ def _separate_storages(
     """As :func:`storages_of`, if nothing works in place; with deaths."""
     held: dict[fx.Node, list[Storage]] = {}
     inputs: dict[torch.UntypedStorage, Storage] = {}
+    stored: dict[fx.Node, fx.Node] | None = None
     for index, node in enumerate(gm.graph.nodes, start):
         tensors = _tensors(node.meta.get("val"))
+        if stored is None and node.op not in ("placeholder", "get_attr"):
+            stored = _stored(gm, held, granule)
         if node.op == "placeholder" and ROLE.of(node) in left:
             held[node] = left[ROLE.of(node)]
         elif node.op in ("placeholder", "get_attr"):
@@ -260,6 +264,8 @@ def _separate_storages(
             held[node] = []
         elif node.target is operator.getitem:
             held[node] = _element(node, held)
+        elif stored and node in stored:
+            held[node] = held[stored[node]]
         else:
             held[node] = [
                 held[base][0] if base is not None and held[base] else Storage(_nbytes(tensor, granule), index)
@@ -268,6 +274,38 @@ def _separate_storages(
             ]
     _set_deaths(list(gm.graph.nodes), held, start)
     return held
+
+
+def _stored(gm: fx.GraphModule, held: Mapping[fx.Node, list[Storage]], granule: int) -> dict[fx.Node, fx.Node]:
+    """The packs whose shards lie side by side, and what pads these, each with an input that is in the same memory.
+
+    A shard is stored in the bucket of the first pack that has it (:mod:`shardgraph.runtime.side_by_side`).
+    """
+    stored: dict[fx.Node, fx.Node] = {}
+    for pack in gm.graph.find_nodes(op="call_function", target=ir.buckets.pack):
+        shards = ir.buckets.stored(pack)
+        storages = [held[shard][0] for shard, _ in shards]
+        if shards and all(storage.bucket is None and storage.place == "device" for storage in storages):
+            begins = 0
+            for storage, (shard, elements) in zip(storages, shards, strict=True):
+                storage.bucket = id(storages[0]), begins
+                storage.nbytes = elements * shard.meta["val"].itemsize
+                begins += storage.nbytes
+            storages[0].nbytes += -begins % granule  # they are one allocation
+        places = [storage.bucket for storage in storages]
+        if shards and None not in places and _follow_on(places, shards):
+            stored |= {each: shards[0][0] for each in (pack, *pack.args[0]) if each.op == "call_function"}
+    return stored
+
+
+def _follow_on(places: list[Any], shards: list[tuple[fx.Node, int]]) -> bool:
+    """Whether shards are in one bucket, each behind the one before it."""
+    bucket, expected = places[0]
+    for (other, at), (shard, elements) in zip(places, shards, strict=True):
+        if (other, at) != (bucket, expected):
+            return False
+        expected += elements * shard.meta["val"].itemsize
+    return True
 
 
 def own_results(gm: fx.GraphModule) -> frozenset[Role]:

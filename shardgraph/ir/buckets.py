@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.ir.collectives import ALL_GATHER
+from shardgraph.ir.rank_operations import pad_shard
+
 
 def pack(tensors: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
     """A flat buffer with the tensors one after the other.
@@ -52,3 +55,18 @@ def packing(bucket: Any) -> Any:
     while bucket.target is not pack:
         bucket = bucket.args[0]
     return bucket
+
+
+def stored(pack: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The shards that are packed to be gathered just as the graph is given them, each with the elements that it takes
+    in the bucket, padding included; none if anything else is packed.
+
+    If they lie side by side, as elements say, their memory is the bucket.
+    """
+    if pack.args[1] != 1 or any(user.target is not ALL_GATHER for user in pack.users):
+        return []
+    operands: Any = pack.args[0]
+    shards = [each.args[0] if each.target is pad_shard else each for each in operands]
+    if any(shard.op != "placeholder" for shard in shards) or len(set(shards)) < len(shards):
+        return []
+    return [(shard, each.meta["val"].numel()) for shard, each in zip(shards, operands, strict=True)]

@@ -24,12 +24,14 @@ from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.bind import bind
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.layout import Layout
+from shardgraph.runtime.side_by_side import Stored
 from shardgraph.torch_api import pytree
 
 
 class State:
     """State shared by calls of one sharded module: its tensors, and gradients not yet reduced.
 
+    ``stored`` says which shards lie side by side.
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
     gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
@@ -46,6 +48,7 @@ class State:
     ) -> None:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
         self.layout = Layout(model)
+        self.stored = Stored()
         self.unreduced: dict[str, torch.Tensor] = {}
         self.statistics = GradientStatistics()
         measured = self.statistics.own, self.statistics.measured
@@ -83,10 +86,9 @@ class Executor:
     def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> Bound:
         """The bound graph ``name``; see :meth:`Program.graph`."""
         if (name, absent) not in self._bound:
-            forward = self.program.graphs.get(sibling(name, "forward"))
-            self._bound[name, absent] = Bound(
-                self.program.graph(name, absent), self.state.mesh, self.state.backend, forward, self.state.model
-            )
+            gm, forward = self.program.graph(name, absent), self.program.graphs.get(sibling(name, "forward"))
+            self.state.stored.arrange(gm, self.state.layout.parameter)
+            self._bound[name, absent] = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model)
         return self._bound[name, absent]
 
     def deliver(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:

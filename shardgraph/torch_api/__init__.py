@@ -53,7 +53,7 @@ from shardgraph.torch_api.strategies import (
     strategy_of,
     tensor_meta,
 )
-from shardgraph.torch_api.tensors import as_placed, local_tensor, placed, with_strides
+from shardgraph.torch_api.tensors import as_placed, is_viewed, local_tensor, placed, with_strides
 from shardgraph.torch_api.tracing import Trace, export_joint, trace
 
 DynamoError = dynamo.exc.TorchDynamoException

@@ -39,3 +39,13 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def is_viewed(tensor: torch.Tensor) -> bool:
+    """Whether other tensors are in the memory of a tensor, or autograd keeps it."""
+    alone = torch.empty(0)
+    return _holders(tensor) > _holders(alone) or tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -11,12 +11,14 @@ from torch import fx
 from shardgraph import torch_api
 from shardgraph.passes.analysis.liveness import overwritten
 from shardgraph.passes.analysis.overwrites import IN_PLACE
+from shardgraph.runtime.side_by_side import read_where_stored
 
 
 def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """The graph as Python, with gradients reduced where they are."""
+    """The graph as Python, with gradients reduced and shards gathered where they are."""
     for node in overwritten(gm):
         node.target = IN_PLACE[node.target]
+    read_where_stored(gm)
     gm.recompile()
     return torch_api.boxed(gm)
 
