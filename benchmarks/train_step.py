@@ -44,11 +44,12 @@ from shardgraph.plans.presets import preset as preset_of
 
 CONTENDERS = [
     *(f"shardgraph {preset} of 8" for preset in ("fsdp", "zero2", "ddp")),
+    *(f"shardgraph {preset} of 8 by step" for preset in ("fsdp", "ddp")),
     "FSDP2",
     "DDP",
     "one rank",
 ]
-COMPILED = [f"{name} by inductor" for name in CONTENDERS]
+COMPILED = [f"{name} by inductor" for name in CONTENDERS if not name.endswith(" by step")]
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
@@ -58,11 +59,12 @@ def build_model(options: argparse.Namespace) -> nn.Module:
 
 def build(name: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
     model, compiled = build_model(options), name.endswith(" by inductor")
-    name = name.removesuffix(" by inductor")
+    name = name.removesuffix(" by inductor").removesuffix(" by step")
     if name.startswith("shardgraph"):
         preset, *bucket = name.removeprefix("shardgraph ").split(" of ")
         plan = planned(preset, int(float(bucket[0]) * 2**20)) if bucket else preset
-        return shardgraph.compile(model, plan, backend="inductor" if compiled else "eager")
+        loss_fn = JOBS[options.job].loss_fn
+        return shardgraph.compile(model, plan, backend="inductor" if compiled else "eager", loss_fn=loss_fn)
     sharded = by_torch(name, model.to(device), options, device)
     return torch.compile(sharded) if compiled else sharded
 
@@ -91,23 +93,32 @@ class Contender:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.times: list[float] = []
         self.losses: list[float] = []
+        self.whole = name.removesuffix(" by inductor").endswith(" by step")
         started = time.perf_counter()
-        self.loss(0).backward()  # compiles, or sets up lazily; not a step, so that weights stay equal
+        if self.whole:  # compiles, or sets up lazily; not a step, so that weights stay equal
+            self.model.train_step(**JOBS[options.job].whole(self.batch(0)))
+        else:
+            self.loss(0).backward()
         self.optimizer.zero_grad()
         self.first_call = time.perf_counter() - started
 
-    def loss(self, step: int) -> torch.Tensor:
-        world = dist.get_world_size()
+    def batch(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step)
-        job = JOBS[self.options.job]
-        return job.loss(self.model, job.batch(generator, world)[dist.get_rank()].to(self.device))
+        return JOBS[self.options.job].batch(generator, dist.get_world_size())[dist.get_rank()].to(self.device)
+
+    def loss(self, step: int) -> torch.Tensor:
+        return JOBS[self.options.job].loss(self.model, self.batch(step))
 
     def step(self, number: int) -> None:
         started = time.perf_counter()
-        loss = self.loss(number)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.whole:
+            call = JOBS[self.options.job].whole(self.batch(number))
+            loss = self.model.step(**call, optimizer=self.optimizer)
+        else:
+            loss = self.loss(number)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.times.append(time.perf_counter() - started)
@@ -211,8 +222,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--job", default="llama", choices=JOBS)
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS + COMPILED,
-                        help="'shardgraph PRESET of MIB' has buckets of so many MiB; '... by inductor'")  # fmt: skip
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        default=CONTENDERS + COMPILED,
+        help="'shardgraph PRESET of MIB' has buckets of so many MiB; '... by step'; '... by inductor'",
+    )
     options = parser.parse_args()
 
     figures = shardgraph.launch(measure, options.nproc, args=(options,), timeout=3000)[0]

@@ -19,6 +19,10 @@ class Job:
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     batch: Callable[[torch.Generator, int], torch.Tensor]
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    whole: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    """The arguments of a whole step, of a batch."""
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """The loss of the output and the target, where the model returns none."""
 
 
 def _tokens(vocabulary: int, rows: int, length: int) -> Callable[[torch.Generator, int], torch.Tensor]:
@@ -28,6 +32,14 @@ def _tokens(vocabulary: int, rows: int, length: int) -> Callable[[torch.Generato
 def _language_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return loss
+
+
+def _language(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "labels": ids}
+
+
+def _classes(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input": x, "target": torch.arange(len(x), device=x.device) % 10}
 
 
 def _llama(width: int, layers: int, vocabulary: int) -> LlamaForCausalLM:
@@ -92,22 +104,28 @@ def _classified(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 JOBS = {
-    "llama": Job(lambda: _llama(384, 6, 2048), lambda model: model.model.layers, _tokens(2048, 4, 128), _language_loss),
-    "llama-50m": Job(
-        lambda: _llama(640, 9, 4096), lambda model: model.model.layers, _tokens(4096, 2, 128), _language_loss
+    "llama": Job(
+        lambda: _llama(384, 6, 2048), lambda model: model.model.layers, _tokens(2048, 4, 128), _language_loss, _language
     ),
-    "gpt2": Job(_gpt2, lambda model: model.transformer.h, _tokens(2048, 4, 128), _language_loss),
+    "llama-50m": Job(
+        lambda: _llama(640, 9, 4096), lambda model: model.model.layers, _tokens(4096, 2, 128), _language_loss, _language
+    ),
+    "gpt2": Job(_gpt2, lambda model: model.transformer.h, _tokens(2048, 4, 128), _language_loss, _language),
     "convolutions": Job(
         _convolutions,
         lambda model: [block for block in model if isinstance(block, Residual)],
         lambda generator, world: torch.randn(world, 8, 3, 16, 16, generator=generator),
         _classified,
+        _classes,
+        F.cross_entropy,
     ),
     "small": Job(
         _small,
         lambda model: [block for block in model if isinstance(block, Residual)],
         lambda generator, world: torch.randn(world, 8, 32, generator=generator),
         _classified,
+        _classes,
+        F.cross_entropy,
     ),
 }
 """By name. Llama of 12.2 M and of 49.5 M parameters, GPT-2 of 11.5 M, convolutions, and one of small parameters."""

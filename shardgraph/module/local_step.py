@@ -68,6 +68,11 @@ def _on_shards(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Cal
     return step
 
 
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torch's that compute element by element."""
+    return type(optimizer) in _ELEMENTWISE and not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
 def _are_ours(optimizer: optim.Optimizer) -> bool:
     """Whether all parameters are of sharded modules, and their gradients placed as they are."""
     for group in optimizer.param_groups:

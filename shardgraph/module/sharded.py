@@ -22,11 +22,12 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
 from shardgraph.errors import CaptureError, ShardGraphError
-from shardgraph.module import checkpoint, local_state
+from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
+from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.numbers import Numbers, shown
-from shardgraph.module.replaced import current
+from shardgraph.module.replaced import adopt, current
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -36,6 +37,7 @@ from shardgraph.proof.prove import prove
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.backends import Backend, eager
+from shardgraph.runtime.direct import is_direct, loss_and_gradients
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.loss_weight import weight_by_elements
@@ -84,6 +86,8 @@ class ShardedModule(nn.Module):
     _state: State
     _numbers: Numbers
     _sync: bool
+    gradient_norm: torch.Tensor | None  # of all gradients, before the latest clipping by ``step``
+    _updates: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatUpdate]
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
     _agreed: list[str] | None  # communication of the programs that ranks last agreed on
@@ -103,6 +107,7 @@ class ShardedModule(nn.Module):
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
+        self._own(_updates=weakref.WeakKeyDictionary(), gradient_norm=None)
         _MODULES.add(self)
 
     def _own(self, **attributes: Any) -> None:
@@ -156,13 +161,98 @@ class ShardedModule(nn.Module):
             ShardGraphError: there is neither loss, or a ``target`` without a ``loss_fn``.
         """
         executor, leaves, loss = self._run(args, kwargs, self._loss_of(kwargs))
-        weighted = loss
+        self._weighted(loss, executor, leaves, scaler).backward()
+        return loss.detach()
+
+    def _weighted(
+        self, loss: torch.Tensor, executor: Executor, leaves: list[Any], scaler: torch.amp.GradScaler | None
+    ) -> torch.Tensor:
+        """What is differentiated in place of this rank's loss."""
         if self._setup.loss_weight == "tokens":
             values = [lambda role: self._state.value(role, leaves)]
             reduction, rows, counts = loss_counts([executor.program], values)
-            weighted = loss * weight_by_elements(reduction.elements(rows, counts), self.plan, self._state)
-        (weighted if scaler is None else scaler.scale(weighted)).backward()
-        return loss.detach()
+            loss = loss * weight_by_elements(reduction.elements(rows, counts), self.plan, self._state)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def step(
+        self,
+        *args: Any,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """A whole training step; returns this rank's loss, detached.
+
+        It is :meth:`train_step`, :meth:`clip_grad_norm_` if ``max_norm`` is given, ``optimizer.step()`` and
+        ``optimizer.zero_grad()``, with a ``scaler`` its ``step`` and ``update``, and the same numbers, in less time:
+        torch's optimizers that compute element by element step on whole buckets of parameters, and no parameter has a
+        ``grad`` at any time. Gradients that parameters already have, of earlier calls of :meth:`train_step` or under
+        :meth:`no_sync`, count too. The optimizer stays the owner of hyper-parameters and state, and may step by itself
+        in between. ``gradient_norm`` is the norm before the latest clipping.
+
+        Raises:
+            ShardGraphError: as :meth:`train_step`; or inside of :meth:`no_sync`, or the optimizer trains none of this
+                module's parameters.
+        """
+        if not self._sync:
+            raise ShardGraphError(
+                "step() updates parameters, and inside no_sync() their gradients are not reduced: call train_step() "
+                "there, and step() for the last microbatch outside of it"
+            )
+        adopt(optimizer)
+        flat = self._updates.get(optimizer)
+        if flat is None:
+            own = {*map(id, self.parameters())}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise ShardGraphError(
+                    "the optimizer given to step() has none of this module's parameters: make it of "
+                    "sharded.parameters(), or of some of them"
+                )
+            flat = self._updates[optimizer] = FlatUpdate(optimizer)
+        loss = None
+        if training_step.is_flat(optimizer, scaler, self.plan, self._state):
+            loss = self._step_flat(args, kwargs, flat, max_norm, scaler)
+        if loss is None:
+            loss = self.train_step(*args, scaler=scaler, **kwargs)
+            self._own(gradient_norm=training_step.apart(optimizer, max_norm, scaler, self.clip_grad_norm_))
+            optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update()
+        return loss
+
+    def _step_flat(
+        self,
+        args: Any,
+        kwargs: Any,
+        flat: FlatUpdate,
+        max_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> torch.Tensor | None:
+        """The loss of a step on buckets of parameters, or None if it cannot be done like that and nothing has been."""
+        with torch.enable_grad():
+            executor, leaves = self._executor(args, kwargs, self._loss_of(kwargs))
+        if not is_direct(executor, leaves):
+            return None
+        assert isinstance(executor, Differentiable)
+
+        def tangent(loss: torch.Tensor) -> torch.Tensor:
+            if scaler is None and self._setup.loss_weight != "tokens":
+                return torch.ones_like(loss)
+            loss = loss.detach().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(self._weighted(loss, executor, leaves, scaler), loss)[0]
+
+        loss, gradients = loss_and_gradients(executor, leaves, tangent)
+        self._set_attributes()
+        try:
+            norm = training_step.update(flat, gradients, self._state, max_norm, scaler)
+        except NotFlatError:
+            self._state.add_gradients(gradients)
+            norm = training_step.apart(flat.optimizer, max_norm, scaler, self.clip_grad_norm_)
+            flat.optimizer.zero_grad()
+        self._own(gradient_norm=norm)
+        return loss
 
     def _loss_of(self, kwargs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
         """The loss function of a training step with these keyword arguments."""
@@ -223,13 +313,17 @@ class ShardedModule(nn.Module):
 
     def _run(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Executor, list[Any], Any]:
         """What ran the call, its flattened inputs, and the output."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        (executor,) = self._executables([leaves], spec, loss_fn)
-        inputs = self._numbers.lift(leaves, spec)
+        executor, inputs = self._executor(args, kwargs, loss_fn)
         output = executor(inputs, lambda: self._sync)
         self._set_attributes()
         return executor, inputs, output
+
+    def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
+        """What runs the call, and its flattened inputs."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        (executor,) = self._executables([leaves], spec, loss_fn)
+        return executor, self._numbers.lift(leaves, spec)
 
     def _set_attributes(self) -> None:
         """Set the attributes that the latest programs' forward sets to constants, as the original would have by now.
@@ -247,6 +341,7 @@ class ShardedModule(nn.Module):
     def settle(self) -> None:
         """Record that the model's tensors are sharded now; programs from before are for these."""
         self._state.layout.settle()
+        self._state.arrange()
         buffers = self._state.layout.buffers
         self._programs = OrderedDict(((buffers, *key[1:]), made) for key, made in self._programs.items())
         if self._latest is not None:

@@ -78,10 +78,9 @@ class Differentiable(Executor):
                 torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
         return results
 
-    def run_backward(self, saved: list[Any], tangents: dict[ir.Tangent, Any], sync: bool) -> list[torch.Tensor | None]:
-        """Run the backward graph, consuming ``saved`` and ``tangents``; returns each input's gradient for autograd."""
-        state = self.state
-        local = not sync and state.mesh is not None and self.program.plan.data_size > 1
+    def run_backward(self, saved: list[Any], tangents: dict[ir.Tangent, Any], sync: bool) -> dict[ir.Role, Any]:
+        """Run the backward graph, consuming ``saved`` and ``tangents``; returns the gradients of inputs by role."""
+        state, local = self.state, self.keeps_local(sync)
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         reached = (self.program.reached[role] for role, grad in tangents.items() if grad is not None)
         used = frozenset().union(state.unreduced, *reached) if self.optional else frozenset()
@@ -111,7 +110,11 @@ class Differentiable(Executor):
             norms |= self._reduce_rest()
             if state.mesh is not None:
                 state.statistics.reduce(norms, self.program.parameters, self.program.plan, state.mesh)
-        return [self._gradient(role, values.get(role), local) for role in self.inputs]
+        return values
+
+    def keeps_local(self, sync: bool) -> bool:
+        """Whether a backward pass keeps this rank's gradients, to be reduced with later ones."""
+        return not sync and self.state.mesh is not None and self.program.plan.data_size > 1
 
     def _accumulated(self, fqn: str, traced: torch.Tensor) -> torch.Tensor:
         """The gradient of earlier backward passes that is not reduced yet, which is now."""
@@ -159,7 +162,7 @@ class Differentiable(Executor):
             flags = on_any_data_rank(flags, self.program.plan, self.state)
         return [fqn for fqn, flag in zip(self.optional, flags, strict=True) if not flag]
 
-    def _gradient(self, role: ir.Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
+    def gradient(self, role: ir.Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
         """The gradient of an input for autograd: a DTensor for a DTensor; None while a gradient is kept local."""
         if value is None or not isinstance(role, ir.Parameter):
             return value
@@ -206,7 +209,7 @@ class _Run(torch.autograd.Function):
         saved = [results[i] for i in executor.saved]
         ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
         ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]
-        ctx.executor, ctx.sync = executor, sync
+        ctx.executor, ctx.sync, ctx.steps = executor, sync, executor.state.steps
         local = ((fqn, torch_api.local_tensor(inputs[i])) for i, fqn in executor.needed)
         ctx.versions = [(fqn, shard, shard._version) for fqn, shard in local]
         ctx.set_materialize_grads(False)
@@ -216,7 +219,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executor: Differentiable = ctx.executor
-        check_unchanged(ctx.versions)
+        check_unchanged(ctx.versions, stepped=executor.state.steps != ctx.steps)
         tensors = list(ctx.saved_tensors)
         if not torch_api.keep_graph():
             ctx.maybe_clear_saved_tensors()
@@ -225,7 +228,9 @@ class _Run(torch.autograd.Function):
         pairs = zip(executor.returned, grads, strict=True)
         tangents = {tangent: grad for (_, tangent), grad in pairs}
         del tensors, restored, grads, pairs
-        gradients = executor.run_backward(saved, tangents, ctx.sync())
+        sync = ctx.sync()
+        values, local = executor.run_backward(saved, tangents, sync), executor.keeps_local(sync)
+        gradients = [executor.gradient(role, values.pop(role, None), local) for role in executor.inputs]
         if torch.is_grad_enabled():  # with create_graph=True
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
         else:

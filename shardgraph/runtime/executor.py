@@ -31,7 +31,7 @@ from shardgraph.torch_api import pytree
 class State:
     """State shared by calls of one sharded module: its tensors, and gradients not yet reduced.
 
-    ``stored`` says which shards lie side by side.
+    ``stored`` says which shards lie side by side, ``steps`` how often they were all changed together.
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
     gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
@@ -49,11 +49,21 @@ class State:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
         self.layout = Layout(model)
         self.stored = Stored()
+        self._unarranged: list[fx.GraphModule] = []
+        self.steps = 0
         self.unreduced: dict[str, torch.Tensor] = {}
         self.statistics = GradientStatistics()
         measured = self.statistics.own, self.statistics.measured
         self.accumulated: list[dict[str, Any]] = [self.unreduced, *measured]
         self.unsynced: dict[Executor, None] = {}  # in the order of their first, which all ranks have in common
+
+    def arrange(self, *graphs: fx.GraphModule) -> None:
+        """Store shards side by side as these graphs gather them; as soon as parameters are shards."""
+        self._unarranged += graphs
+        if self.layout.settled:
+            for gm in self._unarranged:
+                self.stored.arrange(gm, self.layout.parameter)
+            self._unarranged.clear()
 
     def add_gradients(self, local: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's shards of gradients to those that parameters have."""
@@ -87,7 +97,7 @@ class Executor:
         """The bound graph ``name``; see :meth:`Program.graph`."""
         if (name, absent) not in self._bound:
             gm, forward = self.program.graph(name, absent), self.program.graphs.get(sibling(name, "forward"))
-            self.state.stored.arrange(gm, self.state.layout.parameter)
+            self.state.arrange(gm)
             self._bound[name, absent] = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model)
         return self._bound[name, absent]
 

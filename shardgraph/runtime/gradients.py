@@ -31,10 +31,11 @@ def on_any_data_rank(flags: list[bool], plan: Plan, state: State) -> list[bool]:
     return list(map(bool, on_device.tolist()))
 
 
-def check_unchanged(versions: Sequence[tuple[str, torch.Tensor, int]]) -> None:
-    """Raise BackwardError if a parameter whose value backward needs was changed in place after forward."""
+def check_unchanged(versions: Sequence[tuple[str, torch.Tensor, int]], stepped: bool = False) -> None:
+    """Raise BackwardError if a parameter whose value backward needs was changed in place after forward: by itself, or
+    with all others where an optimizer has ``stepped``."""
     for fqn, shard, version in versions:
-        if shard._version != version:
+        if stepped or shard._version != version:
             raise BackwardError(
                 f"the parameter {fqn!r} was changed in place between forward and backward, and backward needs the "
                 "value that forward used: step the optimizer after backward, or call the module again before it"

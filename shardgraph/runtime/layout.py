@@ -71,6 +71,11 @@ class Layout:
         self.look_up()
         self._sharded = {name: _kind(parameter) for name, parameter in self._model.named_parameters()}
 
+    @property
+    def settled(self) -> bool:
+        """Whether parameters are those that programs are compiled for."""
+        return self._sharded is not None
+
     def _note_storages(self) -> None:
         """Record the storages of DTensors: what assignment to ``.data`` replaces, and their shards do not have."""
         self._distributed = [parameter for parameter in self._parameters if isinstance(parameter, DTensor)]
@@ -129,6 +134,11 @@ class Layout:
     def trained(self) -> tuple[bool, ...]:
         """Whether each parameter requires a gradient, in the order of ``parameters()``."""
         return tuple(map(_trained, self._parameters))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in the order of ``parameters()``."""
+        return self._parameters
 
     def parameter(self, fqn: str) -> nn.Parameter:
         """The parameter of this name."""

@@ -7,7 +7,7 @@ it, is noticed at the next call, which packs copies of its bucket instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -68,29 +68,35 @@ def read_where_stored(gm: fx.GraphModule) -> None:
 
 
 class Stored:
-    """The parameters whose shards lie side by side, each with the elements of the padded shard, in order."""
+    """The parameters whose shards lie side by side: buckets, each with the elements of the padded shards in order."""
 
     def __init__(self) -> None:
-        self.elements: dict[str, int] = {}
+        self.buckets: list[dict[str, int]] = []
+        self.tried: set[str] = set()  # parameters that an optimizer's step would have beside others
+        self._names: set[str] = set()
 
     def arrange(self, gm: fx.GraphModule, parameter: Callable[[str], torch.Tensor]) -> None:
-        """Store the shards side by side that a graph packs, unless one of them already is, or has other readers.
-
-        At most one bucket more than before is in memory meanwhile.
-        """
+        """Store the shards side by side that a graph packs, unless one of them already is, or has other readers."""
         for pack in gm.graph.find_nodes(op="call_function", target=buckets.pack):
             shards = [(ROLE.get(shard), elements) for shard, elements in buckets.stored(pack)]
             named = {role.fqn: elements for role, elements in shards if isinstance(role, ir.Parameter)}
-            if named and len(named) == len(shards) and not self.elements.keys() & named.keys():
+            if named and len(named) == len(shards):
                 self.store(named, parameter)
 
-    def store(self, named: Mapping[str, int], parameter: Callable[[str], torch.Tensor]) -> None:
-        """Store the shards of parameters side by side, each with so many elements, unless one has other readers."""
+    def has(self, fqn: str) -> bool:
+        """Whether a parameter's shard is stored beside others."""
+        return fqn in self._names
+
+    def store(self, named: dict[str, int], parameter: Callable[[str], torch.Tensor]) -> None:
+        """Store the shards of parameters side by side, each with so many elements, unless one already is, or has other
+        readers. At most one bucket more than before is in memory meanwhile.
+        """
         shards = [torch_api.local_tensor(parameter(fqn)) for fqn in named]
-        if any(torch_api.is_viewed(shard) or not shard.is_contiguous() for shard in shards):
+        if self._names & named.keys() or any(map(torch_api.is_viewed, shards)) or not all(map(_is_contiguous, shards)):
             return
         flat = shards[0].new_zeros(sum(named.values()))
         for place, shard in zip(flat.split(list(named.values())), shards, strict=True):
             own = place[: shard.numel()].view(shard.shape)
             shard.data = own.copy_(shard.detach())
-        self.elements |= named
+        self.buckets.append(named)
+        self._names |= named.keys()

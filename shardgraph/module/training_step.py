@@ -1,0 +1,148 @@
+"""A whole training step: forward, the loss, backward, clipping, the optimizer's update, and no gradients afterwards.
+
+Without a pipeline, and with one of torch's optimizers that compute element by element, no operation of it is recorded
+by autograd and none is Python for each parameter: the two graphs run one after the other, and the optimizer steps on
+buckets (:mod:`shardgraph.module.flat_update`). Everything else is the same step, taken apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardgraph import torch_api
+from shardgraph.module.flat_update import FlatUpdate, Run
+from shardgraph.module.grad_scaler import GradScaler
+from shardgraph.module.gradient_norm import clip_by
+from shardgraph.module.local_step import is_elementwise
+from shardgraph.plans.plan import Plan
+from shardgraph.runtime.executor import State
+from shardgraph.torch_api import local_tensor
+
+_ALIGNED = 16
+"""Bytes to which kernels like parameters to be aligned."""
+
+_SMALL, _BUCKET = 1 << 20, 8 << 20
+"""Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
+
+
+def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, plan: Plan, state: State) -> bool:
+    """Whether an optimizer can step on gradients that parameters do not have, on many at a time."""
+    if not is_elementwise(optimizer) or torch_api.has_step_hooks(optimizer, besides=1):
+        return False
+    if scaler is not None and state.mesh is not None and not isinstance(scaler, GradScaler):
+        return False  # it would find an overflow on one rank alone
+    if state.unreduced or state.unsynced or plan.offload.parameters or plan.offload.optimizer_state:
+        return False
+    parameters = state.layout.parameters
+    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+        return False
+    mine = {*map(id, parameters)}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return all(parameter.grad is None and id(parameter) in mine for parameter in trained)
+
+
+def update(
+    flat: FlatUpdate,
+    gradients: Mapping[str, torch.Tensor],
+    state: State,
+    max_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+) -> torch.Tensor | None:
+    """Clip the gradients and step the optimizer; returns the norm before clipping, if there is any.
+
+    Raises:
+        NotFlatError: it cannot be done on many parameters at a time; nothing has happened.
+    """
+    optimizer, parameter = flat.optimizer, state.layout.parameter
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    named = {fqn: value for fqn, value in gradients.items() if id(parameter(fqn)) in trained}
+    _store(named, state)
+    buckets = [{parameter(fqn): count for fqn, count in bucket.items()} for bucket in state.stored.buckets]
+    norm, changed = None, max_norm is not None or scaler is not None
+    with flat.applied({parameter(fqn): value for fqn, value in named.items()}, buckets, changed) as runs:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if max_norm is not None:
+            norm = norm_of(runs, state.mesh, state.device)
+            clip_by((run.twin.grad for run in runs if run.twin.grad is not None), norm, max_norm, False)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    state.steps += 1
+    state.add_gradients({fqn: value for fqn, value in gradients.items() if fqn not in named})  # another optimizer's
+    return norm
+
+
+def _store(gradients: Mapping[str, torch.Tensor], state: State) -> None:
+    """Store small shards side by side that are not yet, in the order of their gradients in memory."""
+    tried, parameter = state.stored.tried, state.layout.parameter
+    if tried >= gradients.keys():
+        return
+    rest = {fqn: local_tensor(parameter(fqn)) for fqn in gradients if not state.stored.has(fqn) and fqn not in tried}
+    tried |= gradients.keys()
+    small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
+    small.sort(key=lambda fqn: (str(rest[fqn].dtype), str(rest[fqn].device), gradients[fqn].data_ptr()))
+    for _, alike in groupby(small, lambda fqn: (rest[fqn].dtype, rest[fqn].device)):
+        bucket: dict[str, int] = {}
+        filled = 0
+        for fqn in alike:
+            aligned = math.ceil(rest[fqn].nbytes / _ALIGNED) * _ALIGNED
+            if filled + aligned > _BUCKET:
+                state.stored.store(bucket, parameter)
+                bucket, filled = {}, 0
+            bucket[fqn], filled = aligned // rest[fqn].itemsize, filled + aligned
+        if len(bucket) > 1:
+            state.stored.store(bucket, parameter)
+
+
+def norm_of(runs: Iterable[Run], mesh: DeviceMesh | None, device: torch.device) -> torch.Tensor:
+    """The norm of all gradients; a scalar, the same on every rank, all of which must call it.
+
+    Ranks need not have the same runs: what they exchange is one number for each kind of placement.
+    """
+    squares: dict[tuple[int, ...], torch.Tensor] = {}
+    dtype = torch.float32
+    for run in runs:
+        first, gradient = run.parameters[0], run.twin.grad
+        assert gradient is not None
+        placements = first.placements if isinstance(first, DTensor) else ()
+        over = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+        dtype = torch.promote_types(dtype, gradient.dtype)
+        square = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(torch.float32, gradient.dtype)).double()
+        squares[over] = squares.get(over, 0) + square.square()
+    for dim in range(mesh.ndim) if mesh is not None else ():
+        kinds = sorted(over for over in squares if dim in over)
+        if kinds:
+            assert mesh is not None
+            together = torch.stack([squares[over] for over in kinds])
+            dist.all_reduce(together, group=mesh.get_group(dim))
+            squares |= dict(zip(kinds, together.unbind(), strict=True))
+    total = sum(squares.values(), torch.zeros((), dtype=torch.float64, device=device))
+    return total.sqrt().to(dtype)
+
+
+def apart(
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+    clip: Callable[[float], torch.Tensor],
+) -> torch.Tensor | None:
+    """Clip the gradients that parameters have, and step the optimizer, however it does that."""
+    norm = None
+    if scaler is not None and max_norm is not None:
+        scaler.unscale_(optimizer)
+    if max_norm is not None:
+        norm = clip(max_norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    return norm
