@@ -61,7 +61,7 @@ def test_the_last_graph_of_a_step_with_copies_waits_for_them(offload):
 def failing(error: BaseException) -> str:
     """What is raised when a collective of a bound graph raises ``error``."""
 
-    def fails(*args: Any) -> torch.Tensor:
+    def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise error
 
     program = lower(
@@ -74,7 +74,7 @@ def failing(error: BaseException) -> str:
     target, gather.target = gather.target, fails
     run._call = boxed(run.module)
     gather.target = target
-    inputs = [node.meta["val"] for node in run.module.graph.nodes if node.op == "placeholder"]
+    inputs = [torch.zeros(node.meta["val"].shape) for node in run.module.graph.nodes if node.op == "placeholder"]
     with pytest.raises(CollectiveError) as caught:
         run(inputs)
     return str(caught.value)

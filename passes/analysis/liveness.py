@@ -84,15 +84,18 @@ class UpdateMemory:
     temporaries: int = 0
 
 
-def profile_memory(gm: fx.GraphModule, granule: int = 1, *, workspaces: bool = False) -> MemoryProfile:
+def profile_memory(
+    gm: fx.GraphModule, granule: int = 1, *, workspaces: bool = False, gloo: bool = True
+) -> MemoryProfile:
     """Follow every storage of ``gm`` from the node that allocates it to the last one that uses a view of it.
 
     Inputs are live from the start. Parameters, buffers and the user's inputs belong to the caller and stay live; saved
     values and tangents belong to the graph and die after their last use. Results live to the end. The input of a
     collective lives until its wait, unless the collective works on a copy. Every allocation is rounded up to
-    ``granule`` bytes. With ``workspaces``, CPU kernels' own memory is counted as temporaries.
+    ``granule`` bytes. With ``workspaces``, CPU kernels' own memory is counted as temporaries, with ``gloo`` what a
+    reduce-scatter of tensors on the CPU takes: False for another device's program that was captured on a CPU.
     """
-    return _profile({"graph": gm}, granule, (), workspaces)
+    return _profile({"graph": gm}, granule, (), workspaces, gloo)
 
 
 def profile_step(
@@ -103,20 +106,21 @@ def profile_step(
     host_update: UpdateMemory = UpdateMemory(),
     *,
     workspaces: bool = False,
+    gloo: bool = True,
 ) -> MemoryProfile:
     """The memory of a training step: forward, backward and the optimizer's update, one after the other.
 
     Saved values live until their last use in backward. The caller is assumed to hold the outputs that the loss depends
     on until backward ends, and to drop the others after forward. Gradients do not exist before backward
     (``zero_grad(set_to_none=True)``). ``update`` is the optimizer's memory on the device, ``host_update`` on the host.
-    ``granule`` and ``workspaces`` are as for :func:`profile_memory`.
+    ``granule``, ``workspaces`` and ``gloo`` are as for :func:`profile_memory`.
     """
     graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
-    return _profile(graphs, granule, (update, host_update), workspaces)
+    return _profile(graphs, granule, (update, host_update), workspaces, gloo)
 
 
 def _profile(
-    graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[UpdateMemory, ...], workspaces: bool
+    graphs: dict[str, fx.GraphModule], granule: int, updates: tuple[UpdateMemory, ...], workspaces: bool, gloo: bool
 ) -> MemoryProfile:
     storages: list[Storage] = []
     points: list[tuple[str, str]] = []
@@ -125,6 +129,8 @@ def _profile(
         storages += _follow(gm, len(points), left, granule)
         if workspaces:
             storages += _workspaces(gm, len(points))
+        if gloo:
+            storages += _received(gm, len(points))
         points += [(name, node.name) for node in gm.graph.nodes]
     if len(graphs) > 1:  # the caller holds the outputs that the loss depends on
         tangents = {role.index for role in ir.placeholders(graphs["backward"]) if isinstance(role, ir.Tangent)}
@@ -150,12 +156,21 @@ def _profile(
 
 
 def _workspaces(gm: fx.GraphModule, start: int) -> Iterator[Storage]:
-    """What kernels take for themselves while they run, and collectives until their wait."""
-    index = {node: i for i, node in enumerate(gm.graph.nodes, start)}
-    for node, i in index.items():
+    """What kernels take for themselves while they run."""
+    for i, node in enumerate(gm.graph.nodes, start):
         if nbytes := workspace(node):
-            users = node.users if ir.is_collective(node) else ()
-            yield Storage(nbytes, i, max((index[user] for user in users), default=i))
+            yield Storage(nbytes, i, i)
+
+
+def _received(gm: fx.GraphModule, start: int) -> Iterator[Storage]:
+    """What reduce-scatters of tensors on the CPU receive beside their results until they are awaited: the parts of all
+    ranks, which are added up then."""
+    index = {node: i for i, node in enumerate(gm.graph.nodes, start)}
+    for node in gm.graph.find_nodes(op="call_function", target=ir.REDUCE_SCATTER):
+        operand, result = node.args[0].meta["val"], node.meta["val"]
+        if result.device.type == "cpu":
+            until = max(index[user] for user in node.users)
+            yield Storage(operand.nbytes - result.nbytes, index[node], until, "communication buffers")
 
 
 _OF_CALLER = (ir.Parameter, ir.Buffer, ir.Input)
@@ -397,11 +412,9 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 def _works_on_a_copy(node: fx.Node) -> bool:
     """Whether a collective releases its input once it has started.
 
-    An all-reduce is functional: it first copies its input into its result. Gloo's reduce-scatter reduces an internal
-    copy, which is no tensor of the program.
+    An all-reduce is functional: it first copies its input into its result.
     """
-    gloo = node.meta["val"].device.type == "cpu"
-    return node.target is ir.ALL_REDUCE or (node.target is ir.REDUCE_SCATTER and gloo)
+    return node.target is ir.ALL_REDUCE
 
 
 def _kinds(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:

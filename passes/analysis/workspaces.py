@@ -49,13 +49,7 @@ class _Operand(NamedTuple):
 
 
 def workspace(node: fx.Node) -> int:
-    """Bytes that the node's kernel has allocated at its peak in addition to its results; 0 if not on a CPU.
-
-    Gloo's reduce-scatter reduces a copy of its operand, which is live until the wait.
-    """
-    if node.target is ir.REDUCE_SCATTER:
-        operand = node.args[0].meta["val"]
-        return operand.nbytes if operand.device.type == "cpu" else 0
+    """Bytes that the node's kernel has allocated at its peak in addition to its results; 0 if not on a CPU."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     fused = node.target in ir.fused.OPERATORS
     if not (fused or name in _ALLOCATE):

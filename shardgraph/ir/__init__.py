@@ -16,6 +16,7 @@ ranks issue the same collectives.
 from shardgraph.ir import buckets, fused
 from shardgraph.ir.collectives import (
     ALL_GATHER,
+    ALL_GATHER_OUT,
     ALL_REDUCE,
     ALL_REDUCE_,
     ALL_TO_ALL,

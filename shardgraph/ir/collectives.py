@@ -14,6 +14,7 @@ from shardgraph.ir.rank_operations import Ranks, symbolic
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
+ALL_GATHER_OUT = _c10d.all_gather_into_tensor_out.default  # into a tensor that is given
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_ = _c10d.all_reduce_.default  # in place: what an all-reduce is where it runs, if nobody needs its operand
@@ -58,7 +59,7 @@ def _(ranks: Ranks, started: torch.Tensor) -> torch.Tensor:
     return started
 
 
-COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_, ALL_TO_ALL, send})
+COLLECTIVES = frozenset({ALL_GATHER, ALL_GATHER_OUT, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_, ALL_TO_ALL, send})
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -93,7 +94,8 @@ def group_of(node: fx.Node) -> str:
 
 def describe_collective(node: fx.Node) -> str:
     """A readable description of a collective or a copy: the operation, the value and the source line."""
-    operation = node.target.__name__.split(".")[0].rstrip("_") if callable(node.target) else str(node.target)
+    operation = node.target.__name__.split(".")[0] if callable(node.target) else str(node.target)
+    operation = operation.rstrip("_").removesuffix("_out")
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     shape = f" {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
     where = f" ({SOURCE.get(node)})" if SOURCE.get(node) else ""

@@ -316,7 +316,7 @@ def analyze_program(
     plan = program.plan
     cluster.check_mesh(plan.mesh)
     device = cluster.device
-    memory = program_memory(program, optimizer, granule=device.allocation, workspaces=device.is_cpu)
+    memory = program_memory(program, optimizer, granule=device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
     shards = trained_shards(program.context, program.trained)
     rows = (
         *rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused),

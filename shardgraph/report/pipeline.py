@@ -240,7 +240,7 @@ class _Stages:
         assert plan.pipeline is not None
         halves = stage.again
         forward, backward = on_rank(halves.forward, halves.backward, context, 0)
-        memory = profile_step(forward, backward, device.allocation, workspaces=device.is_cpu)
+        memory = profile_step(forward, backward, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
         rows = self._rows({"forward": forward} | ({} if backward is None else {"backward": backward}), memory)
         live = _live(memory)
         saved = kept = 0
@@ -342,7 +342,7 @@ class _Stages:
 
     def _profile(self, graph: fx.GraphModule) -> MemoryProfile:
         device = self.cluster.device
-        return profile_memory(graph, device.allocation, workspaces=device.is_cpu)
+        return profile_memory(graph, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
 
     def _simulated(self, rows: Sequence[Row]) -> float:
         return simulate(list(tasks_of(rows)), self.cluster.overlap).seconds
@@ -361,7 +361,9 @@ class _Stages:
             peaks["B"] = max(live["backward"]) - saved + forwarded
             device = self.cluster.device
             for kind, part in zip("IW", halves.parts, strict=True):
-                memory = profile_step(halves.forward, part, device.allocation, workspaces=device.is_cpu)
+                memory = profile_step(
+                    halves.forward, part, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu
+                )
                 before = ir.Saved if kind == "I" else (ir.Saved, ir.Returned)
                 peaks[kind] = max(_live(memory)["backward"]) - _given(halves, part, before) + forwarded
         return peaks

@@ -103,18 +103,25 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
 
 
 def program_memory(
-    program: Program, optimizer: str, rank: int = 0, granule: int = 1, *, workspaces: bool = False
+    program: Program,
+    optimizer: str,
+    rank: int = 0,
+    granule: int = 1,
+    *,
+    workspaces: bool = False,
+    gloo: bool = True,
 ) -> MemoryProfile:
     """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes.
 
-    With ``workspaces``, what CPU kernels take for themselves is included.
+    With ``workspaces``, what CPU kernels take for themselves is included. ``gloo``: tensors on the CPU are communicated
+    there.
     """
     halves = program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     on_device, on_host = trained_shards(program.context, program.trained, rank)
     of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
     of_device = update_memory(on_device, optimizer)
-    return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces)
+    return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces, gloo=gloo)
 
 
 def batch_of(program: Program) -> tuple[int, int]:

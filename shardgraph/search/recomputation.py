@@ -134,7 +134,8 @@ class Recomputations:
 
     def _memory(self, choice: Choice) -> MemoryProfile:
         device, program = self.cluster.device, self.program(choice)
-        return program_memory(program, self.optimizer, granule=device.allocation, workspaces=device.is_cpu)
+        on_cpu = device.is_cpu
+        return program_memory(program, self.optimizer, granule=device.allocation, workspaces=on_cpu, gloo=on_cpu)
 
     def _analysis(self, choice: Choice) -> Analysis | PipelineAnalysis:
         analyze = analyze_program if self.plan.pipeline is None else analyze_pipeline

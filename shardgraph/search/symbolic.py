@@ -198,7 +198,7 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         return int(sizes.expression(size).subs({sizes.axes[axis]: ranks for axis, ranks in mesh}))
 
     updates = (update_memory(shards, question.optimizer, magnitude) for shards in (on_device, on_host))
-    memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates)
+    memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates, gloo=question.machine.device.is_cpu)
     yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
     yield from update_rows((on_device, on_host), question.optimizer, question.machine.device, memory, sizes.expression)
 

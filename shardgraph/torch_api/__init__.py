@@ -35,6 +35,7 @@ from shardgraph.torch_api.groups import (
     all_gather,
     group_along,
     has_backend,
+    is_gloo,
     ordered_gloo,
     ordered_group,
     reduce_scatter,

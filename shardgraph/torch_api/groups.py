@@ -58,6 +58,15 @@ def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
+def is_gloo(name: str) -> bool:
+    """Whether there is a process group of this name, over gloo as far as tensors on the CPU are concerned."""
+    try:
+        group: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except (RuntimeError, ValueError):
+        return False
+
+
 def has_backend(device_type: str) -> bool:
     """Whether the default process group communicates tensors of a kind of device."""
     try:

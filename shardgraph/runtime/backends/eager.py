@@ -11,6 +11,7 @@ from torch import fx
 from shardgraph import torch_api
 from shardgraph.passes.analysis.liveness import overwritten
 from shardgraph.passes.analysis.overwrites import IN_PLACE
+from shardgraph.runtime.backends.gloo import suit_gloo
 from shardgraph.runtime.side_by_side import read_where_stored
 
 
@@ -19,6 +20,7 @@ def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     for node in overwritten(gm):
         node.target = IN_PLACE[node.target]
     read_where_stored(gm)
+    suit_gloo(gm)
     gm.recompile()
     return torch_api.boxed(gm)
 
