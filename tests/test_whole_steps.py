@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardgraph.module import flat_update
 from tests import whole_steps
 from tests.standing import on_ranks
 
@@ -55,6 +56,16 @@ def test_an_update_takes_as_many_kernels_for_many_parameters_as_for_few():
     for facts in on_ranks(whole_steps.kernels, 2):
         assert facts["addcdiv_"][2] == facts["addcdiv_"][6] <= 2
         assert facts["gradients"]
+
+
+def test_groups_whose_parameters_alternate_take_a_kernel_each():
+    assert on_ranks(whole_steps.kernels_of_groups, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
+def test_a_whole_step_takes_more_memory_than_one_taken_apart_only_for_an_update_of_a_megabyte(plan):
+    for found in on_ranks(whole_steps.peaks, 2, args=(plan,)):
+        assert found["whole"][1] <= found["apart"][1] + 2 * flat_update._LEAST, found
 
 
 def test_what_makes_no_sense_is_refused():

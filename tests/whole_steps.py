@@ -13,6 +13,8 @@ from torch import nn, optim
 
 import shardgraph
 from shardgraph import preset
+from shardgraph.report.step import program_memory
+from tests import ranks
 from tests.local_steps import OPTIMIZERS
 from tests.ranks import difference
 
@@ -219,6 +221,22 @@ def local(tensor: Any) -> torch.Tensor:
     return shardgraph.torch_api.local_tensor(tensor)
 
 
+def kernels_of_groups() -> int:
+    """Operations that take an update where parameters of two groups alternate."""
+    sharded = shardgraph.compile(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))),
+        replace(preset("fsdp", {"dp": 2}), bucket=1 << 20),
+        loss_fn=F.mse_loss,
+    )
+    named = list(sharded.named_parameters())
+    groups = [{"params": [p for name, p in named if name.endswith(end)], "lr": 0.1} for end in ("weight", "bias")]
+    optimizer, x = optim.AdamW(groups), torch.randn(4, 8)
+    sharded.step(x, target=x, optimizer=optimizer)
+    with torch.profiler.profile() as profiler:
+        sharded.step(x, target=x, optimizer=optimizer)
+    return sum(event.count for event in profiler.key_averages() if event.key == "aten::addcdiv_")
+
+
 def kernels() -> dict[str, Any]:
     """Operations that take an update of a model of so many blocks."""
     counts = {}
@@ -282,3 +300,31 @@ def others(kind: str) -> float:
         theirs = original.state_dict()
         return max((value.cpu() - theirs[name]).abs().max().item() for name, value in sharded.state_dict().items())
     return difference(sharded, original, gradients=False)
+
+
+def peaks(plan: str) -> dict[str, tuple[int, int]]:
+    """The predicted peak of a step, and those measured of one taken apart and of a whole one."""
+    torch.manual_seed(0)
+    small = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    layers = nn.Sequential(small, nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))
+    chosen = replace(preset(plan, {"dp": 2}), bucket=1 << 20)
+    sharded = shardgraph.compile(layers, chosen, loss_fn=F.mse_loss)
+    optimizer, x = optim.AdamW(sharded.parameters()), torch.randn(4, 64)
+
+    def whole() -> None:
+        sharded.step(x, target=x, optimizer=optimizer)
+
+    def taken_apart() -> None:
+        sharded.train_step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        whole()
+    found = {}
+    for name, step in (("apart", taken_apart), ("whole", whole)):
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        held = [*sharded.parameters(), *states, x]
+        found[name] = min(ranks._measured(step, held) for _ in range(3))
+    predicted = program_memory(sharded.program, "adamw", dist.get_rank()).peak_bytes
+    return {name: (predicted, measured) for name, measured in found.items()}

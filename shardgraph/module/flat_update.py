@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from operator import is_, methodcaller
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
+from shardgraph.runtime.executor import State
 from shardgraph.runtime.side_by_side import packed, view_of
 from shardgraph.torch_api import local_tensor
 
@@ -34,18 +35,25 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 _values = methodcaller("values")
 
 
+_LEAST = 1 << 20
+"""Bytes of parameters that are updated together, even where each is smaller. What an update takes for itself is as
+large as what is updated, so more than the largest parameter are not."""
+
+
 class NotFlatError(Exception):
     """The optimizer has state that does not go with the elements of parameters."""
 
 
 @dataclass(eq=False)
 class Run:
-    """Parameters of one group that lie side by side, and have the same state: one ``twin`` for all."""
+    """Parameters of one group that have the same state, and mostly lie side by side: one ``twin`` for all."""
 
     group: int
+    names: list[str]
     parameters: list[nn.Parameter]
     elements: list[int]  # those of each with its padding; the last one has none
     twin: nn.Parameter
+    scattered: bool = False  # not side by side: the twin is a copy during a step
     state: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)  # what of the state is a number, of each parameter
     versions: dict[str, int] = field(default_factory=dict)
@@ -54,6 +62,19 @@ class Run:
     def shards(self) -> list[torch.Tensor]:
         """Of each parameter."""
         return list(map(local_tensor, self.parameters))
+
+    def gather(self) -> None:
+        """Give the twin the values of its parameters, if it does not share their memory."""
+        if self.scattered:
+            self.twin.data = packed(self.shards, self.elements)
+
+    def scatter(self) -> None:
+        """Give parameters the values of the twin."""
+        if self.scattered:
+            shards, pieces = self.shards, self.twin.detach().split(self.elements)
+            views = [piece.view(shard.shape) for piece, shard in zip(pieces, shards, strict=True)]
+            torch._foreach_copy_(shards, views)
+            self.twin.data = self.twin.new_empty(0)
 
     def gradient(self, gradients: Sequence[torch.Tensor], changed: bool) -> torch.Tensor:
         """The gradients as that of the twin: without a copy, if they lie side by side and may be ``changed``."""
@@ -74,6 +95,8 @@ class FlatUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.runs: list[Run] = []
+        self._given: tuple[str, ...] = ()
+        self._parameters: list[nn.Parameter] = []
         self._known: tuple[list[Any], ...] = ()
 
     @property
@@ -83,20 +106,33 @@ class FlatUpdate:
         assert optimizer is not None
         return optimizer
 
-    @contextmanager
-    def applied(
-        self, gradients: dict[nn.Parameter, torch.Tensor], buckets: Sequence[Mapping[nn.Parameter, int]], changed: bool
-    ) -> Iterator[list[Run]]:
-        """Within, the optimizer has the twins in place of parameters, with their ``gradients``, which may be
-        ``changed``; its ``step`` changes parameters and their state.
-
-        ``buckets`` have the parameters that lie side by side in order, each with the elements of its padded shard.
+    def prepare(self, gradients: Mapping[str, torch.Tensor], state: State) -> None:
+        """Find the runs of the parameters that have gradients here, unless they are as before.
 
         Raises:
-            NotFlatError: it cannot; nothing has happened.
+            NotFlatError: the optimizer has state that does not go with the elements of parameters.
+        """
+        given, parameters = tuple(gradients), state.layout.parameters
+        as_before = given == self._given and parameters is self._parameters and self._same(self._found())
+        if as_before and all(map(_follow_numbers, self.runs)):
+            return
+        self.runs, self._given, self._parameters = [], given, parameters
+        names = {id(state.layout.parameter(fqn)): fqn for fqn in given}
+        groups = self.optimizer.param_groups
+        places = {names[id(p)]: (p, i) for i, group in enumerate(groups) for p in group["params"] if id(p) in names}
+        buckets = [*state.stored.buckets, *({fqn: 0} for fqn in places if not state.stored.has(fqn))]
+        most = max([_LEAST, *(local_tensor(parameter).nbytes for parameter, _ in places.values())])
+        runs = [run for bucket in buckets for run in self._runs_of(bucket, places, most)]
+        for run in runs:
+            self._join_state(run)
+        self.runs = runs
+
+    @contextmanager
+    def applied(self, gradients: dict[str, torch.Tensor], changed: bool) -> Iterator[list[Run]]:
+        """Within, the optimizer has the twins in place of parameters, with their gradients, which are taken from
+        ``gradients`` and may be ``changed``; its ``step`` changes parameters and their state.
         """
         optimizer = self.optimizer
-        self._prepare(gradients, buckets)
         before = [(group, group["params"], group.get("foreach")) for group in optimizer.param_groups]
         whole = optimizer.state
         optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in self.runs if run.state})
@@ -105,7 +141,8 @@ class FlatUpdate:
             if "foreach" in group and foreach is None and not group.get("fused"):
                 group["foreach"] = False  # as on shards
         for run in self.runs:
-            run.twin.grad = run.gradient([gradients.pop(parameter) for parameter in run.parameters], changed)
+            run.gather()
+            run.twin.grad = run.gradient([gradients.pop(name) for name in run.names], changed)
         try:
             yield self.runs
         finally:
@@ -116,35 +153,17 @@ class FlatUpdate:
                     group["foreach"] = foreach
             for run in self.runs:
                 run.twin.grad = None
+                run.scatter()
                 self._keep(run, flat.get(run.twin, {}))
-            self._known = self._found([parameter for run in self.runs for parameter in run.parameters])
+            self._known = self._found()
 
-    def _prepare(
-        self, gradients: Mapping[nn.Parameter, torch.Tensor], buckets: Sequence[Mapping[nn.Parameter, int]]
-    ) -> None:
-        """Find the runs, unless they are as before."""
-        parameters = [parameter for run in self.runs for parameter in run.parameters]
-        as_before = gradients.keys() == {*parameters} and self._same(self._found(parameters))
-        if as_before and all(map(_follow_numbers, self.runs)):
-            return
-        self.runs = []
-        places = {
-            p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"] if p in gradients
-        }
-        alone = {parameter: 1 for bucket in buckets for parameter in bucket}
-        candidates = [*buckets, *({p: local_tensor(p).numel()} for p in places if p not in alone)]
-        runs = [run for bucket in candidates for run in self._runs_of(bucket, places)]
-        for run in runs:
-            self._join_state(run)
-        self.runs = runs
-
-    def _found(self, parameters: list[nn.Parameter]) -> tuple[list[Any], ...]:
+    def _found(self) -> tuple[list[Any], ...]:
         """All that the runs depend on: objects, and where shards are."""
-        state = self.optimizer.state
-        groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        state, groups = self.optimizer.state, self.optimizer.param_groups
         values = chain.from_iterable(map(_values, state.values()))
-        places = list(map(torch.Tensor.data_ptr, map(local_tensor, parameters)))
-        return [state, *groups], list(values), places
+        shards = chain.from_iterable(run.shards for run in self.runs)
+        objects = [state, *chain.from_iterable(group["params"] for group in groups)]
+        return objects, list(values), list(map(torch.Tensor.data_ptr, shards))
 
     def _same(self, found: tuple[list[Any], ...]) -> bool:
         if not self._known or found[-1] != self._known[-1]:
@@ -152,18 +171,21 @@ class FlatUpdate:
         pairs = zip(found[:-1], self._known[:-1], strict=True)
         return all(len(now) == len(before) and all(map(is_, now, before)) for now, before in pairs)
 
-    def _runs_of(self, bucket: Mapping[nn.Parameter, int], places: Mapping[nn.Parameter, int]) -> Iterator[Run]:
-        """The runs of parameters that follow on each other in a bucket, and are alike."""
-        following: list[nn.Parameter] = []
-        kind: Any = None
-        for parameter in [*bucket, None]:
-            of = None if parameter is None or parameter not in places else self._kind(parameter, places[parameter])
-            if following and of != kind:
-                yield from _as_runs(following, bucket, kind[0])
-                following = []
-            if of is not None and parameter is not None:
-                following.append(parameter)
-            kind = of
+    def _runs_of(
+        self, bucket: Mapping[str, int], places: Mapping[str, tuple[nn.Parameter, int]], most: int
+    ) -> Iterator[Run]:
+        """The runs, of up to ``most`` bytes, of parameters that follow on each other in a bucket, and are alike."""
+
+        def kind(fqn: str) -> Any:
+            return self._kind(*places[fqn]) if fqn in places else None
+
+        stretches: dict[Any, list[list[str]]] = {}
+        for of, alike in groupby(bucket, kind):
+            if of is not None:
+                stretches.setdefault(of, []).append(list(alike))
+        for of, several in stretches.items():
+            for names in _pieces(list(chain.from_iterable(several)), lambda fqn: places[fqn][0], most):
+                yield _as_run(names, [places[fqn][0] for fqn in names], [bucket[fqn] for fqn in names], of[0])
 
     def _kind(self, parameter: nn.Parameter, group: int) -> tuple[Any, ...]:
         """What parameters of a run have in common."""
@@ -199,10 +221,11 @@ class FlatUpdate:
     def _keep(self, run: Run, state: dict[str, Any]) -> None:
         """Have parameters' state follow that of their run after a step."""
         for name, value in state.items():
-            if name in run.numbers and isinstance(value, torch.Tensor) and value is run.state.get(name):
+            same = run.state.get(name) is value
+            if same and name in run.numbers:
                 run.numbers[name].copy_(value)
                 run.versions[name] = run.numbers[name]._version
-            elif run.state.get(name) is not value or name not in self.optimizer.state[run.parameters[0]]:
+            elif not same or name not in self.optimizer.state[run.parameters[0]]:
                 run.state[name] = value
                 self._distribute(run, name)
         run.state = state
@@ -228,17 +251,30 @@ class FlatUpdate:
                 )
 
 
-def _as_runs(parameters: list[nn.Parameter], bucket: Mapping[nn.Parameter, int], group: int) -> Iterable[Run]:
-    """One run of parameters, if they lie side by side as the bucket says, else one of each."""
+def _pieces(names: list[str], parameter: Callable[[str], nn.Parameter], most: int) -> Iterator[list[str]]:
+    """Stretches of parameters of up to so many bytes."""
+    piece: list[str] = []
+    filled = 0
+    for fqn in names:
+        nbytes = local_tensor(parameter(fqn)).nbytes
+        if piece and filled + nbytes > most:
+            yield piece
+            piece, filled = [], 0
+        piece.append(fqn)
+        filled += nbytes
+    yield piece
+
+
+def _as_run(names: list[str], parameters: list[nn.Parameter], elements: list[int], group: int) -> Run:
+    """One run of parameters, which lie side by side if possible with so many elements each."""
     shards = list(map(local_tensor, parameters))
-    elements = [*(bucket[parameter] for parameter in parameters[:-1]), shards[-1].numel()]
-    flat = view_of(shards, elements)
+    flat = view_of(shards, [*elements[:-1], shards[-1].numel()])
     if flat is not None:
-        return [Run(group, parameters, elements, nn.Parameter(flat))]
-    return [
-        Run(group, [parameter], [shard.numel()], nn.Parameter(shard.view(-1)))
-        for parameter, shard in zip(parameters, shards, strict=True)
-    ]
+        return Run(group, names, parameters, [*elements[:-1], shards[-1].numel()], nn.Parameter(flat))
+    if len(shards) > 1:  # others are between them: copies for a step take less time than kernels for each
+        exact = [shard.numel() for shard in shards]
+        return Run(group, names, parameters, exact, nn.Parameter(packed(shards, exact)), scattered=True)
+    return Run(group, names, parameters, [shards[0].numel()], nn.Parameter(shards[0].view(-1)))
 
 
 def _follow_numbers(run: Run) -> bool:

@@ -200,9 +200,9 @@ class ShardedModule(nn.Module):
                 "step() updates parameters, and inside no_sync() their gradients are not reduced: call train_step() "
                 "there, and step() for the last microbatch outside of it"
             )
-        adopt(optimizer)
         flat = self._updates.get(optimizer)
         if flat is None:
+            adopt(optimizer)
             own = {*map(id, self.parameters())}
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 raise ShardGraphError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -41,56 +42,62 @@ def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | Non
     if state.unreduced or state.unsynced or plan.offload.parameters or plan.offload.optimizer_state:
         return False
     parameters = state.layout.parameters
-    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+    if any(chain.from_iterable(map(_hooks, parameters))):
         return False
-    mine = {*map(id, parameters)}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return all(parameter.grad is None and id(parameter) in mine for parameter in trained)
+    return {*map(id, trained)} <= {*map(id, parameters)} and all(grad is None for grad in map(_gradient, trained))
+
+
+_hooks, _gradient = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), attrgetter("grad")
 
 
 def update(
     flat: FlatUpdate,
-    gradients: Mapping[str, torch.Tensor],
+    gradients: dict[str, torch.Tensor],
     state: State,
     max_norm: float | None,
     scaler: torch.amp.GradScaler | None,
 ) -> torch.Tensor | None:
-    """Clip the gradients and step the optimizer; returns the norm before clipping, if there is any.
+    """Clip the ``gradients``, which are consumed, and step the optimizer; returns the norm before clipping, if it was
+    asked for. Those of parameters that another optimizer trains are added to their ``grad``.
 
     Raises:
         NotFlatError: it cannot be done on many parameters at a time; nothing has happened.
     """
-    optimizer, parameter = flat.optimizer, state.layout.parameter
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    named = {fqn: value for fqn, value in gradients.items() if id(parameter(fqn)) in trained}
-    _store(named, state)
-    buckets = [{parameter(fqn): count for fqn, count in bucket.items()} for bucket in state.stored.buckets]
+    _store(gradients, flat.optimizer, state)
+    flat.prepare(gradients, state)
     norm, changed = None, max_norm is not None or scaler is not None
-    with flat.applied({parameter(fqn): value for fqn, value in named.items()}, buckets, changed) as runs:
+    with flat.applied(gradients, changed) as runs:
         if scaler is not None:
-            scaler.unscale_(optimizer)
+            scaler.unscale_(flat.optimizer)
         if max_norm is not None:
             norm = norm_of(runs, state.mesh, state.device)
             clip_by((run.twin.grad for run in runs if run.twin.grad is not None), norm, max_norm, False)
         if scaler is None:
-            optimizer.step()
+            flat.optimizer.step()
         else:
-            scaler.step(optimizer)
+            scaler.step(flat.optimizer)
     state.steps += 1
-    state.add_gradients({fqn: value for fqn, value in gradients.items() if fqn not in named})  # another optimizer's
+    state.add_gradients(gradients)
     return norm
 
 
-def _store(gradients: Mapping[str, torch.Tensor], state: State) -> None:
-    """Store small shards side by side that are not yet, in the order of their gradients in memory."""
+def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Store small shards side by side that are not yet: those of each group, in the order of gradients in memory."""
     tried, parameter = state.stored.tried, state.layout.parameter
     if tried >= gradients.keys():
         return
-    rest = {fqn: local_tensor(parameter(fqn)) for fqn in gradients if not state.stored.has(fqn) and fqn not in tried}
+    groups = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    new = (fqn for fqn in gradients if fqn not in tried and not state.stored.has(fqn) and id(parameter(fqn)) in groups)
+    rest = {fqn: local_tensor(parameter(fqn)) for fqn in new}
     tried |= gradients.keys()
+
+    def kind(fqn: str) -> tuple[int, str, str]:
+        return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
+
     small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
-    small.sort(key=lambda fqn: (str(rest[fqn].dtype), str(rest[fqn].device), gradients[fqn].data_ptr()))
-    for _, alike in groupby(small, lambda fqn: (rest[fqn].dtype, rest[fqn].device)):
+    small.sort(key=lambda fqn: (kind(fqn), gradients[fqn].data_ptr()))
+    for _, alike in groupby(small, kind):
         bucket: dict[str, int] = {}
         filled = 0
         for fqn in alike:

@@ -45,11 +45,12 @@ class Differentiable(Executor):
         }
         self.returned = [(i, tangent) for i, tangent in seen.items() if tangent in inputs]
         self.detached = [i for i, tangent in seen.items() if tangent not in inputs]
+        self._known: tuple[Any, list[Any]] = None, []
         self.optional = [] if program.backward is None else program.optional
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
         """Run on the flattened inputs of a call; returns the model's output. ``sync()`` is called in backward."""
-        inputs = [self.state.value(role, leaves) for role in self.inputs]
+        inputs = self.values(leaves)
         if self.program.backward is None:
             with torch.no_grad():
                 results = self.run_forward(inputs, leaves)
@@ -62,6 +63,15 @@ class Differentiable(Executor):
             for (position, _), tensor in zip(self.returned, tensors, strict=True):
                 results[position] = tensor
         return self.deliver(dict(zip(self.results, results, strict=True)), leaves)
+
+    def values(self, leaves: Sequence[Any]) -> list[Any]:
+        """The inputs of the forward graph: parameters, buffers, and those of a call. Parameters are looked up again
+        only if the model's have changed."""
+        known, values = self._known
+        if known is not self.state.layout.parameters:
+            values = [self.state.value(r, leaves) if isinstance(r, ir.Parameter) else r for r in self.inputs]
+            self._known = self.state.layout.parameters, values
+        return [self.state.value(each, leaves) if isinstance(each, ir.Role) else each for each in values]
 
     def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""

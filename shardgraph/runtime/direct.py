@@ -28,15 +28,12 @@ def loss_and_gradients(
 
     ``tangent`` is given the loss, and gives the gradient of what is differentiated with respect to it.
     """
+    position = next(i for i, _ in executor.returned if executor.results[i] == ir.Output(0))
     with torch.no_grad():
-        results = executor.run_forward([executor.state.value(role, leaves) for role in executor.inputs], leaves)
-    saved = [results[i] for i in executor.saved]
-    ends = {role: results[i] for i, role in enumerate(executor.results) if role == ir.Output(0)}
-    loss = ends[ir.Output(0)]
-    del results, ends
-    tangents: dict[ir.Tangent, Any] = {
-        role: tangent(loss) if executor.results[i] == ir.Output(0) else None for i, role in executor.returned
-    }
+        results = executor.run_forward(executor.values(leaves), leaves)
+    saved, loss = [results[i] for i in executor.saved], results[position]
+    del results
+    tangents: dict[ir.Tangent, Any] = {role: tangent(loss) if i == position else None for i, role in executor.returned}
     with torch.no_grad():
         values = executor.run_backward(saved, tangents, sync=True)
     return loss.detach(), {
