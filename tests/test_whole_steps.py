@@ -79,3 +79,7 @@ def test_what_makes_no_sense_is_refused():
 def test_what_cannot_be_done_on_buckets_is_the_same_step_taken_apart(kind):
     for error in on_ranks(whole_steps.others, 2, args=(kind,)):
         assert error < 1e-12
+
+
+def test_statistics_of_gradients_are_cleared_with_them():
+    assert on_ranks(whole_steps.statistics_left, 2) == [0, 0]

@@ -328,3 +328,14 @@ def peaks(plan: str) -> dict[str, tuple[int, int]]:
         found[name] = min(ranks._measured(step, held) for _ in range(3))
     predicted = program_memory(sharded.program, "adamw", dist.get_rank()).peak_bytes
     return {name: (predicted, measured) for name, measured in found.items()}
+
+
+def statistics_left() -> int:
+    """Of how many parameters statistics are left after a step that clears gradients."""
+    sharded, _ = pair(gradient_statistics=True)
+    optimizer = optim.AdamW(sharded.parameters())
+    sharded.train_step(batch(0), target=target(0))
+    assert sharded.gradient_statistics.measured
+    optimizer.zero_grad()
+    sharded.step(batch(0), target=target(0), optimizer=optimizer)
+    return len(sharded.gradient_statistics.measured)

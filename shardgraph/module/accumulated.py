@@ -19,7 +19,10 @@ def clear_with_optimizers(state: State) -> None:
     _watch_optimizers()
 
 
-def _clear(optimizer: torch.optim.Optimizer) -> None:
+def clear_of(optimizer: torch.optim.Optimizer) -> None:
+    """Clear what is accumulated of an optimizer's parameters."""
+    if not any(gradients for state in _STATES for gradients in state.accumulated):
+        return
     cleared = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for state in _STATES:
         for gradients in state.accumulated:
@@ -35,6 +38,6 @@ def _watch_optimizers() -> None:
     @functools.wraps(original)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _clear(self)
+        clear_of(self)
 
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

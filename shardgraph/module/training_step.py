@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
+from shardgraph.module.accumulated import clear_of
 from shardgraph.module.flat_update import FlatUpdate, Run
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_by
@@ -78,6 +79,7 @@ def update(
         else:
             scaler.step(flat.optimizer)
     state.steps += 1
+    clear_of(flat.optimizer)
     state.add_gradients(gradients)
     return norm
 
