@@ -39,7 +39,8 @@ class StepTime:
 class Task:
     """``seconds`` of work on a ``stream``, which starts once the tasks in ``after`` (indices) have ended.
 
-    ``label`` is for people; ``node`` is the name of the task's graph node.
+    Streams may share a ``link``, on which one task runs at a time. ``label`` is for people; ``node`` is the name of the
+    task's graph node.
     """
 
     label: str
@@ -47,6 +48,7 @@ class Task:
     seconds: float
     after: tuple[int, ...] = ()
     node: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,11 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
     free: dict[str, float] = {}
     spans: list[Span] = []
     for task in tasks:
-        start = max([free.get(task.stream, 0.0), *(spans[i].end for i in task.after)])
+        taken = (task.stream, f"link {task.link}") if task.link else (task.stream,)
+        start = max([*(free.get(each, 0.0) for each in taken), *(spans[i].end for i in task.after)])
         if task.stream not in (COMPUTE, *COPIES) and overlap < 1:
             # The cores that move the bytes are not available to the computation.
             free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
-        free[task.stream] = start + task.seconds
+        free.update(dict.fromkeys(taken, start + task.seconds))
         spans.append(Span(task, start, start + task.seconds))
     return Timeline(tuple(spans))

@@ -16,8 +16,11 @@ from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
+from shardgraph.passes.schedule import lookahead, overlap
+from shardgraph.passes.schedule.merge import wait_of
 from shardgraph.plans.presets import preset as with_buckets
 from shardgraph.plans.shards import named_shapes
+from shardgraph.report.step import program_memory
 from shardgraph.runtime.bind import bind
 from tests import ranks, zoo
 from tests.standing import on_ranks
@@ -98,7 +101,9 @@ def test_an_unused_parameter_is_not_gathered():
     assert not any("unused" in str(SUBJECT.get(node)) for node in ir.collectives(program.forward))
 
 
-def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited():
+def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited(monkeypatch):
+    monkeypatch.setattr(overlap, "_FURTHER", 1)
+
     def started_ahead(prefetch):
         deepest = under_way = 0
         for node in build(replace(preset("fsdp", {"dp": 2}), prefetch=prefetch)).forward.graph.nodes:
@@ -107,6 +112,28 @@ def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited():
         return deepest
 
     assert [started_ahead(0), started_ahead(1), started_ahead(2), started_ahead(9)] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("bucket", [0, 64 * 1024])
+def test_gathers_start_further_ahead_where_the_peak_has_room(monkeypatch, bucket):
+    def built(further):
+        monkeypatch.setattr(overlap, "_FURTHER", further)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)))
+        plan = replace(preset("fsdp", {"dp": 2}), prefetch=2, bucket=bucket)
+        return build_program(model, plan, (torch.zeros(64, 64),))
+
+    def ahead(gm):
+        """The nodes between the starts of gathers and their waits."""
+        index = {node: i for i, node in enumerate(gm.graph.nodes)}
+        return sum(index[wait_of(start)] - index[start] for start in lookahead.gathers_of(gm))
+
+    near, far = built(1), built(4)
+    assert program_memory(far, "sgd").peak_bytes <= program_memory(near, "sgd").peak_bytes
+    for mine, others in zip(far.graphs.values(), near.graphs.values(), strict=True):
+        assert ahead(mine) > ahead(others)
+        assert [str(SUBJECT.get(n)) for n in lookahead.gathers_of(mine)] == [
+            str(SUBJECT.get(n)) for n in lookahead.gathers_of(others)
+        ]
 
 
 def test_reductions_are_awaited_behind_later_ones():

@@ -26,7 +26,8 @@ class Row:
     """One operation: its location in the program and the model, its work, and its cost on one rank.
 
     ``half`` is ``"forward"``, ``"backward"`` or ``"optimizer"``. ``stream`` is the mesh axis of a collective, the
-    direction of a copy (``"to host"``), ``""`` for computation; ``seconds`` is the time on it. ``read``, ``written``
+    direction of a copy (``"to host"``), ``""`` for computation; ``seconds`` is the time on it. ``link`` is the link
+    that a collective uses, which axes may share. ``read``, ``written``
     and ``sent`` are bytes of its operands, of its results, and on the wire; ``memory`` and ``host`` are live bytes at
     its end by kind, on the device and on the host. ``waits`` is the distance in rows to the earlier collective or copy
     that it waits for; 0 if it waits for none. ``known`` is False for an operation without a formula, which is priced by
@@ -42,6 +43,7 @@ class Row:
     kind: str
     dtype: str = ""
     stream: str = ""
+    link: str = ""
     flops: int = 0
     read: int
     written: int
@@ -91,6 +93,10 @@ class Prices:
         group = self.cluster.group_of(self.mesh, axis)
         return collective_seconds(operation, taken, returned, group, self.cluster.efficiency)
 
+    def link(self, axis: str) -> str:
+        """The link that collectives over ``axis`` take turns on, with those over other axes that use it."""
+        return "in a node" if self.cluster.group_of(self.mesh, axis).inter is None else "between nodes"
+
     def copy(self, node: fx.Node) -> float:
         """Seconds of a copy between host and device on its stream."""
         link = self.cluster.device.linked_host.link
@@ -127,6 +133,7 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
                 kind=cost.kind,
                 dtype=cost.dtype,
                 stream=group_of(node) if collective else DIRECTIONS.get(node.target, ""),
+                link=prices.link(group_of(node)) if collective else "",
                 flops=cost.flops,
                 read=cost.read,
                 written=cost.written,

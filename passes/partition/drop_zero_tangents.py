@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import WAIT, Tangent, is_collective, local_part, placeholders
+from shardgraph.ir import WAIT, Output, Tangent, is_collective, local_part, outputs, placeholders
 from shardgraph.ir.attributes import REDUCES, Change, carried
 from shardgraph.ir.fake_values import layout_of
 from shardgraph.passes.base import Context, Pass
@@ -110,3 +110,15 @@ def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], contex
         made = build.call(aten.permute.default, made, inverse)
     for user in users:
         user.replace_input_with(node, made)
+
+
+def absent_beside_a_scalar(forward: fx.GraphModule, backward: fx.GraphModule) -> frozenset[Tangent]:
+    """The tangents that are absent if the loss is the first scalar that forward returns; none if it returns none."""
+    values = {
+        role.index: value.meta["val"]
+        for role, value in outputs(forward)
+        if isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+    }
+    scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
+    tangents = [role for role in placeholders(backward) if isinstance(role, Tangent)]
+    return frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))

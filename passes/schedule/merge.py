@@ -79,7 +79,7 @@ def _gather_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.
     first, axis = members[0], ir.group_of(members[0])
     for node in sorted({node for member in members for node in made_ready(member) if node > first}):
         first.prepend(node)
-    waits = [_wait(member) for member in members]
+    waits = [wait_of(member) for member in members]
     labels = {SUBJECT: _subjects(members), SOURCE: SOURCE.get(first, ""), MEMORY_KIND: "gathered"}
     build = Builder(gm.graph, context.values, labels, after=first.prev)
     buffer = build.all_gather(build.call(buckets.pack, [member.args[0] for member in members], 1), axis)
@@ -138,7 +138,8 @@ def _erase(nodes: Iterable[fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def _wait(start: fx.Node) -> fx.Node:
+def wait_of(start: fx.Node) -> fx.Node:
+    """The wait of a started collective."""
     return next(user for user in start.users if user.target is ir.WAIT)
 
 

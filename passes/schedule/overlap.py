@@ -9,20 +9,26 @@ from typing import Any
 
 from torch import fx
 
-from shardgraph.ir import WAIT, collectives, is_wait
-from shardgraph.ir.attributes import MEMORY_KIND, REDUCES
+from shardgraph.ir import WAIT, is_wait
+from shardgraph.ir.attributes import REDUCES
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
-from shardgraph.passes.base import Context, Pass
-from shardgraph.passes.schedule.merge import made_ready
+from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass, of_kind, sibling
+from shardgraph.passes.schedule.lookahead import fill_memory, gathers_of
+from shardgraph.passes.schedule.merge import made_ready, wait_of
+
+_FURTHER = 4
+"""How many times as many gathers as ``plan.prefetch`` may be in flight where memory has room for them."""
 
 
 @dataclass(frozen=True)
-class OverlapCollectives(Pass):
-    """Takes a forward or backward graph; reorders it so that collectives start early and are awaited late.
+class OverlapCollectives(GraphsPass):
+    """Takes forward and backward graphs; reorders each so that collectives start early and are awaited late.
 
     A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many gathers are in
-    flight during computation. A gradient's reduction is awaited once ``plan.prefetch`` later ones have started. All
-    ranks have the same graph, so they still issue the same collectives in the same order.
+    flight during computation; earlier, up to four times as many gathers ahead, where the peak of the step's live bytes
+    is no higher for that (:mod:`shardgraph.passes.schedule.lookahead`). A gradient's reduction is awaited once
+    ``plan.prefetch`` later ones have started. The order is part of the text, which is the same on all ranks, so they
+    still issue the same collectives in the same order.
 
     Must not change: which nodes there are, and what each computes.
     """
@@ -31,16 +37,20 @@ class OverlapCollectives(Pass):
     requires = frozenset({"split"})
     provides = frozenset({"overlapped"})
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
+    def run_on(self, graphs: Graphs, context: Context) -> None:
         depth = context.plan.prefetch
-        if depth:
+        if not depth:
+            return
+        for gm in graphs.values():
             _start_gathers_early(gm, depth)
             _await_reductions_late(gm, depth)
+        for name in of_kind(graphs, "forward"):
+            fill_memory(graphs[name], graphs.get(sibling(name, "backward")), context, _FURTHER * depth)
 
 
 def _start_gathers_early(gm: fx.GraphModule, depth: int) -> None:
-    starts = [node for node in collectives(gm) if MEMORY_KIND.get(node) == "gathered"]
-    waits = [next(user for user in start.users if user.target is WAIT) for start in starts]
+    starts = gathers_of(gm)
+    waits = [wait_of(start) for start in starts]
     for i, start in enumerate(starts[1:], start=1):
         point = waits[i - depth].prev if i >= depth else starts[i - 1]
         for node in reversed([start, *made_ready(start)]):

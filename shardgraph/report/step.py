@@ -11,11 +11,12 @@ from torch import fx
 from shardgraph.cost_models.device import Device
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, Task
-from shardgraph.ir import Input, Output, Tangent, outputs, placeholders
+from shardgraph.ir import Input, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.passes.base import Context
+from shardgraph.passes.partition.drop_zero_tangents import absent_beside_a_scalar
 from shardgraph.passes.program import Program
 
 
@@ -31,7 +32,7 @@ def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
             after: tuple[int, ...] = (latest,) if latest >= 0 else ()
         else:
             after, latest = (i - row.waits,) if row.waits else (), i
-        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node)
+        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node, row.link)
 
 
 Shards = tuple[Sequence[Any], Sequence[Any]]
@@ -91,14 +92,7 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
     """
     if program.backward is None:
         return {"forward": program.forward}
-    values = {
-        role.index: value.meta["val"]
-        for role, value in outputs(program.forward)
-        if isinstance(role, Output) and isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
-    }
-    scalar = next((i for i, v in values.items() if v.dim() == 0 and v.is_floating_point()), None)
-    tangents = [role for role in placeholders(program.backward) if isinstance(role, Tangent)]
-    absent = frozenset(role for role in tangents if scalar is not None and role != Tangent(scalar))
+    absent = absent_beside_a_scalar(program.forward, program.backward)
     return {"forward": program.forward, "backward": program.graph("backward", absent)}
 
 
