@@ -76,7 +76,7 @@ RANK_PASSES: tuple[Pass, ...] = (
     OffloadGradients(),  # and are copied to the host
     AverageBuffers(),  # running statistics stay equal on all ranks
 )
-SCHEDULE_PASSES: tuple[Pass, ...] = (
+SCHEDULE_PASSES: tuple[GraphsPass, ...] = (
     MergeCollectives(),  # small collectives become few
     OverlapCollectives(),  # start gathers early, await reductions late
     OverlapCopies(),  # likewise for copies between host and device

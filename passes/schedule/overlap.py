@@ -16,7 +16,7 @@ from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass, of_kind, s
 from shardgraph.passes.schedule.lookahead import fill_memory, gathers_of
 from shardgraph.passes.schedule.merge import made_ready, wait_of
 
-_FURTHER = 4
+_FURTHER = 2
 """How many times as many gathers as ``plan.prefetch`` may be in flight where memory has room for them."""
 
 
@@ -25,7 +25,7 @@ class OverlapCollectives(GraphsPass):
     """Takes forward and backward graphs; reorders each so that collectives start early and are awaited late.
 
     A parameter's gather starts when the gather ``plan.prefetch`` before it is awaited, so that as many gathers are in
-    flight during computation; earlier, up to four times as many gathers ahead, where the peak of the step's live bytes
+    flight during computation; earlier, up to twice as many gathers ahead, where the peak of the step's live bytes
     is no higher for that (:mod:`shardgraph.passes.schedule.lookahead`). A gradient's reduction is awaited once
     ``plan.prefetch`` later ones have started. The order is part of the text, which is the same on all ranks, so they
     still issue the same collectives in the same order.
