@@ -50,7 +50,7 @@ def least_exposed(program: Program, cluster: Cluster) -> float:
             for of_link in (False, True)
         )
         idle = least_seconds(gm, seconds, machines) - computed
-        total += idle + (1 - cluster.overlap) * max(0.0, sent - idle)
+        total += max(idle, (1 - cluster.overlap) * sent)
     return total
 
 
