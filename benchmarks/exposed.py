@@ -59,12 +59,14 @@ def calls(layers: int) -> Iterator[tuple[str, Call, int, int, str, list[Cluster]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", default=["llama", "gpt2", "small", "llama-7b"])
     parser.add_argument("--layers", type=int, default=32, help="layers of the Llama of 7B")
     options = parser.parse_args()
-    print(
-        f"{'job':<10}{'plan':<7}{'ranks':<12}{'buckets':>8}{'step ms':>10}{'sent ms':>10}{'exposed':>10}{'least':>10}{'ratio':>7}"
-    )
+    columns = "".join(f"{name:>10}" for name in ("step ms", "sent ms", "exposed", "least"))
+    print(f"{'job':<10}{'plan':<7}{'ranks':<12}{'buckets':>8}{columns}{'ratio':>7}")
     for name, call, ranks, size, precision, clusters in calls(options.layers):
+        if name not in options.jobs:
+            continue
         plan = preset("fsdp", {"dp": ranks})
         if precision:
             plan = replace(plan, precision=shardgraph.Precision.of(precision))

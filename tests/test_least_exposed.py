@@ -50,7 +50,7 @@ def test_what_does_not_depend_on_a_collective_hides_it_in_any_order():
 
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-@pytest.mark.parametrize("overlap", [1.0, 0.0])
+@pytest.mark.parametrize("overlap", [1.0, 0.6, 0.0])
 def test_no_schedule_exposes_less_than_the_bound(plan, prefetch, overlap):
     program, cluster = build(plan, prefetch=prefetch), toy_cluster(overlap=overlap)
     assert analyze_program(program, cluster).time.exposed >= least_exposed(program, cluster) * (1 - 1e-9) > 0
