@@ -19,18 +19,21 @@ from shardgraph import ir, torch_api
 from shardgraph.capture import constraints
 from shardgraph.capture.canonical import same_kernels
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
-from shardgraph.capture.export import PREFIX, Exported, Traced, export
+from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
+from shardgraph.capture.few_layers import from_few_layers
 from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
+from shardgraph.capture.record import Record, record
 from shardgraph.capture.row_numbers import row_numbers
+from shardgraph.capture.stacks import Stack
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
 from shardgraph.plans.precision import AS_STORED, Precision
-from shardgraph.torch_api import FakeTensorMode, OutputType, pytree
+from shardgraph.torch_api import FakeTensorMode, OutputType, Repeated, pytree
 
 _Result = tuple[ir.Role | None, Any]
 _OURS = (Traced.forward.__code__.co_filename, constrain.__file__, constraints.__file__)
@@ -78,6 +81,33 @@ def capture(
             has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
+    options: Any = (args, kwargs, device, loss_fn, annotations, precision)
+    few = from_few_layers(model, lambda few: _traced(few, *options), lambda *run: _recorded(*run, *options))
+    joint = few or _traced(model, *options)[0]
+    joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+    def from_rows() -> list[ir.RowNumber] | None:
+        mode = FakeTensorMode()
+        copied = _stand_in(model, mode, device, computed_dtypes(model, precision, annotations))
+        with casting(copied, precision, annotations, stored=model), same_kernels():
+            traced = Traced(copied, loss_fn)
+            inputs = _fake_inputs(mode, args, kwargs, device)
+            return row_numbers(lambda call: traced(*call[0], **call[1]), inputs, joint.rows, mode)
+
+    joint.row_numbers = from_rows
+    return joint
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    annotations: Sequence[Annotated],
+    precision: Precision,
+) -> tuple[ir.JointGraph, Callable[..., str]]:
+    """The joint graph of a model as it is, and what tells which layers were not read alike."""
     fake_mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(fake_mode, args, kwargs, device)
     dtypes = computed_dtypes(model, precision, annotations)
@@ -99,24 +129,54 @@ def capture(
     leaves = pytree.tree_leaves((args, kwargs))
     joint = _joint_graph(exported, fake_mode, leaves)
     drop_known_masks(joint.module)
-    joint.guards = lambda model: exported.guards(Traced(model, loss_fn, exported.effects.results))
-    joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    joint.guards = partial(_guards, exported, loss_fn)
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
-    def from_rows() -> list[ir.RowNumber] | None:
-        copied = _stand_in(model, fake_mode, device, dtypes)
-        with casting(copied, precision, annotations, stored=model), same_kernels():
-            traced = Traced(copied, loss_fn)
-            return row_numbers(
-                lambda call: traced(*call[0], **call[1]), (fake_args, fake_kwargs), joint.rows, fake_mode
-            )
-
-    joint.row_numbers = from_rows
     check_products(joint.module)
     check_numbers(joint.module, args, kwargs, {each.fqn for each in joint.results if each.number}, joint.returned)
     if loss_fn is not None:
         _check_loss(joint)
-    return joint
+    return joint, partial(_unequal, exported, loss_fn)
+
+
+def _guards(
+    exported: Exported, loss_fn: Callable[..., torch.Tensor] | None, model: nn.Module, repeated: Repeated = ()
+) -> Any:
+    more = {"repeated": _in_traced(repeated)} if repeated else {}
+    return exported.guards(Traced(model, loss_fn, exported.effects.results), **more)
+
+
+def _unequal(
+    exported: Exported, loss_fn: Callable[..., torch.Tensor] | None, model: nn.Module, repeated: Repeated
+) -> str:
+    return exported.unequal(Traced(model, loss_fn), _in_traced(repeated))
+
+
+def _in_traced(repeated: Repeated) -> Repeated:
+    return [((PREFIX + path).rstrip("."), numbers) for path, numbers in repeated]
+
+
+def _recorded(
+    model: nn.Module,
+    stacks: Sequence[Stack],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    annotations: Sequence[Annotated],
+    precision: Precision,
+) -> Record:
+    """What a call of the model does, as it would be traced."""
+    fake_mode = FakeTensorMode()
+    inputs = _fake_inputs(fake_mode, args, kwargs, device)
+    copied = _stand_in(model, fake_mode, device, computed_dtypes(model, precision, annotations))
+    with ExitStack() as stack:
+        stack.enter_context(casting(copied, precision, annotations, stored=model))
+        stack.enter_context(constraints.constrained(copied, annotations))
+        stack.enter_context(same_kernels())
+        stack.enter_context(fake_mode)
+        traced = Traced(copied, loss_fn)
+        return record(lambda: run_as_traced(traced, *inputs), copied, pytree.tree_leaves(inputs), stacks)
 
 
 def output_shapes(

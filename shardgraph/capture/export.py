@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 import re
 import warnings
 from collections.abc import Callable, Sequence, Set
@@ -17,6 +18,7 @@ from shardgraph import torch_api
 from shardgraph.capture.canonical import FusedOperators
 from shardgraph.capture.double import as_traced
 from shardgraph.capture.pytrees import register_types
+from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.side_effects import Effects, harmful, side_effects
 from shardgraph.errors import CaptureError
 from shardgraph.ir import AttributeResult
@@ -71,14 +73,16 @@ class Exported:
     """A traced call: ``lowered`` is the tracer's joint graph, ``guards(model)`` its conditions on the model.
 
     ``canonical`` is the first name in the model of each parameter and buffer, by each of its names in the graph.
-    ``repeats``: after the call, the next one is traced alike.
+    ``repeats``: after the call, the next one is traced alike. ``unequal``: see
+    :class:`shardgraph.torch_api.Trace`.
     """
 
     lowered: Any
     canonical: dict[str, str]
     effects: Effects
-    guards: Callable[[nn.Module], Any]
+    guards: Callable[..., Any]
     repeats: bool
+    unequal: Callable[[nn.Module, torch_api.Repeated], str]
 
 
 def export(
@@ -132,13 +136,13 @@ def export(
                 guards = partial(guards, later=again.guards)
         named = _canonical(model)
         try:
-            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats)
+            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal)
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(call(private()))
-            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats)
+            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal)
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -241,6 +245,19 @@ def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with as_traced(), FusedOperators(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "To copy construct from a tensor")  # the tracer's own calls
         return torch_api.export_joint(captured, args, kwargs)
+
+
+def run_as_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a model with the functions that its graph has, and the answers that its Python gets when traced."""
+    state = random.getstate()
+    try:
+        with torch_api.as_compiling(), as_traced(), FusedOperators(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return model(*args, **kwargs)
+    except Exception as error:  # of the model's own: tracing tells it
+        raise UnequalLayersError(str(error)) from error
+    finally:
+        random.setstate(state)
 
 
 def _explain(name: str, message: str) -> str:

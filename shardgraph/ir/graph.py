@@ -177,7 +177,7 @@ class JointGraph:
     results: tuple[AttributeResult, ...] = ()
     replaced: frozenset[str] = frozenset()
     repeats: bool = True
-    guards: Callable[[torch.nn.Module], Any] | None = None
+    guards: Callable[..., Any] | None = None
     rows: int = 0
     row_numbers: Callable[[], list[RowNumber] | None] = lambda: []
     placed: dict[Any, Any] = field(default_factory=dict)

@@ -40,6 +40,7 @@ from shardgraph.torch_api.groups import (
     ordered_group,
     reduce_scatter,
 )
+from shardgraph.torch_api.guarded_layers import Repeated
 from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.inductor import compile_by_inductor, cxx_compiler_error
 from shardgraph.torch_api.optimizers import has_step_hooks
@@ -56,6 +57,6 @@ from shardgraph.torch_api.strategies import (
     tensor_meta,
 )
 from shardgraph.torch_api.tensors import as_placed, is_viewed, local_tensor, placed, with_strides
-from shardgraph.torch_api.tracing import Trace, export_joint, trace
+from shardgraph.torch_api.tracing import Trace, as_compiling, export_joint, trace
 
 DynamoError = dynamo.exc.TorchDynamoException

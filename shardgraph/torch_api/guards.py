@@ -14,6 +14,8 @@ from torch._dynamo.guards import CheckFunctionManager, GuardBuilder
 from torch._guards import Guard, GuardsSet, tracing
 from torch.utils._ordered_set import OrderedSet
 
+from shardgraph.torch_api.guarded_layers import Repeated, for_all_layers
+
 # Conditions on inputs and modes, which have a key of their own.
 _OTHER = {
     "AUTOGRAD_SAVED_TENSORS_HOOKS",
@@ -33,7 +35,7 @@ class Guards:
 
     They are the tracer's own guards, for the values that ``model`` has now in place of its copy's. ``captured`` is the
     tracer's result, and ``graph`` the graph made of it. ``later`` makes the guards of the same graph for a model in
-    which forward has set attributes.
+    which forward has set attributes. ``repeated`` are layers of ``model`` that others were traced for.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Guards:
         graph: fx.GraphModule,
         model: nn.Module,
         later: Callable[[nn.Module], Guards] | None = None,
+        repeated: Repeated = (),
     ) -> None:
         self._model, self._later = model, later
         output = copy.copy(captured.output_graph)
@@ -49,7 +52,8 @@ class Guards:
         self._scope = {**output.local_scope, first: model}
         names = {"L": self._scope, "G": output.global_scope}
         output.local_scope, output.skip_guards_check = self._scope, True
-        output._guards = GuardsSet(OrderedSet(_conditions(output.guards, f"L['{first}']", names)))
+        guards = for_all_layers(output.guards, f"L['{first}']", repeated)
+        output._guards = GuardsSet(OrderedSet(_conditions(guards, f"L['{first}']", names)))
         with dynamo.config.patch(GUARD_HOOKS), tracing(graph.meta["tracing_context"]):
             self._manager: Any = CheckFunctionManager(captured.bytecode, output).guard_manager
 

@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
 
+from shardgraph.torch_api.guarded_layers import Repeated, unequal
 from shardgraph.torch_api.guards import GUARD_HOOKS, Guards
 
 
@@ -43,16 +44,24 @@ def _quiet_metrics() -> Iterator[None]:
         logger.disabled = before
 
 
+def as_compiling() -> AbstractContextManager[Any]:
+    """Inside, ``torch.compiler.is_compiling()`` as the tracer has it."""
+    return _compiling_state_context() if torch.__version__ >= "2.12" else nullcontext()
+
+
 class Trace(NamedTuple):
     """A traced module as one FX graph of torch calls, in which numbers and shapes are constants.
 
     ``written`` is what its forward writes to and the graph does not, by the tracer's names, such as
-    ``L['self'].cache``. ``guards(model)`` are the :class:`Guards` for a model of which the traced one is a copy.
+    ``L['self'].cache``. ``guards(model)`` are the :class:`Guards` for a model of which the traced one is a copy, or
+    with ``repeated`` a copy of fewer layers. ``unequal(model, repeated)`` tells what it read of a layer and is another
+    in a layer that was not traced.
     """
 
     graph: fx.GraphModule
     written: list[str]
     guards: Callable[..., Guards]
+    unequal: Callable[[nn.Module, Repeated], str]
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -75,7 +84,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     )
     with _quiet_metrics(), static, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with get_metrics_context(), _compiling_state_context() if torch.__version__ >= "2.12" else nullcontext():
+        with get_metrics_context(), as_compiling():
             captured = fullgraph_capture(model, args, kwargs)
         graph = create_fx_graph_from_captured_output(captured, model, args, kwargs)
     # Bytecode packs the inputs and outputs, and may call any builtin. torch 2.11 runs it with the globals of the
@@ -85,7 +94,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
     found = (re.search(r"certain side effects happened.*: (\[.*\])", str(each.message), re.DOTALL) for each in caught)
     written = [name for each in found if each for name in ast.literal_eval(each[1])]
-    return Trace(graph, written, partial(Guards, captured.graph_capture_output, graph))
+    output = captured.graph_capture_output
+    return Trace(graph, written, partial(Guards, output, graph), partial(unequal, output))
 
 
 def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,73 @@
+"""Capture of a model with many equal layers, from a trace of few of them.
+
+It is the graph that tracing the whole model gives, and that is checked rather than assumed:
+
+* The forward of the whole model runs, on fake tensors, and so does that of the model with few layers: operation for
+  operation they must be the same, but for the repetitions of what each layer does (:mod:`.record`).
+* What tracing reads of a layer, by the tracer's own guards, must be equal in the layers that it stands for.
+* In the joint graph, the nodes of two units of layers must be alike, and one must follow on the other
+  (:mod:`.repeat`).
+
+Where any of that does not hold, the whole model is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardgraph import ir
+from shardgraph.capture.record import Record, UnequalLayersError, check_same, repeated_layers
+from shardgraph.capture.repeat import repeat
+from shardgraph.capture.stacks import Stack, stacks_of, with_few_layers
+from shardgraph.errors import ShardGraphError
+
+
+def from_few_layers(
+    model: nn.Module,
+    traced: Callable[[nn.Module], tuple[ir.JointGraph, Callable[..., str]]],
+    recorded: Callable[[nn.Module, Sequence[Stack]], Record],
+) -> ir.JointGraph | None:
+    """The joint graph of ``model`` from that of fewer of its layers; None if it has not enough equal ones.
+
+    ``traced(model)`` is the joint graph of a model, and what tells which layers were not read alike
+    (:class:`shardgraph.torch_api.Trace`). ``recorded(model, stacks)`` is the record of the same call.
+    """
+    try:
+        if stacks := stacks_of(model):
+            return _from_few_layers(model, stacks, traced, recorded)
+    except (UnequalLayersError, ShardGraphError):  # whatever it is, tracing the whole model tells it
+        pass
+    return None
+
+
+def _from_few_layers(
+    model: nn.Module,
+    stacks: Sequence[Stack],
+    traced: Callable[[nn.Module], tuple[ir.JointGraph, Callable[..., str]]],
+    recorded: Callable[[nn.Module, Sequence[Stack]], Record],
+) -> ir.JointGraph | None:
+    kinds: dict[Any, int] = {}
+    whole = recorded(model, stacks)
+    repeated, heads = repeated_layers(whole, kinds)
+    if not repeated:
+        return None
+    few = with_few_layers(model, repeated)
+    by_path = {stack.path: stack for stack in repeated}
+    remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in stacks]
+    check_same(whole, recorded(few, remaining), repeated, heads, kinds)
+    joint, unequal = traced(few)
+    if joint.attributes or joint.results or joint.replaced:
+        raise UnequalLayersError("forward sets attributes")
+    numbers = [(stack.path, {few: stack.stands_for(few) for few in range(stack.few)}) for stack in repeated]
+    if difference := unequal(model, numbers):
+        raise UnequalLayersError(difference)
+    gm = joint.module
+    for stack in repeated:
+        gm = repeat(gm, stack)
+    assert joint.guards is not None
+    return replace(joint, module=gm, guards=partial(joint.guards, repeated=numbers))

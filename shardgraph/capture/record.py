@@ -1,0 +1,243 @@
+"""What a forward does in each layer of a stack, operation for operation, and which layers do the same.
+
+The model's own Python runs once, for all layers, on fake tensors: whatever decides what a layer does, such as its
+attributes, its hooks, its number in a loop or a configuration, shows in the operations that run. This takes a small
+part of the time that tracing takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardgraph.capture.stacks import LEAST, Stack, layer_of, numbered_modules
+from shardgraph.torch_api import pytree
+
+_PERIODS = 8  # layers after which kinds of layers may repeat, at most
+_FIRST = 4  # layers that may differ from those after them, or that all of those may read, at most
+
+
+class UnequalLayersError(Exception):
+    """The layers of a stack do not all do the same; the model is traced whole."""
+
+
+class _Value(NamedTuple):
+    """A value of the run, by where it was first seen: in a layer of a stack, or outside (``stack`` -1).
+
+    ``name`` is its number there or, for a tensor of the model, its name in the layer.
+    """
+
+    stack: int
+    number: int
+    name: int | str
+
+
+@dataclass
+class _Segment:
+    """The operations from one layer's start to the next one's, or outside of stacks."""
+
+    stack: int
+    number: int
+    operations: list[tuple[Any, tuple[_Value, ...]]] = field(default_factory=list)
+    values: int = 0
+
+
+@dataclass
+class Record:
+    """The segments of a forward, in order."""
+
+    stacks: Sequence[Stack]
+    segments: list[_Segment]
+
+    def kinds(self, table: dict[Any, int], heads: Sequence[int]) -> list[int]:
+        """A number for each segment, equal for segments that do the same.
+
+        Segments refer to those before them in a stack by distance, but for the ``heads`` first layers of the stack.
+        """
+        return [
+            table.setdefault(
+                (segment.stack, tuple((what, tuple(self._seen(v, segment, heads) for v in of)) for what, of in each)),
+                len(table),
+            )
+            for segment in self.segments
+            for each in (segment.operations,)
+        ]
+
+    def _seen(self, value: _Value, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
+        if value.stack < 0 or value.number < heads[value.stack]:
+            return ("at", *value)
+        if value.stack == segment.stack:
+            return ("before", segment.number - value.number, value.name)
+        return ("last", value.stack, self.stacks[value.stack].layers - value.number, value.name)
+
+
+def record(run: Callable[[], Any], model: nn.Module, inputs: Sequence[torch.Tensor], stacks: Sequence[Stack]) -> Record:
+    """The record of ``run()``, a call of ``model`` on fake ``inputs``.
+
+    Raises:
+        UnequalLayersError: the layers of a stack are not called once each, in order.
+    """
+    recorder = _Recorder(model, inputs, stacks)
+    for position, number, layer in numbered_modules(model, stacks):
+
+        def enter(*_: Any, position: int = position, number: int = number) -> None:
+            recorder.enter(position, number)
+
+        def leave(*_: Any, position: int = position, number: int = number) -> None:
+            recorder.leave(position, number)
+
+        layer.register_forward_pre_hook(enter, prepend=True)
+        layer.register_forward_hook(leave)
+    with recorder:
+        output = run()
+    recorder.returned(output)
+    return Record(stacks, recorder.segments)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor], stacks: Sequence[Stack]) -> None:
+        super().__init__()
+        self._stacks = stacks
+        self._held: list[torch.Tensor] = []  # so that no id is used twice
+        self._values: dict[Any, _Value] = {}
+        self.segments = [_Segment(-1, 0)]
+        for name, tensor in _tensors(model):
+            if not self._known(tensor):
+                found = layer_of(name, stacks)
+                self._keep(tensor, _Value(*found) if found else _Value(-1, -1, name))
+        for tensor in inputs:
+            self._new(tensor)
+
+    def enter(self, stack: int, number: int) -> None:
+        now = self.segments[-1]
+        if (now.stack, now.number) != (stack, number - 1) if number else now.stack != -1:
+            raise UnequalLayersError(f"layer {number} of {self._stacks[stack].path!r} is not called in order, once")
+        self.segments.append(_Segment(stack, number))
+
+    def leave(self, stack: int, number: int) -> None:
+        now = self.segments[-1]
+        if (now.stack, now.number) != (stack, number):
+            raise UnequalLayersError(f"{self._stacks[stack].path!r} has layers that call others")
+        if number == self._stacks[stack].layers - 1:
+            self.segments.append(_Segment(-1, sum(segment.stack < 0 for segment in self.segments)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used: list[_Value] = []
+        what = func, self._written(args, used), self._written(kwargs or {}, used), torch.is_grad_enabled()
+        result = func(*args, **(kwargs or {}))
+        self.segments[-1].operations.append((what, tuple(used)))
+        for leaf in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(leaf, torch.Tensor):
+                self._new(leaf)
+        return result
+
+    def returned(self, output: Any) -> None:
+        """Note the model's output.
+
+        Raises:
+            UnequalLayersError: it is an object that may hold anything.
+        """
+        leaves, spec = pytree.tree_flatten(output)
+        if not all(isinstance(leaf, (torch.Tensor, int, float, str, type(None))) for leaf in leaves):
+            raise UnequalLayersError("the output has parts that are not tensors")
+        used: list[_Value] = []
+        self.segments[-1].operations.append((("output", str(spec), self._written(leaves, used)), tuple(used)))
+
+    def _written(self, value: Any, used: list[_Value]) -> Any:
+        """An argument as something that can be compared; its tensors are appended to ``used``."""
+        if isinstance(value, torch.Tensor):
+            used.append(self._known(value) or self._new(value))
+            function = type(value.grad_fn)
+            return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, function
+        if isinstance(value, (list, tuple)):
+            return tuple([self._written(each, used) for each in value])
+        if isinstance(value, dict):
+            return tuple([(key, self._written(each, used)) for key, each in value.items()])
+        return (type(value), value) if isinstance(value, (bool, int, float)) else value
+
+    def _new(self, tensor: torch.Tensor) -> _Value:
+        segment = self.segments[-1]
+        segment.values += 1
+        return self._keep(tensor, _Value(segment.stack, segment.number, segment.values))
+
+    def _known(self, tensor: torch.Tensor) -> _Value | None:
+        return self._values.get(id(tensor)) or self._values.get(_place(tensor))
+
+    def _keep(self, tensor: torch.Tensor, value: _Value) -> _Value:
+        self._held.append(tensor)
+        self._values[id(tensor)] = self._values[_place(tensor)] = value
+        return value
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Autograd gives a view an object of its own: it is known by the memory that it is."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and plain tensor attributes of all modules, by their first names."""
+    return [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for held in (module._parameters, module._buffers, vars(module))
+        for name, value in held.items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def repeated_layers(recorded: Record, table: dict[Any, int]) -> tuple[list[Stack], list[int]]:
+    """The stacks of a forward in which layers repeat, and for each of ``recorded.stacks`` how many first layers all
+    others may read.
+
+    ``table`` numbers the kinds of segments.
+    """
+    stacks, heads = list(recorded.stacks), [0] * len(recorded.stacks)
+    for position, stack in enumerate(stacks):
+        here = [i for i, segment in enumerate(recorded.segments) if segment.stack == position]
+        best = stack, 0
+        for head in range(_FIRST) if here else ():
+            kinds = [recorded.kinds(table, [*heads[:position], head, *heads[position + 1 :]])[i] for i in here]
+            best = max(best, (_periodic(stack, kinds, max(head, 1)), head), key=lambda each: each[0].omitted)
+            if best[0].few <= 4:
+                break
+        stacks[position], heads[position] = best
+    return [stack for stack in stacks if stack.omitted >= LEAST], heads
+
+
+def check_same(
+    whole: Record, few: Record, stacks: Sequence[Stack], heads: Sequence[int], table: dict[Any, int]
+) -> None:
+    """Check that a forward of few layers does what that of the whole model does, without the layers that are left out.
+
+    Raises:
+        UnequalLayersError: it does not.
+    """
+    by_path = {stack.path: stack for stack in stacks}
+    omitted = set[tuple[int, int]]()
+    for position, each in enumerate(whole.stacks):
+        if (stack := by_path.get(each.path)) is not None:
+            first = stack.head + stack.period
+            omitted |= {(position, number) for number in range(first, first + stack.omitted)}
+    kinds = zip(whole.segments, whole.kinds(table, heads), strict=True)
+    kept = [kind for segment, kind in kinds if (segment.stack, segment.number) not in omitted]
+    if kept != few.kinds(table, heads):
+        raise UnequalLayersError("what is outside of the layers depends on their number")
+
+
+def _periodic(stack: Stack, kinds: Sequence[int], least: int) -> Stack:
+    """The stack with as many layers left out as repeat, after the first ``least``; the last layer is kept."""
+    best = replace(stack, repeats=0)
+    for period in range(1, _PERIODS + 1):
+        for head in range(least, least + _FIRST):
+            end = head + period
+            while end < len(kinds) - 1 and kinds[end] == kinds[end - period]:
+                end += 1
+            units = (end - head) // period
+            if units > 2 and (units - 2) * period > best.omitted:
+                best = replace(stack, head=head, period=period, repeats=units - 2)
+    return best

@@ -1,0 +1,392 @@
+"""The joint graph of a model with many equal layers, from that of the same model with few.
+
+In a joint graph the operations of a unit of layers follow on each other, once in forward and once in backward. Between
+two such units, as many copies are inserted as there are units that the model with few layers does without. What an
+operation of a copy reads is known from both units: the same value outside of them, a value of its own unit, of the one
+before it, or of the one after it (in backward, which runs from the last unit to the first). Where the two units give no
+such account, nothing is repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph import ir
+from shardgraph.capture.record import UnequalLayersError
+from shardgraph.capture.stacks import Stack
+from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, PARTITIONER_TAG, ROLE, SEQUENCE, SOURCE, VALUE
+from shardgraph.torch_api import pytree
+
+_INPUTS, _FORWARD, _BACKWARD = range(3)
+
+
+def repeat(gm: fx.GraphModule, stack: Stack) -> fx.GraphModule:
+    """``gm``, a joint graph with ``stack.few`` layers of a stack, with all of them.
+
+    Raises:
+        UnequalLayersError: one more unit of layers would not insert just one more segment into each half.
+    """
+    return _Repetition(gm, stack).graph()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A node of one of the two units: the ``offset``-th in its part of the unit."""
+
+    part: int
+    second: bool
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a copy reads: a node of the unit that is ``further`` units on (by its node in the first unit), or a value
+    that all read."""
+
+    value: Any
+    further: int | None = None
+
+
+class _Repetition:
+    """The two units in a graph, what copies of them read, and the graph with all units.
+
+    There, the first unit has the number 0, copies have 1 and more, and the second unit has the last number. A node of
+    a unit is known by its node in the first unit and the unit's number.
+    """
+
+    def __init__(self, gm: fx.GraphModule, stack: Stack) -> None:
+        self._gm, self._stack, self._last = gm, stack, stack.repeats + 1
+        self._nodes = list(gm.graph.nodes)
+        self._numbered = re.compile(rf"^((?:module )?{re.escape(stack.prefix)})(\d+)(?=[.,]|$)")
+        # The nodes of the first and of the second unit, in the inputs, in forward and in backward.
+        self._units = (self._inputs(), self._forward(), self._backward())
+        self._places = {
+            node: _Place(part, second, offset)
+            for part, units in enumerate(self._units)
+            for second, unit in zip((False, True), units, strict=True)
+            for offset, node in enumerate(unit)
+        }
+        self._reads = {one: self._alike(one, other) for units in self._units for one, other in _pairs(*units)}
+        self._step = self._sequence_step()
+        self._next_sequence = min(SEQUENCE.get(node, 0) for node in self._units[_FORWARD][1])
+        self._check_outside()
+
+    # Where the units are
+
+    def _inputs(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        inputs = [(node, self._unit(_name_of(ROLE.of(node)))) for node in self._nodes if node.op == "placeholder"]
+        return [node for node, unit in inputs if unit == 0], [node for node, unit in inputs if unit == 1]
+
+    def _forward(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        nodes, units = self._half(MODULES, backward=False)
+        first, second, after = (units.index(unit) if unit in units else len(units) for unit in (0, 1, 2))
+        if not first < second < after:
+            raise UnequalLayersError("layers are not one after the other in forward")
+        return nodes[first:second], nodes[second:after]
+
+    def _backward(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        nodes, units = self._half(FORWARD_MODULES, backward=True)
+        if 0 not in units and 1 not in units:
+            return [], []
+        first, second = (units.index(unit) if unit in units else -1 for unit in (0, 1))
+        if not 0 <= second < first:
+            raise UnequalLayersError("layers are not one after the other in backward")
+        return nodes[first : 2 * first - second], nodes[second:first]
+
+    def _half(self, modules: Any, backward: bool) -> tuple[list[fx.Node], list[int | None]]:
+        """The operations of a half, and the unit that the module of each is in."""
+        operations = [node for node in self._nodes if node.op not in ("placeholder", "output")]
+        halves = [PARTITIONER_TAG.get(node) == "is_backward" for node in operations]
+        if halves != sorted(halves):
+            raise UnequalLayersError("forward and backward are not one after the other")
+        nodes = [node for node, half in zip(operations, halves, strict=True) if half == backward]
+        paths = [[path for path, _ in (modules.get(node) or {}).values()] for node in nodes]
+        return nodes, [next((unit for path in of if (unit := self._unit(path)) is not None), None) for of in paths]
+
+    def _unit(self, path: str) -> int | None:
+        """The unit that something in the model is in: 0, 1, or -1 and 2 for the layers before and after them."""
+        found = self._numbered.match(path)
+        return None if found is None else max(-1, min((int(found[2]) - self._stack.head) // self._stack.period, 2))
+
+    # That they are alike
+
+    def _alike(self, one: fx.Node, other: fx.Node) -> list[_Read]:
+        """What copies of ``one`` read, from what it reads and what its equal in the second unit reads."""
+        (values, spec), (others, other_spec) = (pytree.tree_flatten((n.args, n.kwargs)) for n in (one, other))
+        alike = (
+            one.op == other.op
+            and (one.target == other.target or one.op == "placeholder")
+            and (spec, one.meta.keys()) == (other_spec, other.meta.keys())
+            and all(
+                self._comparable(key, value, 1) == self._comparable(key, other.meta[key], 0)
+                for key, value in one.meta.items()
+            )
+        )
+        if not alike:
+            raise UnequalLayersError(f"{one.name} and {other.name} are not alike")
+        return [self._read(*each) for each in zip(values, others, strict=True)]
+
+    def _comparable(self, key: str, value: Any, units: int) -> Any:
+        """An attribute of a node, as its equal ``units`` further on has it."""
+        if key == VALUE.key:
+            return _described(value)
+        if key in (MODULES.key, FORWARD_MODULES.key):
+            return [(self._further(path, units), kind) for path, kind in value.values()]
+        if key in (ROLE.key, SOURCE.key):
+            return self._further(value, units)
+        return None if key == SEQUENCE.key else value
+
+    def _read(self, one: Any, other: Any) -> _Read:
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+            if type(one) is type(other) and one == other:
+                return _Read(one)
+            raise UnequalLayersError(f"{one} and {other} are not alike")
+        a, b = self._places.get(one), self._places.get(other)
+        if a is None and one is other:
+            return _Read(one)
+        if a and b and not a.second and b == replace(a, second=True):
+            return _Read(one, 0)
+        if a is None and b and not b.second:
+            return _Read(other, -1)
+        if b is None and a and a.second:
+            return _Read(self._units[a.part][0][a.offset], 1)
+        raise UnequalLayersError(f"{one.name} and {other.name} are not what equal layers read")
+
+    def _sequence_step(self) -> int:
+        """By how much the sequence numbers of a unit are above those of the unit before."""
+        forward, backward = (
+            {SEQUENCE.get(other, 0) - SEQUENCE.get(one, 0) for one, other in _pairs(*self._units[part])}
+            for part in (_FORWARD, _BACKWARD)
+        )
+        if len(forward) != 1 or not backward <= forward | {0}:
+            raise UnequalLayersError("the operations of two layers are not numbered alike")
+        return int(forward.pop())
+
+    def _check_outside(self) -> None:
+        """Check that what is outside of the units only reads the unit that it is beside."""
+        backward, after = self._units[_BACKWARD], False
+        for node in self._nodes:
+            after |= bool(backward[1]) and node is backward[1][0]
+            for read in node.all_input_nodes if node not in self._places and node.op != "output" else ():
+                if read in self._places and self._places[read].second == after:
+                    raise UnequalLayersError(f"{node.name} reads {read.name}, of a layer that it is not beside")
+
+    # The graph with all of them
+
+    def graph(self) -> fx.GraphModule:
+        """The graph with all units."""
+        graph, names = fx.Graph(), _Names()
+        made: dict[tuple[fx.Node, int], fx.Node] = {}
+
+        def add(node: fx.Node, unit: int, arguments: Any, name: str, meta: dict[str, Any]) -> None:
+            target = name if node.op == "placeholder" else node.target
+            made[node, unit] = graph.create_node(node.op, target, *arguments, name=name)
+            made[node, unit].meta = meta
+
+        runs = self._runs()
+        for node in self._nodes[:-1]:
+            place = self._places.get(node)
+            arguments = fx.map_arg((node.args, node.kwargs), lambda read, of=place: made[self._kept(read, of)])
+            add(*self._kept(node, place), arguments, names.of(node), self._kept_meta(node))
+            for number in range(1, self._last) if node in runs else ():
+                for ahead, behind in runs[node]:
+                    backwards = self._places[ahead].second
+                    one, unit = (behind, self._last - number) if backwards else (ahead, number)
+                    arguments = self._arguments(one, unit, made)
+                    add(one, unit, arguments, names.between(ahead, behind, number), self._copied_meta(one, unit))
+            names.skip(runs.get(node, ()), self._stack.repeats)
+        graph.output(()).meta = dict(self._nodes[-1].meta)
+        repeated = ir.UnboundGraph(self._gm, graph)
+        ir.set_outputs(repeated, self._results(made))
+        graph.lint()
+        return repeated
+
+    def _runs(self) -> dict[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        """The nodes of the unit that runs first, each with its equal in the other, by the last of those in a row."""
+        inputs, forward, backward = self._units
+        runs = [[*_pairs(*forward)], [*_pairs(*backward[::-1])], *_in_a_row(self._nodes, _pairs(*inputs))]
+        return {run[-1][0]: run for run in runs if run}
+
+    def _kept(self, node: fx.Node, reader: _Place | None) -> tuple[fx.Node, int]:
+        """A node of the graph with few layers, as another node of that graph reads it."""
+        if (place := self._places.get(node)) is None:
+            return node, 0
+        unit = self._last if place.second else 0
+        if reader is not None and reader.second != place.second:  # its neighbour, which is a copy now
+            unit = 1 if place.second else self._last - 1
+        return self._units[place.part][0][place.offset], unit
+
+    def _arguments(self, one: fx.Node, unit: int, made: Mapping[tuple[fx.Node, int], fx.Node]) -> Any:
+        """Those of a copy."""
+
+        def read(each: _Read) -> Any:
+            if not isinstance(each.value, fx.Node):
+                return each.value
+            return made[each.value, 0 if each.further is None else unit + each.further]
+
+        return pytree.tree_unflatten(map(read, self._reads[one]), pytree.tree_structure((one.args, one.kwargs)))
+
+    def _results(self, made: Mapping[tuple[fx.Node, int], fx.Node]) -> list[tuple[ir.Role | None, Any]]:
+        """The roles and values of the new graph's results: copies' are between those of the two units."""
+        results = ir.outputs(self._gm)
+        units = [self._unit(_name_of(role)) for role, _ in results]
+        first, second = ([i for i, of in enumerate(units) if of == unit] for unit in (0, 1))
+        runs = {run[-1][0]: run for run in _in_a_row(range(len(results)), _pairs(first, second))}
+        repeated: list[tuple[ir.Role | None, Any]] = []
+        for i, ((role, value), unit) in enumerate(zip(results, units, strict=True)):
+            place = self._places.get(value) if isinstance(value, fx.Node) else None
+            # A result outside of layers is what all layers share: a gradient that the first one completes.
+            if place and (place.second != (unit == 1) or (unit not in (0, 1) and place.part != _BACKWARD)):
+                raise UnequalLayersError(f"the value {value.name} of a layer is a result")
+            result = made[self._kept(value, None)] if isinstance(value, fx.Node) else value
+            repeated.append((self._settled(role), result))
+            for number in range(1, self._last) if i in runs else ():
+                for one, other in runs[i]:
+                    read = self._read(results[one][1], results[other][1])
+                    if read.further or self._further(results[one][0], 1) != results[other][0]:
+                        raise UnequalLayersError("two layers give different results")
+                    copy = made[read.value, number if read.further == 0 else 0] if read.value is not None else None
+                    repeated.append((self._further(results[one][0], number), copy))
+        return repeated
+
+    # Names and numbers of layers
+
+    def _further(self, value: Any, units: int) -> Any:
+        """A name or a role in a unit, as it is ``units`` further on."""
+        stack = self._stack
+        return self._renumbered(value, lambda n: n + units * stack.period if n >= stack.head else n)
+
+    def _settled(self, value: Any) -> Any:
+        """A name or a role in the graph with few layers, as it is in the new one."""
+        stack = self._stack
+        return self._renumbered(value, lambda n: n + stack.omitted if n >= stack.head + stack.period else n)
+
+    def _renumbered(self, value: Any, number: Callable[[int], int]) -> Any:
+        if isinstance(value, str):
+            found = self._numbered.match(value)
+            return f"{found[1]}{number(int(found[2]))}{value[found.end() :]}" if found else value
+        if isinstance(value, (ir.Parameter, ir.Buffer)):
+            return type(value)(self._renumbered(value.fqn, number))
+        return replace(value, of=self._renumbered(value.of, number)) if isinstance(value, _OF) else value
+
+    def _kept_meta(self, node: fx.Node) -> dict[str, Any]:
+        if (place := self._places.get(node)) is not None and place.second:
+            return self._copied_meta(self._units[place.part][0][place.offset], self._last)
+        meta = self._meta(node, self._settled, "")
+        if node in SEQUENCE:
+            meta[SEQUENCE.key] = self._settled_sequence(node)
+        return meta
+
+    def _copied_meta(self, one: fx.Node, unit: int) -> dict[str, Any]:
+        meta = self._meta(one, lambda value: self._further(value, unit), f"+{unit}")
+        place = self._places[one]
+        other = self._units[place.part][1][place.offset]
+        if one in SEQUENCE:
+            ahead = SEQUENCE.of(other) != SEQUENCE.of(one)
+            meta[SEQUENCE.key] = SEQUENCE.of(one) + unit * self._step if ahead else self._settled_sequence(one)
+        if unit == self._last:
+            meta[VALUE.key] = VALUE.get(other)
+        elif one.op == "placeholder":  # memory of its own; a value that an operation makes stands for its kind
+            meta[VALUE.key] = _like(VALUE.of(one))
+        return meta
+
+    def _settled_sequence(self, node: fx.Node) -> int:
+        number = SEQUENCE.of(node)
+        return number + self._stack.repeats * self._step if number >= self._next_sequence else number
+
+    def _meta(self, node: fx.Node, moved: Callable[[Any], Any], suffix: str) -> dict[str, Any]:
+        meta = dict(node.meta)
+        for attribute in (MODULES, FORWARD_MODULES):
+            if modules := attribute.get(node):
+                named = {call: (moved(path), path, kind) for call, (path, kind) in modules.items()}
+                # A call of a copied layer is another one.
+                calls = {call if new == old else call + suffix: (new, kind) for call, (new, old, kind) in named.items()}
+                meta[attribute.key] = calls
+        for key in (ROLE.key, SOURCE.key):
+            if key in meta:
+                meta[key] = moved(meta[key])
+        return meta
+
+
+_OF = (ir.Gradient, ir.Mutation)
+
+
+class _Names:
+    """Names as the tracer gives them: nodes of one kind are numbered in the order in which they are made."""
+
+    def __init__(self) -> None:
+        self._inserted: dict[str, int] = {}
+
+    def of(self, node: fx.Node) -> str:
+        """The name of a node that was there."""
+        return self._written(*_split(node.name))
+
+    def between(self, ahead: fx.Node, behind: fx.Node, number: int) -> str:
+        """The name of the ``number``-th copy between two equal nodes."""
+        (kind, first), (_, second) = _split(ahead.name), _split(behind.name)
+        return self._written(kind, first + number * (second - first))
+
+    def skip(self, run: Iterable[tuple[fx.Node, fx.Node]], repeats: int) -> None:
+        """Copies of a run were inserted."""
+        for kind, step in {(_split(a.name)[0], _split(b.name)[1] - _split(a.name)[1]) for a, b in run}:
+            self._inserted[kind] = self._inserted.get(kind, 0) + repeats * step
+
+    def _written(self, kind: str, number: int) -> str:
+        number += self._inserted.get(kind, 0)
+        if "#" in kind:
+            return kind.replace("#", str(number))
+        return f"{kind}_{number}" if number else kind
+
+
+def _split(name: str) -> tuple[str, int]:
+    """A name without its number, and that; inputs of a graph without gradients have it in the middle."""
+    if argument := re.fullmatch(r"arg(\d+)_1", name):
+        return "arg#_1", int(argument[1])
+    kind, _, number = name.rpartition("_")
+    return (kind, int(number)) if kind and number.isdecimal() else (name, 0)
+
+
+def _name_of(role: Any) -> str:
+    """The parameter or buffer that a role is about; empty if none."""
+    return str(getattr(role.of if isinstance(role, _OF) else role, "fqn", ""))
+
+
+def _pairs(first: Sequence[Any], second: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(first) != len(second):
+        raise UnequalLayersError("two layers are not of one length")
+    return zip(first, second, strict=True)
+
+
+def _in_a_row(among: Sequence[Any], pairs: Iterable[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
+    """Pairs in runs, whose first ones follow on each other and are followed by their second ones."""
+    position = {each: i for i, each in enumerate(among)}
+    runs: list[list[tuple[Any, Any]]] = []
+    for one, other in pairs:
+        if runs and position[runs[-1][-1][0]] + 1 == position[one]:
+            runs[-1].append((one, other))
+        else:
+            runs.append([(one, other)])
+    if any(position[other] != position[one] + len(run) for run in runs for one, other in run):
+        raise UnequalLayersError("what two layers take or give is not in a row")
+    return runs
+
+
+def _described(value: Any) -> Any:
+    return [
+        (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in pytree.tree_leaves(value)
+    ]
+
+
+def _like(value: Any) -> Any:
+    with value.fake_mode, torch.no_grad():
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return fake.requires_grad_(value.requires_grad)

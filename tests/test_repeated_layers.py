@@ -1,0 +1,298 @@
+"""Equal layers are traced once, and the graph is the one of the whole model, node for node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+import shardgraph
+from shardgraph.capture import capture as room
+from shardgraph.ir import JointGraph
+from shardgraph.plans.precision import AS_STORED, Precision
+
+Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.relu(self.linear(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks that all read a value from before them, and a parameter from outside."""
+
+    def __init__(self, layers: int = 10) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.first(x)
+        for number, layer in enumerate(self.layers):
+            x = self.between(layer(x), number) * self.scale + shared
+        return x
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x
+
+
+class Alternating(Stack):
+    """Every third layer is another one, by its number."""
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x.sin() if number % 3 == 2 else x
+
+
+class OneIsOther(Stack):
+    """What is done after a layer in the middle depends on its number, which is no attribute."""
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x.sin() if number == 5 else x
+
+
+class MeanOfLayers(Stack):
+    """The number of layers is a constant in the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / len(self.layers)
+
+
+class Mirrored(Stack):
+    """Each layer of the second half reads the output of its counterpart in the first, as in a U-Net."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x if number < 5 else x + outputs[9 - number])
+            outputs.append(x)
+        return x
+
+
+class AllStates(Stack):
+    """The outputs of all layers are results."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return states
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def of_blocks(kind: type[Stack] = Stack, change: Callable[[Any], Any] = lambda model: None) -> Callable[[], Case]:
+    def make() -> Case:
+        model = kind()
+        change(model)
+        return model, (X,), {}
+
+    return make
+
+
+def of_transformers(
+    name: str, config: str, inputs: Callable[[], dict[str, Any]] | None = None, **sizes: Any
+) -> Callable[[], Case]:
+    def make() -> Case:
+        transformers = pytest.importorskip("transformers")
+        with torch.device("meta"):
+            model = getattr(transformers, name)(getattr(transformers, config)(**sizes))
+        ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
+        return model.train(), (), inputs() if inputs else {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def pixels() -> dict[str, Any]:
+    return {"pixel_values": torch.zeros(2, 3, 32, 32, device="meta")}
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+DECODER = {**SMALL, "num_key_value_heads": 2, "vocab_size": 100, "use_cache": False, "bos_token_id": 0}
+NINE: dict[str, Any] = {**DECODER, "num_hidden_layers": 9, "eos_token_id": 0}
+
+REPEATED: dict[str, Callable[[], Case]] = {
+    "blocks": of_blocks(),
+    "alternating": lambda: (Alternating(20), (X,), {}),
+    "sequential": lambda: (nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Block() for _ in range(9)))), (X,), {}),
+    "root": lambda: (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(9))), (X,), {}),
+    "gradient of the input": lambda: (Stack(), (X.clone().requires_grad_(),), {}),
+    "one dropout in the first half": of_blocks(change=lambda model: setattr(model.layers[1].dropout, "p", 0.2)),
+    "one layer's parameter in all": of_blocks(
+        change=lambda model: [setattr(each.linear, "weight", model.layers[0].linear.weight) for each in model.layers]
+    ),
+    "first layers frozen": of_blocks(change=lambda model: model.layers[:2].requires_grad_(False)),
+    "encoder": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 9),
+        (torch.zeros(2, 6, 16),),
+        {},
+    ),
+    "llama": of_transformers("LlamaForCausalLM", "LlamaConfig", **NINE),
+    "llama with dropout": of_transformers("LlamaForCausalLM", "LlamaConfig", attention_dropout=0.1, **NINE),
+    "llama with tied weights": of_transformers("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True, **NINE),
+    "gpt2": of_transformers(
+        "GPT2LMHeadModel", "GPT2Config", n_layer=9, n_embd=32, n_head=4, vocab_size=100, use_cache=False
+    ),
+    "bert": of_transformers("BertForMaskedLM", "BertConfig", num_hidden_layers=9, vocab_size=100, **SMALL),
+    "vit": of_transformers("ViTModel", "ViTConfig", pixels, num_hidden_layers=9, image_size=32, patch_size=8, **SMALL),
+    "t5, two stacks": of_transformers(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        **{"num_layers": 10, "num_decoder_layers": 9, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4},
+        **{"vocab_size": 100, "use_cache": False, "decoder_start_token_id": 0},
+    ),
+    "mixtral": of_transformers(
+        "MixtralForCausalLM", "MixtralConfig", num_local_experts=4, experts_implementation="grouped_mm", **NINE
+    ),
+    "gemma2, two kinds of layers": of_transformers(
+        "Gemma2ForCausalLM", "Gemma2Config", **{**NINE, "num_hidden_layers": 12, "head_dim": 8, "sliding_window": 8}
+    ),
+}
+
+WHOLE: dict[str, Callable[[], Case]] = {
+    "seven layers": lambda: (Stack(7), (X,), {}),
+    "a number in the loop": of_blocks(OneIsOther),
+    "the number of layers": of_blocks(MeanOfLayers),
+    "mirrored": of_blocks(Mirrored),
+    "all states": of_blocks(AllStates),
+    "a dropout in the middle": of_blocks(change=lambda model: setattr(model.layers[5].dropout, "p", 0.2)),
+    "a wider layer in the middle": of_blocks(change=lambda model: setattr(model.layers[5], "linear", Wide())),
+    "one layer ten times": of_blocks(
+        change=lambda model: setattr(model, "layers", nn.ModuleList([model.layers[0]] * 10))
+    ),
+    "a frozen layer in the middle": of_blocks(change=lambda model: model.layers[5].requires_grad_(False)),
+}
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+def of_whole(case: Case, precision: Precision = AS_STORED, annotations: Any = ()) -> JointGraph:
+    """The graph of a trace of the whole model."""
+    return room._traced(*case, torch.device("cpu"), None, annotations, precision)[0]
+
+
+def of_few(case: Case, precision: Precision = AS_STORED, annotations: Any = ()) -> JointGraph | None:
+    """The graph from a trace of few layers, if it was made so."""
+    options: Any = (*case[1:], torch.device("cpu"), None, annotations, precision)
+    return room.from_few_layers(
+        case[0], lambda few: room._traced(few, *options), lambda *run: room._recorded(*run, *options)
+    )
+
+
+def written(gm: fx.GraphModule) -> list[Any]:
+    """All that a graph says, without what differs between two traces: addresses, and the first sequence number."""
+    first = min((node.meta["seq_nr"] for node in gm.graph.nodes if "seq_nr" in node.meta), default=0)
+
+    def described(key: str, value: Any) -> Any:
+        if key == "val":
+            leaves = pytree.tree_leaves(value)
+            return [(each.shape, each.stride(), each.dtype) if torch.is_tensor(each) else each for each in leaves]
+        if key.endswith("nn_module_stack"):
+            return list(value.values())
+        return value - first if key == "seq_nr" else value
+
+    return [
+        (node.name, node.op, str(node.target), str(node.args), str(node.kwargs), [
+            (key, described(key, value)) for key, value in sorted(node.meta.items())
+        ])
+        for node in gm.graph.nodes
+    ]  # fmt: skip
+
+
+@pytest.mark.quick(
+    "blocks", "alternating", "one layer's*", "sequential", "root", "first layers frozen", "gradient of the input"
+)
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_graph_is_the_one_of_the_whole_model(name):
+    case = REPEATED[name]()
+    few, whole = of_few(case), of_whole(case)
+    assert few is not None
+    for one, other in zip(written(few.module), written(whole.module), strict=True):
+        assert one == other
+    assert (few.aliases, few.out_spec) == (whole.aliases, whole.out_spec)
+
+
+def test_the_forward_alone_is_the_one_of_the_whole_model():
+    case = REPEATED["sequential"]()
+    with torch.no_grad():
+        few = of_few(case)
+        assert few is not None and written(few.module) == written(of_whole(case).module)
+
+
+def test_in_mixed_precision_it_is_the_one_of_the_whole_model():
+    case, precision = REPEATED["blocks"](), Precision(parameters="bfloat16")
+    few = of_few(case, precision)
+    assert few is not None and written(few.module) == written(of_whole(case, precision).module)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_that_are_not_equal_are_all_traced(name):
+    assert of_few(WHOLE[name]()) is None
+
+
+def test_a_hook_that_only_one_layer_has_is_traced():
+    case, calls = Stack(), []
+    case.layers[5].register_forward_hook(lambda *_: calls.append(1))  # no operation shows it
+    assert of_few((case, (X,), {})) is None
+
+
+def test_layers_that_are_left_out_are_not_traced(monkeypatch):
+    layers = []
+    traced = room._traced
+    monkeypatch.setattr(room, "_traced", lambda model, *rest: layers.append(len(model.layers)) or traced(model, *rest))
+    room.capture(Stack(40), (X,), {}, device=torch.device("cpu"))
+    assert layers == [4]
+
+
+CHANGES: dict[str, Callable[[Stack], Any]] = {
+    "an attribute": lambda model: setattr(model.layers[6].dropout, "p", 0.5),
+    "a mode": lambda model: model.layers[6].eval(),
+    "a hook": lambda model: model.layers[6].linear.register_forward_hook(lambda *_: None),
+    "a layer": lambda model: model.layers.append(Block()),
+    "the last layer": lambda model: setattr(model.layers[9].dropout, "p", 0.5),
+    "a module": lambda model: setattr(model.layers[6], "linear", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_in_a_layer_that_was_not_traced_makes_another_program(change):
+    model = Stack()
+    guards = room.capture(model, (X,), {}, device=torch.device("cpu")).take_guards(model)
+    assert guards.hold, guards.failing
+    CHANGES[change](model)
+    assert not guards.hold
+
+
+def test_numbers_from_the_rows_are_those_of_all_layers():
+    class OfRows(Stack):
+        def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+            return x / len(x)
+
+    joint = room.capture(OfRows(), (X,), {}, device=torch.device("cpu"))
+    numbers = joint.row_numbers()
+    assert numbers is not None and len(numbers) == 10
+    assert all(math.isclose(each.longer, 5) for each in numbers)
+
+
+@pytest.mark.parametrize("plan", ["fsdp"])
+def test_the_program_trains_like_the_original(plan):
+    model = Stack()
+    assert of_few((model, (X,), {})) is not None
+    assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
