@@ -1,4 +1,4 @@
-"""Time of a compilation of Llama at ``meta`` for 64 ranks: of capturing its graph, and of all else.
+"""Time of a compilation of Llama at ``meta`` for 64 ranks: of capturing its graph, of all else, and of its proof.
 
     python benchmarks/compile_time.py 8 16 32
     python benchmarks/compile_time.py 32 --cases auto --name compile-time
@@ -23,11 +23,11 @@ from types import FunctionType
 from typing import Any
 
 CASES = {"fsdp": {"dp": 64}, "fsdp+tp": {"dp": 8, "tp": 8}, "auto": {"dp": 8, "tp": 8}}
-COLUMNS = ("capture s", "captures", "else s", "total s", "MiB", "nodes")
+COLUMNS = ("capture s", "captures", "else s", "total s", "proof s", "MiB", "nodes")
 
 
 def measure(layers: int, plan: str) -> dict[str, float]:
-    """Seconds of captures and of all else, MiB added to the process, and nodes, of one compilation."""
+    """Seconds of captures, of all else and of the proof, MiB added to the process, and nodes, of one compilation."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,9 +42,10 @@ def measure(layers: int, plan: str) -> dict[str, float]:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False)).train()
     ids = torch.zeros(1, 512, dtype=torch.long, device="meta")
+    compile_model = shardgraph.compile  # which loads it
     captures = time_captures()
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    sharded = shardgraph.compile(
+    sharded = compile_model(
         model,
         plan,
         mesh=mesh,
@@ -54,12 +55,17 @@ def measure(layers: int, plan: str) -> dict[str, float]:
         progress=False,
     )
     total, program = time.perf_counter() - start, sharded.program
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    start = time.perf_counter()
+    assert shardgraph.prove(program).ok
+    proved = time.perf_counter() - start
     figures = (
         sum(captures),
         len(captures),
         total - sum(captures),
         total,
-        (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+        proved,
+        memory / 1024,
         len(program.forward.graph.nodes) + len(program.backward.graph.nodes),
     )
     return dict(zip(COLUMNS, figures, strict=True))

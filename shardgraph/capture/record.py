@@ -201,8 +201,10 @@ def repeated_layers(recorded: Record, table: dict[Any, int]) -> tuple[list[Stack
         here = [i for i, segment in enumerate(recorded.segments) if segment.stack == position]
         best = stack, 0
         for head in range(_FIRST) if here else ():
-            kinds = [recorded.kinds(table, [*heads[:position], head, *heads[position + 1 :]])[i] for i in here]
-            best = max(best, (_periodic(stack, kinds, max(head, 1)), head), key=lambda each: each[0].omitted)
+            kinds = recorded.kinds(table, [*heads[:position], head, *heads[position + 1 :]])
+            best = max(
+                best, (_periodic(stack, [kinds[i] for i in here], max(head, 1)), head), key=lambda each: each[0].omitted
+            )
             if best[0].few <= 4:
                 break
         stacks[position], heads[position] = best

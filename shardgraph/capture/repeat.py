@@ -116,8 +116,9 @@ class _Repetition:
 
     # That they are alike
 
-    def _alike(self, one: fx.Node, other: fx.Node) -> list[_Read]:
-        """What copies of ``one`` read, from what it reads and what its equal in the second unit reads."""
+    def _alike(self, one: fx.Node, other: fx.Node) -> tuple[list[_Read], Any]:
+        """What copies of ``one`` read, from what it reads and what its equal in the second unit reads; and in which
+        structure of arguments."""
         (values, spec), (others, other_spec) = (pytree.tree_flatten((n.args, n.kwargs)) for n in (one, other))
         alike = (
             one.op == other.op
@@ -130,7 +131,7 @@ class _Repetition:
         )
         if not alike:
             raise UnequalLayersError(f"{one.name} and {other.name} are not alike")
-        return [self._read(*each) for each in zip(values, others, strict=True)]
+        return [self._read(*each) for each in zip(values, others, strict=True)], spec
 
     def _comparable(self, key: str, value: Any, units: int) -> Any:
         """An attribute of a node, as its equal ``units`` further on has it."""
@@ -230,7 +231,8 @@ class _Repetition:
                 return each.value
             return made[each.value, 0 if each.further is None else unit + each.further]
 
-        return pytree.tree_unflatten(map(read, self._reads[one]), pytree.tree_structure((one.args, one.kwargs)))
+        reads, spec = self._reads[one]
+        return pytree.tree_unflatten(map(read, reads), spec)
 
     def _results(self, made: Mapping[tuple[fx.Node, int], fx.Node]) -> list[tuple[ir.Role | None, Any]]:
         """The roles and values of the new graph's results: copies' are between those of the two units."""
