@@ -13,7 +13,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.ir import buckets
 from shardgraph.ir.attributes import MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJECT, VALUE, Attribute
-from shardgraph.passes.base import Context, Pass
+from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.schedule.members import bucket_of
 
@@ -24,13 +24,15 @@ _ELEMENTWISE = frozenset({aten.div.Tensor, aten._to_copy.default})
 
 
 @dataclass(frozen=True)
-class MergeCollectives(Pass):
-    """Takes a forward or backward graph; merges the all-gathers of the parameters of a bucket
+class MergeCollectives(GraphsPass):
+    """Takes forward and backward graphs; in each, merges the all-gathers of the parameters of a bucket
     (:mod:`shardgraph.passes.schedule.members`), and the reductions of their gradients, that are over the same ranks and
     in the same dtype.
 
     A merged gather is where the first of its gathers was, a merged reduction where the last of its was. Reductions that
     follow another one (hybrid sharding), divisions and casts are done to the buffer if they are equal for all of it.
+    A buffer has its parameters in one order in every graph, those that backward gathers again first, so that all of
+    its collectives can read what lies side by side (:mod:`shardgraph.runtime.side_by_side`).
 
     Must not change: what each value is, and other collectives.
     """
@@ -40,11 +42,17 @@ class MergeCollectives(Pass):
     provides = frozenset({"merged-collectives"})
     excludes = frozenset({"merged-collectives", "overlapped"})
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if bucket := bucket_of(context):
-            for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, bucket):
+    def run_on(self, graphs: Graphs, context: Context) -> None:
+        bucket = bucket_of(context)
+        if not bucket:
+            return
+        backward = [graphs[name] for name in of_kind(graphs, "backward")]
+        again = {SUBJECT.of(start) for gm in backward for start in ir.collectives(gm) if _is_gather(start)}
+        places = {fqn: (number, fqn not in again, i) for i, (fqn, number) in enumerate(bucket.items())}
+        for gm in graphs.values():
+            for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, places):
                 _gather_together(gm, context, members)
-            for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, bucket):
+            for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, places):
                 _reduce_together(gm, context, members)
 
 
@@ -64,19 +72,21 @@ def _is_reduction(start: fx.Node) -> bool:
 
 
 def _together(
-    starts: Iterator[fx.Node], parameter: Attribute[str], bucket: Mapping[str, int]
+    starts: Iterator[fx.Node], parameter: Attribute[str], places: Mapping[str, tuple[int, bool, int]]
 ) -> Iterator[list[fx.Node]]:
-    """Collectives of one bucket, which can be merged; each is in program order."""
+    """Collectives of one bucket, which can be merged, in the order of their places in it."""
     filled: dict[Any, list[fx.Node]] = {}
     for start in starts:
-        number, operand = bucket.get(parameter.of(start)), start.args[0].meta["val"]
-        if number is not None:
-            filled.setdefault((number, start.target, start.args[1:], operand.dtype, operand.device), []).append(start)
-    return (members for members in filled.values() if len(members) > 1)
+        place, operand = places.get(parameter.of(start)), start.args[0].meta["val"]
+        if place is not None:
+            key = place[0], start.target, start.args[1:], operand.dtype, operand.device
+            filled.setdefault(key, []).append(start)
+    alike = (members for members in filled.values() if len(members) > 1)
+    return (sorted(members, key=lambda start: places[parameter.of(start)]) for members in alike)
 
 
 def _gather_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.Node]) -> None:
-    first, axis = members[0], ir.group_of(members[0])
+    first, axis = min(members), ir.group_of(members[0])
     for node in sorted({node for member in members for node in made_ready(member) if node > first}):
         first.prepend(node)
     waits = [wait_of(member) for member in members]
@@ -89,7 +99,7 @@ def _gather_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.
 
 
 def _reduce_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.Node]) -> None:
-    last, done = members[-1], set[fx.Node]()
+    last, done = max(members), set[fx.Node]()
     after = sorted({node for member in members for node in _after(member)})
     labels = {
         SUBJECT: _subjects(members),
