@@ -10,6 +10,7 @@ views of the flat ones, and ``step`` and the like a number for each.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,13 @@ _values = methodcaller("values")
 _LEAST = 1 << 20
 """Bytes of parameters that are updated together, even where each is smaller. What an update takes for itself is as
 large as what is updated, so more than the largest parameter are not."""
+
+
+_ALIGNED = 16
+"""Bytes to which kernels like parameters to be aligned."""
+
+_SMALL, _BUCKET = 1 << 20, 8 << 20
+"""Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
 
 
 class NotFlatError(Exception):
@@ -112,6 +120,7 @@ class FlatUpdate:
         Raises:
             NotFlatError: the optimizer has state that does not go with the elements of parameters.
         """
+        _store(gradients, self.optimizer, state)
         given, parameters = tuple(gradients), state.layout.parameters
         as_before = given == self._given and parameters is self._parameters and self._same(self._found())
         if as_before and all(map(_follow_numbers, self.runs)):
@@ -134,7 +143,7 @@ class FlatUpdate:
         """
         optimizer = self.optimizer
         before = [(group, group["params"], group.get("foreach")) for group in optimizer.param_groups]
-        whole = optimizer.state
+        whole, known = optimizer.state, len(optimizer.state)
         optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in self.runs if run.state})
         for i, (group, _, foreach) in enumerate(before):
             group["params"] = [run.twin for run in self.runs if run.group == i]
@@ -155,6 +164,10 @@ class FlatUpdate:
                 run.twin.grad = None
                 run.scatter()
                 self._keep(run, flat.get(run.twin, {}))
+            if len(whole) > known:  # in the order of the parameters, as a step of each would have it
+                for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                    if parameter in whole:
+                        whole[parameter] = whole.pop(parameter)
             self._known = self._found()
 
     def _found(self) -> tuple[list[Any], ...]:
@@ -286,3 +299,31 @@ def _follow_numbers(run: Run) -> bool:
             run.state[name].copy_(numbers[0])
             run.versions[name] = numbers._version
     return True
+
+
+def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Store small shards side by side that are not yet: those of each group, in the order of gradients in memory."""
+    tried, parameter = state.stored.tried, state.layout.parameter
+    if tried >= gradients.keys():
+        return
+    groups = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    new = (fqn for fqn in gradients if fqn not in tried and not state.stored.has(fqn) and id(parameter(fqn)) in groups)
+    rest = {fqn: local_tensor(parameter(fqn)) for fqn in new}
+    tried |= gradients.keys()
+
+    def kind(fqn: str) -> tuple[int, str, str]:
+        return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
+
+    small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
+    small.sort(key=lambda fqn: (kind(fqn), gradients[fqn].data_ptr()))
+    for _, alike in groupby(small, kind):
+        bucket: dict[str, int] = {}
+        filled = 0
+        for fqn in alike:
+            aligned = math.ceil(rest[fqn].nbytes / _ALIGNED) * _ALIGNED
+            if filled + aligned > _BUCKET:
+                state.stored.store(bucket, parameter)
+                bucket, filled = {}, 0
+            bucket[fqn], filled = aligned // rest[fqn].itemsize, filled + aligned
+        if len(bucket) > 1:
+            state.stored.store(bucket, parameter)

@@ -8,15 +8,22 @@ that element alone give the same numbers either way; all others, and subclasses,
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
+from shardgraph.module.flat_update import FlatUpdate, NotFlatError
+from shardgraph.runtime.executor import State
+from shardgraph.torch_api import local_tensor
 
 _ELEMENTWISE = (
     optim.SGD,
@@ -33,7 +40,14 @@ _ELEMENTWISE = (
 )
 
 _MARK = "_shardgraph_steps_on_shard"
-"""The attribute of sharded modules' parameters that are DTensors."""
+"""The attribute of sharded modules' parameters that are DTensors: True, later a reference to their module's state."""
+
+
+def step_together(state: State) -> None:
+    """Have such optimizers step on many of a module's shards at a time."""
+    for parameter in state.layout.parameters:
+        if hasattr(parameter, _MARK):
+            setattr(parameter, _MARK, weakref.ref(state))
 
 
 def step_on_shard(parameter: nn.Parameter) -> None:
@@ -62,10 +76,47 @@ def _on_shards(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Cal
     def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None or type(self) is not kind or not _are_ours(self):
             return original(self, closure)
-        with _shards(self):
+        with _together(self) or _shards(self):
             return original(self)
 
     return step
+
+
+def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
+    """Within, the optimizer has its parameters many at a time; None if it cannot."""
+    states = {state() if isinstance(state, weakref.ref) else None for state in map(_mark_of, _parameters_of(optimizer))}
+    if len(states) != 1 or (state := states.pop()) is None:
+        return None  # of several modules, or of a pipeline
+    parameters = [parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None]
+    if any(local_tensor(parameter).device != state.device for parameter in parameters):
+        return None
+    flat = state.updates.get(optimizer)
+    if flat is None:
+        flat = state.updates[optimizer] = FlatUpdate(optimizer)
+    names = state.layout.names
+    gradients = {names[id(parameter)]: local_tensor(parameter.grad) for parameter in parameters}
+    try:
+        flat.prepare(gradients, state)
+    except NotFlatError:
+        return None
+    return _changing(flat, gradients)
+
+
+@contextmanager
+def _changing(flat: FlatUpdate, gradients: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within, the optimizer has the flat tensors, whose changes count as those of each shard."""
+    try:
+        with flat.applied(gradients, changed=False):
+            yield
+    finally:
+        increment_version(shard for run in flat.runs for shard in run.shards)
+
+
+def _parameters_of(optimizer: optim.Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+_mark_of = attrgetter(_MARK)
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:

@@ -26,6 +26,7 @@ from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
 from shardgraph.module.replaced import adopt, current
 from shardgraph.passes.lowering import STAGES, lower
@@ -87,7 +88,6 @@ class ShardedModule(nn.Module):
     _numbers: Numbers
     _sync: bool
     gradient_norm: torch.Tensor | None  # of all gradients, before the latest clipping by ``step``
-    _updates: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatUpdate]
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
     _agreed: list[str] | None  # communication of the programs that ranks last agreed on
@@ -107,7 +107,7 @@ class ShardedModule(nn.Module):
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
-        self._own(_updates=weakref.WeakKeyDictionary(), gradient_norm=None)
+        self._own(gradient_norm=None)
         _MODULES.add(self)
 
     def _own(self, **attributes: Any) -> None:
@@ -200,7 +200,7 @@ class ShardedModule(nn.Module):
                 "step() updates parameters, and inside no_sync() their gradients are not reduced: call train_step() "
                 "there, and step() for the last microbatch outside of it"
             )
-        flat = self._updates.get(optimizer)
+        flat = self._state.updates.get(optimizer)
         if flat is None:
             adopt(optimizer)
             own = {*map(id, self.parameters())}
@@ -209,7 +209,7 @@ class ShardedModule(nn.Module):
                     "the optimizer given to step() has none of this module's parameters: make it of "
                     "sharded.parameters(), or of some of them"
                 )
-            flat = self._updates[optimizer] = FlatUpdate(optimizer)
+            flat = self._state.updates[optimizer] = FlatUpdate(optimizer)
         loss = None
         if training_step.is_flat(optimizer, scaler, self.plan, self._state):
             loss = self._step_flat(args, kwargs, flat, max_norm, scaler)
@@ -341,6 +341,7 @@ class ShardedModule(nn.Module):
     def settle(self) -> None:
         """Record that the model's tensors are sharded now; programs from before are for these."""
         self._state.layout.settle()
+        step_together(self._state)
         self._state.arrange()
         buffers = self._state.layout.buffers
         self._programs = OrderedDict(((buffers, *key[1:]), made) for key, made in self._programs.items())

@@ -7,9 +7,8 @@ buckets (:mod:`shardgraph.module.flat_update`). Everything else is the same step
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, groupby
+from collections.abc import Callable, Iterable
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -25,13 +24,6 @@ from shardgraph.module.gradient_norm import clip_by
 from shardgraph.module.local_step import is_elementwise
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import State
-from shardgraph.torch_api import local_tensor
-
-_ALIGNED = 16
-"""Bytes to which kernels like parameters to be aligned."""
-
-_SMALL, _BUCKET = 1 << 20, 8 << 20
-"""Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
 
 
 def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, plan: Plan, state: State) -> bool:
@@ -65,7 +57,6 @@ def update(
     Raises:
         NotFlatError: it cannot be done on many parameters at a time; nothing has happened.
     """
-    _store(gradients, flat.optimizer, state)
     flat.prepare(gradients, state)
     norm, changed = None, max_norm is not None or scaler is not None
     with flat.applied(gradients, changed) as runs:
@@ -82,34 +73,6 @@ def update(
     clear_of(flat.optimizer)
     state.add_gradients(gradients)
     return norm
-
-
-def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Store small shards side by side that are not yet: those of each group, in the order of gradients in memory."""
-    tried, parameter = state.stored.tried, state.layout.parameter
-    if tried >= gradients.keys():
-        return
-    groups = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    new = (fqn for fqn in gradients if fqn not in tried and not state.stored.has(fqn) and id(parameter(fqn)) in groups)
-    rest = {fqn: local_tensor(parameter(fqn)) for fqn in new}
-    tried |= gradients.keys()
-
-    def kind(fqn: str) -> tuple[int, str, str]:
-        return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
-
-    small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
-    small.sort(key=lambda fqn: (kind(fqn), gradients[fqn].data_ptr()))
-    for _, alike in groupby(small, kind):
-        bucket: dict[str, int] = {}
-        filled = 0
-        for fqn in alike:
-            aligned = math.ceil(rest[fqn].nbytes / _ALIGNED) * _ALIGNED
-            if filled + aligned > _BUCKET:
-                state.stored.store(bucket, parameter)
-                bucket, filled = {}, 0
-            bucket[fqn], filled = aligned // rest[fqn].itemsize, filled + aligned
-        if len(bucket) > 1:
-            state.stored.store(bucket, parameter)
 
 
 def norm_of(runs: Iterable[Run], mesh: DeviceMesh | None, device: torch.device) -> torch.Tensor:

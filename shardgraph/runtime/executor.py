@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,7 +32,8 @@ from shardgraph.torch_api import pytree
 class State:
     """State shared by calls of one sharded module: its tensors, and gradients not yet reduced.
 
-    ``stored`` says which shards lie side by side, ``steps`` how often they were all changed together.
+    ``stored`` says which shards lie side by side, ``steps`` how often they were all changed together, ``updates`` what
+    optimizers that do so remember.
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
     gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
@@ -51,6 +53,7 @@ class State:
         self.stored = Stored()
         self._unarranged: list[fx.GraphModule] = []
         self.steps = 0
+        self.updates: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
         self.unreduced: dict[str, torch.Tensor] = {}
         self.statistics = GradientStatistics()
         measured = self.statistics.own, self.statistics.measured

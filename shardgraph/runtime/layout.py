@@ -46,6 +46,7 @@ class Layout:
             _check_same(self._sharded, dict(self._model.named_parameters()))
         self._modules = list(self._model.modules())
         self._parameters = list(self._model.parameters())
+        self.names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         # Plain tensor attributes are like buffers; those that are set later are looked up when they are compiled for.
         self._attributes = [
