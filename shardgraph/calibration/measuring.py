@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardgraph import torch_api
 from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cost_models.detection import host_memory
@@ -26,6 +27,7 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir.copies import TO_DEVICE, WAIT_COPY
 from shardgraph.progress import Progress
+from shardgraph.runtime.backends.gloo import add_parts
 from shardgraph.runtime.device import current_device, group_device_type
 from shardgraph.runtime.host import empty_on_host
 from shardgraph.runtime.launch import launch
@@ -243,13 +245,13 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
             operand = whole // ranks if operation == "all_gather_into_tensor" else whole
             result = whole // ranks if operation == "reduce_scatter_tensor" else whole
             calls.append((operation, 4 * operand, 4 * result))
-            start = _starter(operation, torch.ones(operand, device=device), group, ranks)
-            _in_flight(start, partial(compute, 1))  # the first run is slow
-            alone = partial(_alone, start)
+            start, finish = _collective(operation, torch.ones(operand, device=device), group, ranks)
+            _in_flight(start, finish, partial(compute, 1))  # the first run is slow
+            alone = partial(_alone, start, finish)
             times = [_seconds(alone, 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3]
             sending, computing = _slowest(times, device)
             count = max(1, round(sending / computing))  # about as long as the collective
-            runs += [alone, partial(compute, _STARTED * count), partial(_in_flight, start, partial(compute, count))]
+            runs += [alone, partial(compute, _STARTED * count), partial(_in_flight, start, finish, partial(compute, count))]
     taken = iter(_time_all(runs, budget, device))
     return [
         Transfer(*call, sending / _STARTED, (together - computing) / _STARTED)
@@ -257,23 +259,40 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
     ]
 
 
-def _starter(operation: str, tensor: torch.Tensor, group: str, ranks: int) -> Callable[[], torch.Tensor]:
-    reduction = [] if operation == "all_gather_into_tensor" else ["sum"]
-    size = [] if operation == "all_reduce" else [ranks]
-    return partial(getattr(torch.ops._c10d_functional, operation), tensor, *reduction, *size, group)
+def _collective(
+    operation: str, tensor: torch.Tensor, group: str, ranks: int
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]:
+    """What starts an operation and what waits for it, as programs do (:mod:`shardgraph.runtime.backends.gloo`)."""
+    functional: Any = torch.ops._c10d_functional
+    wait: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
+    if operation == "all_reduce":
+        return partial(functional.all_reduce, tensor, "sum", group), wait
+    on_gloo = tensor.device.type == "cpu" and torch_api.is_gloo(group)
+    if operation == "reduce_scatter_tensor" and on_gloo:
+        rows = [len(tensor) // ranks] * ranks
+        exchange = partial(functional.all_to_all_single, tensor, rows, rows, group)
+        return exchange, lambda started: add_parts(wait(started), ranks)
+    if operation == "reduce_scatter_tensor":
+        return partial(functional.reduce_scatter_tensor, tensor, "sum", ranks, group), wait
+    if on_gloo:
+        gather = functional.all_gather_into_tensor_out
+        return lambda: gather(tensor, ranks, group, out=tensor.new_empty(len(tensor) * ranks)), wait
+    return partial(functional.all_gather_into_tensor, tensor, ranks, group), wait
 
 
-def _alone(start: Callable[[], torch.Tensor]) -> None:
+def _alone(start: Callable[[], torch.Tensor], finish: Callable[[torch.Tensor], object]) -> None:
     for _ in range(_STARTED):
-        torch.ops._c10d_functional.wait_tensor(start())
+        finish(start())
 
 
-def _in_flight(start: Callable[[], torch.Tensor], compute: Callable[[], None]) -> None:
+def _in_flight(
+    start: Callable[[], torch.Tensor], finish: Callable[[torch.Tensor], object], compute: Callable[[], None]
+) -> None:
     in_flight: deque[torch.Tensor] = deque()
     for _ in range(_STARTED):
         in_flight.append(start())
         compute()
         if len(in_flight) > _AHEAD:
-            torch.ops._c10d_functional.wait_tensor(in_flight.popleft())
+            finish(in_flight.popleft())
     for pending in in_flight:
-        torch.ops._c10d_functional.wait_tensor(pending)
+        finish(pending)

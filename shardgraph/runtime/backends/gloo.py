@@ -16,14 +16,14 @@ from shardgraph.ir.attributes import VALUE
 aten = torch.ops.aten
 
 
-def suit_gloo(gm: fx.GraphModule) -> None:
-    """Change the gathers and reduce-scatters of a bound graph that gloo does."""
+def suit_gloo(gm: fx.GraphModule, *, gathers: bool = True) -> None:
+    """Change the reduce-scatters of a bound graph that gloo does, and its ``gathers``, to which a tensor is given."""
     for start in list(ir.collectives(gm)):
         if start.meta["val"].device.type != "cpu" or not torch_api.is_gloo(ir.group_of(start)):
             continue
         if start.target is ir.REDUCE_SCATTER:
             _exchange(start)
-        elif start.target is ir.ALL_GATHER:
+        elif start.target is ir.ALL_GATHER and gathers:
             _gather_into(start)
 
 

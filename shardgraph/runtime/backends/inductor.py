@@ -16,10 +16,12 @@ from torch import fx
 from shardgraph import ir, torch_api
 from shardgraph.errors import ShardGraphError
 from shardgraph.runtime.backends import eager
+from shardgraph.runtime.backends.gloo import suit_gloo
 
 
 def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """The graph as kernels, compiled for inputs of each layout as they come: ranks have shards of unequal sizes."""
+    suit_gloo(gm, gathers=False)  # it makes the tensors that gathers write to
     compiled: dict[Any, Callable[[list[Any]], Sequence[Any]]] = {}
 
     def run(inputs: list[Any]) -> Sequence[Any]:
