@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from shardgraph import ir
 from shardgraph.ir.attributes import MEMORY_KIND
 from shardgraph.passes.analysis.liveness import profile_step
-from shardgraph.passes.analysis.workspaces import workspace
 from shardgraph.passes.base import Context
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents, absent_beside_a_scalar
 from shardgraph.passes.schedule.merge import made_ready, wait_of
@@ -32,22 +31,14 @@ def fill_memory(forward: fx.GraphModule, backward: fx.GraphModule | None, contex
     """Move the gathers of a step's graphs, with what makes them ready, up to ``most`` gathers ahead where they fit."""
     if not any(gathers_of(gm) for gm in (forward, backward) if gm is not None):
         return
-    memory = profile_step(forward, backward and _as_called(forward, backward, context))
+    # Without what gloo takes: the order must not depend on the device that the model was captured on.
+    memory = profile_step(forward, backward and _as_called(forward, backward, context), gloo=False)
     at = dict(zip(memory.nodes, memory.timeline, strict=True))
     graphs = {"forward": forward} | ({} if backward is None else {"backward": backward})
-    lines = [_live(gm, [at.get((half, node.name), 0) for node in gm.graph.nodes]) for half, gm in graphs.items()]
+    lines = [np.array([at.get((half, node.name), 0) for node in gm.graph.nodes]) for half, gm in graphs.items()]
     peak = max(int(live.max()) for live in lines)
     for gm, live in zip(graphs.values(), lines, strict=True):
         _fill(gm, live, peak, most)
-
-
-def _live(gm: fx.GraphModule, timeline: Sequence[int]) -> Line:
-    """Live bytes at each node, with what collectives take for themselves until they are awaited."""
-    index = {node: i for i, node in enumerate(gm.graph.nodes)}
-    live = np.array(timeline)
-    for start in ir.collectives(gm):
-        live[index[start] : index[wait_of(start)] + 1] += workspace(start)
-    return live
 
 
 def _as_called(forward: fx.GraphModule, backward: fx.GraphModule, context: Context) -> fx.GraphModule:

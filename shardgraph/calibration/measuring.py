@@ -251,7 +251,11 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
             times = [_seconds(alone, 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3]
             sending, computing = _slowest(times, device)
             count = max(1, round(sending / computing))  # about as long as the collective
-            runs += [alone, partial(compute, _STARTED * count), partial(_in_flight, start, finish, partial(compute, count))]
+            runs += [
+                alone,
+                partial(compute, _STARTED * count),
+                partial(_in_flight, start, finish, partial(compute, count)),
+            ]
     taken = iter(_time_all(runs, budget, device))
     return [
         Transfer(*call, sending / _STARTED, (together - computing) / _STARTED)
