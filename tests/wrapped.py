@@ -210,7 +210,7 @@ def in_mixed_precision(options: dict[str, Any]) -> dict[str, Any]:
     low.shift = Buffered().shift.to(model.shift.dtype)
     reduced = [
         str(node.args[0].meta["val"].dtype)
-        for node in model.backward_graph.graph.nodes
+        for node in model.program.backward.graph.nodes
         if "reduce_scatter" in str(node.target)
     ]
     return {

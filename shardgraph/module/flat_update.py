@@ -10,7 +10,6 @@ views of the flat ones, and ``step`` and the like a number for each.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ large as what is updated, so more than the largest parameter are not."""
 
 
 _ALIGNED = 16
-"""Bytes to which kernels like parameters to be aligned."""
+"""Bytes to which kernels like parameters to be aligned: those of other sizes are stored behind all others."""
 
 _SMALL, _BUCKET = 1 << 20, 8 << 20
 """Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
@@ -197,7 +196,7 @@ class FlatUpdate:
             if of is not None:
                 stretches.setdefault(of, []).append(list(alike))
         for of, several in stretches.items():
-            for names in _pieces(list(chain.from_iterable(several)), lambda fqn: places[fqn][0], most):
+            for names in _pieces(list(chain.from_iterable(several)), lambda fqn: places[fqn][0], bucket, most):
                 yield _as_run(names, [places[fqn][0] for fqn in names], [bucket[fqn] for fqn in names], of[0])
 
     def _kind(self, parameter: nn.Parameter, group: int) -> tuple[Any, ...]:
@@ -264,18 +263,24 @@ class FlatUpdate:
                 )
 
 
-def _pieces(names: list[str], parameter: Callable[[str], nn.Parameter], most: int) -> Iterator[list[str]]:
-    """Stretches of parameters of up to so many bytes."""
+def _pieces(
+    names: list[str], parameter: Callable[[str], nn.Parameter], bucket: Mapping[str, int], most: int
+) -> Iterator[list[str]]:
+    """Stretches of parameters of up to so many bytes, without padding between them, which state would have too."""
     piece: list[str] = []
     filled = 0
     for fqn in names:
-        nbytes = local_tensor(parameter(fqn)).nbytes
-        if piece and filled + nbytes > most:
+        shard = local_tensor(parameter(fqn))
+        if piece and filled + shard.nbytes > most:
             yield piece
             piece, filled = [], 0
         piece.append(fqn)
-        filled += nbytes
-    yield piece
+        filled += shard.nbytes
+        if bucket[fqn] > shard.numel():
+            yield piece
+            piece, filled = [], 0
+    if piece:
+        yield piece
 
 
 def _as_run(names: list[str], parameters: list[nn.Parameter], elements: list[int], group: int) -> Run:
@@ -315,15 +320,14 @@ def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimiz
         return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
 
     small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
-    small.sort(key=lambda fqn: (kind(fqn), gradients[fqn].data_ptr()))
+    small.sort(key=lambda fqn: (kind(fqn), rest[fqn].nbytes % _ALIGNED > 0, gradients[fqn].data_ptr()))
     for _, alike in groupby(small, kind):
         bucket: dict[str, int] = {}
         filled = 0
         for fqn in alike:
-            aligned = math.ceil(rest[fqn].nbytes / _ALIGNED) * _ALIGNED
-            if filled + aligned > _BUCKET:
+            if filled + rest[fqn].nbytes > _BUCKET:
                 state.stored.store(bucket, parameter)
                 bucket, filled = {}, 0
-            bucket[fqn], filled = aligned // rest[fqn].itemsize, filled + aligned
+            bucket[fqn], filled = rest[fqn].numel(), filled + rest[fqn].nbytes
         if len(bucket) > 1:
             state.stored.store(bucket, parameter)

@@ -22,7 +22,7 @@ def as_placed(local: torch.Tensor, like: DTensor) -> DTensor:
     ``DTensor.from_local`` would derive both anew, and calling the class its ``__init__``, which does nothing slowly:
     for every gradient of every step that is time that a user feels.
     """
-    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+    return _wrapped(local, like._spec)
 
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
@@ -31,7 +31,16 @@ def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     ``DTensor.from_local`` would move it to the device of the mesh.
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
+    return _wrapped(local, DTensorSpec(mesh, tuple(placements), meta))
+
+
+def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # A wrapper takes over its shard's offset in memory, though it has none itself: copy.deepcopy would fail.
+    offset = local.storage_offset() != 0
+    wrapper = DTensor.__new__(DTensor, local.new_empty(0) if offset else local, spec, requires_grad=False)
+    if offset:
+        wrapper._local_tensor = local
+    return wrapper
 
 
 def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

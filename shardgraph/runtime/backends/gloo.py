@@ -19,8 +19,9 @@ aten = torch.ops.aten
 def suit_gloo(gm: fx.GraphModule, *, gathers: bool = True) -> None:
     """Change the reduce-scatters of a bound graph that gloo does, and its ``gathers``, to which a tensor is given."""
     for start in list(ir.collectives(gm)):
-        if start.meta["val"].device.type != "cpu" or not torch_api.is_gloo(ir.group_of(start)):
-            continue
+        value = start.meta["val"]
+        if value.is_complex() or value.device.type != "cpu" or not torch_api.is_gloo(ir.group_of(start)):
+            continue  # gloo knows complex numbers as pairs alone
         if start.target is ir.REDUCE_SCATTER:
             _exchange(start)
         elif start.target is ir.ALL_GATHER and gathers:
