@@ -280,6 +280,16 @@ def test_what_changes_in_a_layer_that_was_not_traced_makes_another_program(chang
     assert not guards.hold
 
 
+def test_a_hook_of_a_layer_after_those_that_are_left_out_is_guarded():
+    model = Stack()
+    hook = model.layers[7].linear.register_forward_hook(lambda module, args, out: out + 1)
+    assert of_few((model, (X,), {})) is not None
+    guards = room.capture(model, (X,), {}, device=torch.device("cpu")).take_guards(model)
+    assert guards.hold, guards.failing
+    hook.remove()
+    assert not guards.hold
+
+
 def test_numbers_from_the_rows_are_those_of_all_layers():
     class OfRows(Stack):
         def between(self, x: torch.Tensor, number: int) -> torch.Tensor:

@@ -23,13 +23,22 @@ def for_all_layers(guards: Iterable[Guard], own: str, repeated: Repeated) -> Ite
     """The guards, each of a layer's for all layers that it stands for. ``own`` is the tracer's name of the module."""
     cache: dict[tuple[Source, int], Source] = {}
     for guard in guards:
-        layer = _layer(guard.originating_source, own, repeated)
-        if layer is None:
-            yield guard
-            continue
-        source, stands_for = layer
-        for number in stands_for:
-            yield _renumbered(guard.originating_source, source, number, cache).make_guard(guard.create_fn)
+        for source in _in_all_layers(guard.originating_source, own, repeated, cache):
+            yield guard if source is guard.originating_source else source.make_guard(guard.create_fn)
+
+
+def ordered_in_all_layers(ordered: Iterable[Source], own: str, repeated: Repeated) -> set[Source]:
+    """The dictionaries whose order of keys guards rely on, each of a layer's for all layers that it stands for."""
+    return {each for source in ordered for each in _in_all_layers(source, own, repeated, {})}
+
+
+def _in_all_layers(
+    source: Source, own: str, repeated: Repeated, cache: dict[tuple[Source, int], Source]
+) -> list[Source]:
+    if (layer := _layer(source, own, repeated)) is None:
+        return [source]
+    part, stands_for = layer
+    return [_renumbered(source, part, number, cache) for number in stands_for]
 
 
 def unequal(captured: Any, model: nn.Module, repeated: Repeated) -> str:

@@ -14,7 +14,7 @@ from torch._dynamo.guards import CheckFunctionManager, GuardBuilder
 from torch._guards import Guard, GuardsSet, tracing
 from torch.utils._ordered_set import OrderedSet
 
-from shardgraph.torch_api.guarded_layers import Repeated, for_all_layers
+from shardgraph.torch_api.guarded_layers import Repeated, for_all_layers, ordered_in_all_layers
 
 # Conditions on inputs and modes, which have a key of their own.
 _OTHER = {
@@ -53,6 +53,7 @@ class Guards:
         names = {"L": self._scope, "G": output.global_scope}
         output.local_scope, output.skip_guards_check = self._scope, True
         guards = for_all_layers(output.guards, f"L['{first}']", repeated)
+        output.guard_on_key_order = ordered_in_all_layers(output.guard_on_key_order, f"L['{first}']", repeated)
         output._guards = GuardsSet(OrderedSet(_conditions(guards, f"L['{first}']", names)))
         with dynamo.config.patch(GUARD_HOOKS), tracing(graph.meta["tracing_context"]):
             self._manager: Any = CheckFunctionManager(captured.bytecode, output).guard_manager
