@@ -2,6 +2,10 @@
 
     python benchmarks/compile_time.py 8 16 32
     python benchmarks/compile_time.py 32 --cases auto --name compile-time
+    python benchmarks/compile_time.py 32 --cases fsdp --warm
+
+Nothing is read from or written to a directory that ``SHARDGRAPH_CACHE`` names. With ``--warm`` every measurement is
+followed by another one, in a process of its own, that finds on disk what the first has left in a new directory.
 
 The cases are ``fsdp`` on 64 ranks, ``fsdp+tp`` on 8 x 8 and ``auto`` on 8 x 8. This process is rank 0 of a process
 group that communicates nothing. Every measurement is a process of its own, so that memory is its own; cases and sizes
@@ -13,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FunctionType
@@ -98,24 +104,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--name", help="write the figures of all rounds to benchmarks/results/NAME.json")
+    parser.add_argument("--warm", action="store_true", help="also the second start, which reads from disk")
     parser.add_argument("--once", help=argparse.SUPPRESS)  # one measurement of this case, as JSON
     options = parser.parse_args()
     if options.once:
         print(json.dumps(measure(options.layers[0], options.once)))
         return
+    starts = ("cold", "warm") if options.warm else ("cold",)
     runs = [(case, layers) for case in options.cases for layers in options.layers]
-    seen: dict[tuple[str, int], list[dict[str, float]]] = {run: [] for run in runs}
+    seen: dict[tuple[str, int, str], list[dict[str, float]]] = {(*run, start): [] for run in runs for start in starts}
     for _ in range(options.rounds):
         for case, layers in runs:
-            command = [sys.executable, __file__, str(layers), "--once", case]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            seen[case, layers].append(json.loads(output.splitlines()[-1]))
-    print(f"{'plan':8}{'layers':>6}" + "".join(f"{name:>11}" for name in COLUMNS))
-    for (case, layers), figures in seen.items():
+            with tempfile.TemporaryDirectory() as cache:
+                environment = os.environ | {"SHARDGRAPH_CACHE": cache if options.warm else "off"}
+                for start in starts:
+                    command = [sys.executable, __file__, str(layers), "--once", case]
+                    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+                    seen[case, layers, start].append(json.loads(output.stdout.splitlines()[-1]))
+    print(f"{'plan':8}{'layers':>6}{'start':>6}" + "".join(f"{name:>11}" for name in COLUMNS))
+    for (case, layers, start), figures in seen.items():
         middle = [statistics.median(each[name] for each in figures) for name in COLUMNS]
-        print(f"{case:8}{layers:6d}" + "".join(f"{value:11.1f}" for value in middle))
+        print(f"{case:8}{layers:6d}{start:>6}" + "".join(f"{value:11.2f}" for value in middle))
     if options.name:
-        rows = [{"plan": case, "layers": layers, "rounds": figures} for (case, layers), figures in seen.items()]
+        rows = [
+            {"plan": case, "layers": layers, "start": start, "rounds": figures}
+            for (case, layers, start), figures in seen.items()
+        ]
         path = Path(__file__).parent / "results" / f"{options.name}.json"
         path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

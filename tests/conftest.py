@@ -19,6 +19,7 @@ pytest_plugins = ["tests.variants"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["SHARDGRAPH_CACHE"] = "off"  # but in the tests of it, also if the user has one
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 torch.set_num_threads(1)
 multiprocessing.set_start_method("forkserver")

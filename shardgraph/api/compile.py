@@ -34,6 +34,7 @@ from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
 from shardgraph.search.decide import decide
 from shardgraph.search.question import Question
+from shardgraph.search.remembered import remembered
 
 
 def compile(
@@ -170,7 +171,7 @@ def _decided(agreement: Agreement, question: Question, captures: Captures) -> Pl
     """The plan chosen by rank 0, since free memory differs between machines; other ranks receive it as text."""
     if not question.open:
         return decide(question, captures)
-    text = agreement.from_first_rank("the plan", lambda: decide(question, captures).to_yaml())
+    text = agreement.from_first_rank("the plan", lambda: remembered(question, captures).to_yaml())
     return Plan.from_yaml(text, "the plan of rank 0")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,15 +87,7 @@ def capture(
     joint = few or _traced(model, *options)[0]
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
-    def from_rows() -> list[ir.RowNumber] | None:
-        mode = FakeTensorMode()
-        copied = _stand_in(model, mode, device, computed_dtypes(model, precision, annotations))
-        with casting(copied, precision, annotations, stored=model), same_kernels():
-            traced = Traced(copied, loss_fn)
-            inputs = _fake_inputs(mode, args, kwargs, device)
-            return row_numbers(lambda call: traced(*call[0], **call[1]), inputs, joint.rows, mode)
-
-    joint.row_numbers = from_rows
+    joint.row_numbers = later_rows(joint.rows, model, *options)
     return joint
 
 
@@ -130,6 +123,7 @@ def _traced(
     joint = _joint_graph(exported, fake_mode, leaves)
     drop_known_masks(joint.module)
     joint.guards = partial(_guards, exported, loss_fn)
+    joint.origin = exported.origin and replace(exported.origin, guards=partial(_guards_data, exported.origin, loss_fn))
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     check_products(joint.module)
@@ -144,6 +138,12 @@ def _guards(
 ) -> Any:
     more = {"repeated": _in_traced(repeated)} if repeated else {}
     return exported.guards(Traced(model, loss_fn, exported.effects.results), **more)
+
+
+def _guards_data(
+    origin: ir.Origin, loss_fn: Callable[..., torch.Tensor] | None, model: nn.Module, repeated: Repeated = ()
+) -> Any:
+    return origin.guards(Traced(model, loss_fn), _in_traced(repeated))
 
 
 def _unequal(
@@ -177,6 +177,29 @@ def _recorded(
         stack.enter_context(fake_mode)
         traced = Traced(copied, loss_fn)
         return record(lambda: run_as_traced(traced, *inputs), copied, pytree.tree_leaves(inputs), stacks)
+
+
+def later_rows(
+    rows: int,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    annotations: Sequence[Annotated],
+    precision: Precision,
+) -> Callable[[], list[ir.RowNumber] | None]:
+    """What finds the numbers that forward computes from the ``rows`` of its inputs, when they are asked for."""
+
+    def found() -> list[ir.RowNumber] | None:
+        mode = FakeTensorMode()
+        copied = _stand_in(model, mode, device, computed_dtypes(model, precision, annotations))
+        with casting(copied, precision, annotations, stored=model), same_kernels():
+            traced = Traced(copied, loss_fn)
+            inputs = _fake_inputs(mode, args, kwargs, device)
+            return row_numbers(lambda call: traced(*call[0], **call[1]), inputs, rows, mode)
+
+    return found
 
 
 def output_shapes(

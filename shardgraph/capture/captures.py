@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgraph.capture.capture import capture
 from shardgraph.capture.numbers import input_key
+from shardgraph.capture.remembered import remembered
 from shardgraph.ir import JointGraph
 from shardgraph.plans.plan import Plan
 from shardgraph.torch_api import autocast_state, pytree
@@ -83,14 +83,8 @@ class Captures:
         key = self._key(call, plan)
         if key not in self._joints:
             with torch.set_grad_enabled(call.training):
-                self._joints[key] = capture(
-                    call.model,
-                    call.args,
-                    dict(call.kwargs),
-                    device=self._device,
-                    loss_fn=call.loss_fn,
-                    annotations=plan.annotations,
-                    precision=plan.precision,
+                self._joints[key] = remembered(
+                    call, self._device, annotations=plan.annotations, precision=plan.precision
                 )
         return self._joints[key]
 

@@ -21,7 +21,7 @@ from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.side_effects import Effects, harmful, side_effects
 from shardgraph.errors import CaptureError
-from shardgraph.ir import AttributeResult
+from shardgraph.ir import AttributeResult, Origin
 
 PREFIX = "model."
 """Of names in the traced module."""
@@ -74,7 +74,8 @@ class Exported:
 
     ``canonical`` is the first name in the model of each parameter and buffer, by each of its names in the graph.
     ``repeats``: after the call, the next one is traced alike. ``unequal``: see
-    :class:`shardgraph.torch_api.Trace`.
+    :class:`shardgraph.torch_api.Trace`. ``origin``: what was traced, if forward leaves nothing behind, so that it is
+    all there is.
     """
 
     lowered: Any
@@ -83,6 +84,7 @@ class Exported:
     guards: Callable[..., Any]
     repeats: bool
     unequal: Callable[[nn.Module, torch_api.Repeated], str]
+    origin: Origin | None
 
 
 def export(
@@ -135,14 +137,15 @@ def export(
             if repeats:
                 guards = partial(guards, later=again.guards)
         named = _canonical(model)
+        origin = None if effects or assigned else Origin(traced.code, traced.called, traced.guards_data)
         try:
-            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal)
+            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
             with torch.no_grad():
                 register_types(call(private()))
-            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal)
+            return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:

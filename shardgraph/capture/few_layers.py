@@ -70,4 +70,5 @@ def _from_few_layers(
     for stack in repeated:
         gm = repeat(gm, stack)
     assert joint.guards is not None
-    return replace(joint, module=gm, guards=partial(joint.guards, repeated=numbers))
+    origin = joint.origin and replace(joint.origin, guards=partial(joint.origin.guards, repeated=numbers))
+    return replace(joint, module=gm, guards=partial(joint.guards, repeated=numbers), origin=origin)

@@ -37,6 +37,7 @@ from shardgraph.ir.graph import (
     AttributeResult,
     AttributeSet,
     JointGraph,
+    Origin,
     OutputAlias,
     RowNumber,
     UnboundGraph,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -151,6 +152,17 @@ class RowNumber:
     also_constant: bool
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a graph was traced from: ``code``, Python that was traced through, and ``called``, functions that it calls
+    and that were not. ``guards(model)`` are conditions, as :attr:`JointGraph.guards`, as data for JSON.
+    """
+
+    code: Sequence[CodeType]
+    called: Sequence[Any]
+    guards: Callable[..., Any]
+
+
 @dataclass(eq=False)
 class JointGraph:
     """A captured program.
@@ -165,6 +177,7 @@ class JointGraph:
     graph again. ``guards(model)`` makes the conditions under which ``model``, as it is now, is captured as this graph;
     see :class:`shardgraph.torch_api.Guards`. ``rows`` is the length of the batch, dimension 0 of the first input that
     has one, and ``row_numbers()`` are the numbers that forward computes from it, or None if that cannot be told.
+    ``origin`` is what it was traced from, if that can be told, and ``kept`` its name on disk, if it is there.
     ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph.
     """
 
@@ -180,6 +193,8 @@ class JointGraph:
     guards: Callable[..., Any] | None = None
     rows: int = 0
     row_numbers: Callable[[], list[RowNumber] | None] = lambda: []
+    origin: Origin | None = None
+    kept: str = ""
     placed: dict[Any, Any] = field(default_factory=dict)
 
     @property

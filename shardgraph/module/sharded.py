@@ -28,13 +28,13 @@ from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
+from shardgraph.module.proved import check_proved
 from shardgraph.module.replaced import adopt, current
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.progress import Progress
-from shardgraph.proof.prove import prove
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.backends import Backend, eager
@@ -440,7 +440,7 @@ class ShardedModule(nn.Module):
         joint = self._setup.captures.take(call, self.plan)
         program = lower(joint, self.plan, named_shapes(call.model), show)
         show("prove")
-        prove(program).raise_if_wrong()
+        check_proved(program)
         return program
 
     def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:

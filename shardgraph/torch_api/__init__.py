@@ -9,7 +9,7 @@ import torch._dynamo as dynamo
 import torch.utils._pytree as pytree
 from torch._C import _storage_address as storage_address  # type: ignore[attr-defined]  # the stubs lack it
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -27,10 +27,13 @@ from shardgraph.torch_api.execution import (
     differentiated,
     global_hooks,
     keep_graph,
+    modes_active,
     next_operation,
     no_autocast,
+    tracer_settings,
     will_accumulate,
 )
+from shardgraph.torch_api.fakes import Fakes
 from shardgraph.torch_api.groups import (
     all_gather,
     group_along,
@@ -46,6 +49,7 @@ from shardgraph.torch_api.inductor import compile_by_inductor, cxx_compiler_erro
 from shardgraph.torch_api.optimizers import has_step_hooks
 from shardgraph.torch_api.rms_norm import rms_norm_on
 from shardgraph.torch_api.schedules import PipelineAction, pipeline_actions
+from shardgraph.torch_api.stored_guards import NotStored, StoredGuards, known_module
 from shardgraph.torch_api.strategies import (
     ask_strategy,
     is_shard_placeholder,

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo as dynamo
+import torch._functorch.config as functorch_config
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
@@ -63,6 +65,19 @@ def global_hooks() -> tuple[int, ...]:
     """The numbers of the hooks of all modules."""
     hooks = torch.nn.modules.module
     return (*hooks._global_forward_pre_hooks, *hooks._global_forward_hooks)
+
+
+def tracer_settings() -> list[tuple[str, object]]:
+    """The switches of the tracer and of its lowering; its own hash of them differs between processes."""
+    plain = (bool, int, float, str, type(None))
+    both = dynamo.config.get_config_copy(), functorch_config.get_config_copy()
+    switches = [(key, value) for each in both for key, value in each.items() if type(value) in plain]
+    return sorted(switches, key=repr)
+
+
+def modes_active() -> bool:
+    """Whether a mode of torch, such as a device's context, changes what functions or operations do."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -52,11 +53,15 @@ class Guards:
         self._scope = {**output.local_scope, first: model}
         names = {"L": self._scope, "G": output.global_scope}
         output.local_scope, output.skip_guards_check = self._scope, True
-        guards = for_all_layers(output.guards, f"L['{first}']", repeated)
-        output.guard_on_key_order = ordered_in_all_layers(output.guard_on_key_order, f"L['{first}']", repeated)
-        output._guards = GuardsSet(OrderedSet(_conditions(guards, f"L['{first}']", names)))
-        with dynamo.config.patch(GUARD_HOOKS), tracing(graph.meta["tracing_context"]):
-            self._manager: Any = CheckFunctionManager(captured.bytecode, output).guard_manager
+        own = f"L['{first}']"
+        guards = for_all_layers(output.guards, own, repeated)
+        output.guard_on_key_order = ordered_in_all_layers(output.guard_on_key_order, own, repeated)
+        output._guards = GuardsSet(OrderedSet(conditions(guards, own, names)))
+        self._make(output, captured.bytecode, graph.meta["tracing_context"])
+
+    def _make(self, output: Any, code: CodeType, context: Any) -> None:
+        with dynamo.config.patch(GUARD_HOOKS), tracing(context):
+            self._manager: Any = CheckFunctionManager(code, output).guard_manager
 
     def follow(self) -> None:
         """After a call: if it has set attributes that forward reads, hold for what it has set them to."""
@@ -82,7 +87,7 @@ class Guards:
         return re.sub(r"\._modules\['(\w+)'\]", r".\1", condition).replace("L['self'].model", "model")
 
 
-def _conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Iterator[Guard]:
+def conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Iterator[Guard]:
     """The guards that are about the model, called ``own``, or a global, and about what the model itself has.
 
     Some are only about its copy, such as hooks that cast or constrain.

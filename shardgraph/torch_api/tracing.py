@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch._guards import tracing
 
 from shardgraph.torch_api.guarded_layers import Repeated, unequal
 from shardgraph.torch_api.guards import GUARD_HOOKS, Guards
+from shardgraph.torch_api.stored_guards import guards_data
 
 
 def _ignorable_calls() -> set[Callable[..., Any]]:
@@ -54,14 +56,18 @@ class Trace(NamedTuple):
 
     ``written`` is what its forward writes to and the graph does not, by the tracer's names, such as
     ``L['self'].cache``. ``guards(model)`` are the :class:`Guards` for a model of which the traced one is a copy, or
-    with ``repeated`` a copy of fewer layers. ``unequal(model, repeated)`` tells what it read of a layer and is another
-    in a layer that was not traced.
+    with ``repeated`` a copy of fewer layers, and ``guards_data(model, repeated)`` the same as data. ``unequal(model,
+    repeated)`` tells what it read of a layer and is another in a layer that was not traced. ``code`` is the Python that
+    was traced, ``called`` the functions in the graph, which are not traced through.
     """
 
     graph: fx.GraphModule
     written: list[str]
     guards: Callable[..., Guards]
     unequal: Callable[[nn.Module, Repeated], str]
+    guards_data: Callable[[nn.Module, Repeated], Any]
+    code: list[CodeType]
+    called: list[Any]
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -95,7 +101,27 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     found = (re.search(r"certain side effects happened.*: (\[.*\])", str(each.message), re.DOTALL) for each in caught)
     written = [name for each in found if each for name in ast.literal_eval(each[1])]
     output = captured.graph_capture_output
-    return Trace(graph, written, partial(Guards, output, graph), partial(unequal, output))
+    return Trace(
+        graph,
+        written,
+        guards=partial(Guards, output, graph),
+        unequal=partial(unequal, output),
+        guards_data=partial(guards_data, output),
+        code=list(output.traced_code),
+        called=_called(graph),
+    )
+
+
+def _called(graph: fx.GraphModule) -> list[Any]:
+    """What a graph calls, methods of tensors too; None for a module."""
+    called: dict[Any, None] = {}
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op == "call_method":
+                called[getattr(torch.Tensor, str(node.target), None)] = None
+            elif node.op.startswith("call_"):
+                called[node.target if node.op == "call_function" else None] = None
+    return list(called)
 
 
 def export_joint(captured: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,51 @@
+"""Small results that follow from a captured graph on disk: a decided plan, a proof that succeeded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from shardgraph.cache import entries
+from shardgraph.cache.digests import Digest, NoDigest
+from shardgraph.cache.values import NotStorable
+
+log = logging.getLogger(__name__)
+
+
+class Result:
+    """The result of a ``question`` about the graph that is ``kept`` on disk; all of the question counts."""
+
+    def __init__(self, kept: str, *question: Any) -> None:
+        self._path = _path(kept, question)
+
+    def read(self) -> Any:
+        """The result, None if there is none."""
+        try:
+            entry = entries.read(self._path) if self._path is not None else None
+        except NotStorable as error:
+            log.warning("computed again: %s", error)
+            return None
+        return None if entry is None else entry[0].get("result")
+
+    def write(self, result: Any) -> None:
+        """Keep a result that JSON can write."""
+        if self._path is None:
+            return
+        try:
+            entries.write(self._path, {"result": result}, [])
+        except OSError as error:
+            log.warning("a result cannot be kept in %s: %s", self._path.parent, error.strerror)
+
+
+def _path(kept: str, question: tuple[Any, ...]) -> Path | None:
+    if (folder := entries.directory()) is None or not kept:
+        return None
+    digest = Digest()
+    try:
+        digest.put(kept, entries.versions())
+        digest.outside(question)
+    except (NoDigest, RecursionError) as error:
+        log.info("no result is kept: %s", error)
+        return None
+    return folder / f"{digest.text[:40]}.safetensors"

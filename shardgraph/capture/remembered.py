@@ -1,0 +1,166 @@
+"""Captured graphs that an earlier start left on disk: read if capturing now would give the same, else written.
+
+An entry is found by a digest of the model and the call, before anything is traced. It says which names the traced code
+looked up, and holds if these mean now what they meant then: equal functions, classes and values. Then the tracer's
+guards are made again, for the model as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph import ir
+from shardgraph.cache import entries
+from shardgraph.cache.code import Names, check_calls, check_described, digest_of, names_in, state_of_torch
+from shardgraph.cache.digests import Digest, NoDigest
+from shardgraph.cache.graphs import graph_data, graph_of
+from shardgraph.cache.values import NotStorable, Reader, Writer, spec_data, spec_of
+from shardgraph.capture.capture import capture, later_rows
+from shardgraph.capture.export import Traced
+from shardgraph.capture.numbers import is_number
+from shardgraph.torch_api import (
+    FakeTensorMode,
+    NotStored,
+    StoredGuards,
+    autocast_state,
+    global_hooks,
+    modes_active,
+    pytree,
+    tracer_settings,
+)
+
+log = logging.getLogger(__name__)
+_CANNOT = (NoDigest, NotStorable, NotStored, RecursionError)
+
+
+def remembered(call: Any, device: torch.device, **options: Any) -> ir.JointGraph:
+    """:func:`shardgraph.capture.capture.capture` of a call, read from disk if it is there and holds.
+
+    ``call`` is a :class:`shardgraph.capture.captures.Call`.
+    """
+
+    def captured() -> ir.JointGraph:
+        return capture(call.model, call.args, dict(call.kwargs), device=device, loss_fn=call.loss_fn, **options)
+
+    folder = entries.directory()
+    try:
+        digest = None if folder is None else _digest(call, device, options)
+    except _CANNOT as error:
+        log.info("not kept on disk: %s", error)
+        digest = None
+    if folder is None or digest is None:
+        joint = captured()
+        joint.origin = None
+        return joint
+    path = folder / f"{digest.text[:40]}.safetensors"
+    try:
+        if (entry := entries.read(path)) is not None and (read := _read(*entry, digest, call, device, options)):
+            return read
+    except _CANNOT as error:
+        log.warning("captured again: %s", error)
+    joint = captured()
+    try:
+        _write(path, joint, digest, call)
+    except _CANNOT as error:
+        log.info("not kept on disk: %s", error)
+    except OSError as error:
+        log.warning("the captured graph cannot be kept in %s: %s", folder, error.strerror)
+    joint.origin = None
+    return joint
+
+
+def _digest(call: Any, device: torch.device, options: dict[str, Any]) -> Digest:
+    """What is known before tracing: versions, switches, the call and the whole model."""
+    if modes_active() or global_hooks():
+        raise NoDigest("a mode of torch or a hook of all modules is active")
+    digest = Digest(call.model)
+    digest.put(
+        entries.versions(), state_of_torch(device), tracer_settings(), autocast_state(device.type), call.training
+    )
+    digest.put([name for name, _ in call.model.named_parameters(remove_duplicate=False)])
+    leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    digest.put(str(spec))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            place = str(leaf.device) if is_number(leaf) else "the device"
+            shape = tuple(leaf.shape), leaf.stride(), str(leaf.dtype), leaf.requires_grad
+            digest.put(type(leaf).__qualname__, *shape, place, is_number(leaf))
+        else:
+            digest.outside(leaf)
+    digest.outside(options)
+    digest.outside(call.loss_fn)
+    digest.add(call.model)
+    return digest
+
+
+def _write(path: Path, joint: ir.JointGraph, digest: Digest, call: Any) -> None:
+    if (origin := joint.origin) is None:
+        raise NotStorable("forward leaves something behind on the model")
+    check_calls(origin.called)
+    names = names_in(origin.code)
+    looked_up = digest_of(names, meant := Digest())
+    check_described(origin.code, digest.codes | meant.codes)
+    writer = Writer()
+    parts = {
+        "names": names,
+        "looked up": looked_up,
+        "guards": origin.guards(call.model),
+        "graph": graph_data(joint.module, writer),
+        "result": spec_data(joint.out_spec, writer),
+        "about": [writer.write(each) for each in (joint.aliases, joint.stored, joint.rows, joint.repeats)],
+    }
+    entries.write(path, parts, writer.tensors)
+    joint.kept = f"{path.stem} {looked_up}"
+
+
+def _read(
+    parts: dict[str, Any],
+    tensors: list[torch.Tensor],
+    digest: Digest,
+    call: Any,
+    device: torch.device,
+    options: dict[str, Any],
+) -> ir.JointGraph | None:
+    """The graph of an entry; None if what it was traced from has changed."""
+    try:
+        key, names = digest.text[:40], _names(parts["names"])
+        if digest_of(names, Digest()) != parts["looked up"]:
+            return None
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # as the tracer's
+        reader = Reader(mode, tensors)
+        aliases, stored, rows, repeats = map(reader.read, parts["about"])
+        guards = StoredGuards(parts["guards"], Traced(call.model, call.loss_fn))
+        joint = ir.JointGraph(
+            graph_of(parts["graph"], reader),
+            spec_of(parts["result"], reader),
+            mode,
+            aliases,
+            stored=stored,
+            repeats=repeats,
+            guards=_once(guards, call),
+            rows=rows,
+            row_numbers=later_rows(rows, call.model, call.args, dict(call.kwargs), device, call.loss_fn, **options),
+            kept=f"{key} {parts['looked up']}",
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise NotStorable(f"an entry that is not well formed: {type(error).__name__}: {error}") from error
+    return joint
+
+
+def _names(data: Any) -> Names:
+    return {str(module): [str(name) for name in names] for module, names in data.items()}
+
+
+def _once(guards: StoredGuards, call: Any) -> Callable[[nn.Module], Any]:
+    """The guards of the model that the entry was compared with, or of another one: made anew for it."""
+
+    def of(model: nn.Module) -> Any:
+        return guards if model is call.model else guards.of(Traced(model, call.loss_fn))
+
+    return of
