@@ -69,8 +69,8 @@ def remembered(call: Any, device: torch.device, **options: Any) -> ir.JointGraph
         _write(path, joint, digest, call)
     except _CANNOT as error:
         log.info("not kept on disk: %s", error)
-    except OSError as error:
-        log.warning("the captured graph cannot be kept in %s: %s", folder, error.strerror)
+    except Exception as error:  # a full disk, or a model that no one thought of: it is captured all the same
+        log.warning("the captured graph cannot be kept in %s: %s: %s", folder, type(error).__name__, error)
     joint.origin = None
     return joint
 
