@@ -83,3 +83,8 @@ def test_what_cannot_be_done_on_buckets_is_the_same_step_taken_apart(kind):
 
 def test_statistics_of_gradients_are_cleared_with_them():
     assert on_ranks(whole_steps.statistics_left, 2) == [0, 0]
+
+
+def test_parameters_in_host_memory_stay_there():
+    for error, on_host in on_ranks(whole_steps.with_a_parameter_in_host_memory, 2):
+        assert error < 1e-12 and on_host

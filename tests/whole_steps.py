@@ -13,7 +13,10 @@ from torch import nn, optim
 
 import shardgraph
 from shardgraph import preset
+from shardgraph.plans.annotations.kinds import offload
 from shardgraph.report.step import program_memory
+from shardgraph.runtime.host import is_on_host
+from shardgraph.torch_api import local_tensor
 from tests import ranks
 from tests.local_steps import OPTIMIZERS
 from tests.ranks import difference
@@ -339,3 +342,24 @@ def statistics_left() -> int:
     optimizer.zero_grad()
     sharded.step(batch(0), target=target(0), optimizer=optimizer)
     return len(sharded.gradient_statistics.measured)
+
+
+def with_a_parameter_in_host_memory() -> tuple[float, bool]:
+    """How far weights are from the unsharded model's after whole steps and an optimizer's own, and whether the
+    parameter is in host memory still."""
+    original = model()
+    mine = copy.deepcopy(original)
+    shardgraph.annotate(mine, {"3.weight": offload()})
+    sharded = shardgraph.compile(mine, "fsdp", loss_fn=F.mse_loss, progress=False)
+    optimizer = optim.AdamW(sharded.parameters(), lr=0.01)
+    reference = Original(original, optim.AdamW(original.parameters(), lr=0.01))
+    for number in range(4):
+        if number % 2:
+            sharded.step(batch(number), target=target(number), optimizer=optimizer)
+        else:
+            sharded.train_step(batch(number), target=target(number))
+            optimizer.step()
+            optimizer.zero_grad()
+        reference.step(number)
+    parameter = dict(sharded.named_parameters())["3.weight"]
+    return difference(sharded, original, gradients=False), is_on_host(local_tensor(parameter))

@@ -85,11 +85,11 @@ def _on_shards(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Cal
 def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
     """Within, the optimizer has its parameters many at a time; None if it cannot."""
     states = {state() if isinstance(state, weakref.ref) else None for state in map(_mark_of, _parameters_of(optimizer))}
-    if len(states) != 1 or (state := states.pop()) is None:
-        return None  # of several modules, or of a pipeline
+    if len(states) != 1 or (state := states.pop()) is None or state.layout.on_host:
+        return None
     parameters = [parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None]
     if any(local_tensor(parameter).device != state.device for parameter in parameters):
-        return None
+        return None  # in host memory
     flat = state.updates.get(optimizer)
     if flat is None:
         flat = state.updates[optimizer] = FlatUpdate(optimizer)

@@ -341,7 +341,8 @@ class ShardedModule(nn.Module):
     def settle(self) -> None:
         """Record that the model's tensors are sharded now; programs from before are for these."""
         self._state.layout.settle()
-        step_together(self._state)
+        if not self.plan.offload.optimizer_state:
+            step_together(self._state)
         self._state.arrange()
         buffers = self._state.layout.buffers
         self._programs = OrderedDict(((buffers, *key[1:]), made) for key, made in self._programs.items())

@@ -24,6 +24,7 @@ from shardgraph.module.gradient_norm import clip_by
 from shardgraph.module.local_step import is_elementwise
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import State
+from shardgraph.torch_api import local_tensor
 
 
 def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, plan: Plan, state: State) -> bool:
@@ -32,11 +33,13 @@ def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | Non
         return False
     if scaler is not None and state.mesh is not None and not isinstance(scaler, GradScaler):
         return False  # it would find an overflow on one rank alone
-    if state.unreduced or state.unsynced or plan.offload.parameters or plan.offload.optimizer_state:
+    if state.unreduced or state.unsynced or state.layout.on_host or plan.offload.optimizer_state:
         return False
     parameters = state.layout.parameters
     if any(chain.from_iterable(map(_hooks, parameters))):
         return False
+    if any(local_tensor(parameter).device != state.device for parameter in parameters):
+        return False  # in host memory
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {*map(id, trained)} <= {*map(id, parameters)} and all(grad is None for grad in map(_gradient, trained))
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from shardgraph.capture.numbers import as_tensor
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, JointGraph, placeholders
-from shardgraph.torch_api import storage_address
+from shardgraph.runtime.host import is_on_host
+from shardgraph.torch_api import local_tensor, storage_address
 
 _children, _own_parameters, _own_buffers = map(attrgetter, ("_modules", "_parameters", "_buffers"))
 _values = methodcaller("values")
@@ -58,6 +59,7 @@ class Layout:
         # A module has the same dictionaries for as long as it lives.
         own = (_children, _own_parameters, _own_buffers)
         self._holders = [holder(module) for module in self._modules for holder in own]
+        self.on_host = any(is_on_host(local_tensor(parameter)) for parameter in self._parameters)
         self._objects = self._present()
         self._note_storages()
         self.buffers = self._kinds()
