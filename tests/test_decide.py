@@ -180,15 +180,16 @@ PLANS = {
 
 def two_ranks() -> dict[str, Any]:
     """What each rank captured and decided for every plan, and what it saw of rank 0 failing and of it being late."""
-    compiling = importlib.import_module("shardgraph.api.compile")
+    deciding = [importlib.import_module(f"shardgraph.{name}") for name in ("api.compile", "search.remembered")]
     traced, decided = count_traces(), []
-    decide = compiling.decide
+    decide = deciding[0].decide
 
     def counted(*args: Any) -> Plan:
         decided.append(args)
         return decide(*args)
 
-    compiling.decide = counted
+    for module in deciding:
+        module.decide = counted
     seen: dict[str, Any] = {"captures": {}, "decisions": {}, "plans": {}}
     for plan, mesh in PLANS.items():
         traced.clear()
@@ -210,7 +211,8 @@ def two_ranks() -> dict[str, Any]:
         time.sleep(4)
         return preset("fsdp", {"dp": 2})
 
-    compiling.decide = late
+    for module in deciding:
+        module.decide = late
     dist.barrier()
     seen["late"] = outcome(memory="1GiB", timeout=1.0)
     return seen

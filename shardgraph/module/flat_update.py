@@ -41,7 +41,7 @@ large as what is updated, so more than the largest parameter are not."""
 
 
 _ALIGNED = 16
-"""Bytes to which kernels like parameters to be aligned: those of other sizes are stored behind all others."""
+"""Bytes to which a GPU's kernels like parameters to be aligned: those of other sizes are stored behind all others."""
 
 _SMALL, _BUCKET = 1 << 20, 8 << 20
 """Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
@@ -102,7 +102,7 @@ class FlatUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.runs: list[Run] = []
-        self._given: tuple[str, ...] = ()
+        self._given: tuple[Any, ...] = ()
         self._parameters: list[nn.Parameter] = []
         self._known: tuple[list[Any], ...] = ()
 
@@ -113,23 +113,25 @@ class FlatUpdate:
         assert optimizer is not None
         return optimizer
 
-    def prepare(self, gradients: Mapping[str, torch.Tensor], state: State) -> None:
+    def prepare(self, gradients: Mapping[str, torch.Tensor], state: State, least: int = _LEAST) -> None:
         """Find the runs of the parameters that have gradients here, unless they are as before.
+
+        A run has as many bytes as the largest parameter at most, or ``least`` if that is more.
 
         Raises:
             NotFlatError: the optimizer has state that does not go with the elements of parameters.
         """
         _store(gradients, self.optimizer, state)
-        given, parameters = tuple(gradients), state.layout.parameters
+        given, parameters = (*gradients, least), state.layout.parameters
         as_before = given == self._given and parameters is self._parameters and self._same(self._found())
         if as_before and all(map(_follow_numbers, self.runs)):
             return
         self.runs, self._given, self._parameters = [], given, parameters
-        names = {id(state.layout.parameter(fqn)): fqn for fqn in given}
+        names = {id(state.layout.parameter(fqn)): fqn for fqn in gradients}
         groups = self.optimizer.param_groups
         places = {names[id(p)]: (p, i) for i, group in enumerate(groups) for p in group["params"] if id(p) in names}
         buckets = [*state.stored.buckets, *({fqn: 0} for fqn in places if not state.stored.has(fqn))]
-        most = max([_LEAST, *(local_tensor(parameter).nbytes for parameter, _ in places.values())])
+        most = max([least, *(local_tensor(parameter).nbytes for parameter, _ in places.values())])
         runs = [run for bucket in buckets for run in self._runs_of(bucket, places, most)]
         for run in runs:
             self._join_state(run)
@@ -320,7 +322,11 @@ def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimiz
         return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
 
     small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
-    small.sort(key=lambda fqn: (kind(fqn), rest[fqn].nbytes % _ALIGNED > 0, gradients[fqn].data_ptr()))
+
+    def unaligned(fqn: str) -> bool:
+        return rest[fqn].device.type != "cpu" and rest[fqn].nbytes % _ALIGNED > 0
+
+    small.sort(key=lambda fqn: (kind(fqn), unaligned(fqn), gradients[fqn].data_ptr()))
     for _, alike in groupby(small, kind):
         bucket: dict[str, int] = {}
         filled = 0

@@ -96,7 +96,7 @@ def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
     names = state.layout.names
     gradients = {names[id(parameter)]: local_tensor(parameter.grad) for parameter in parameters}
     try:
-        flat.prepare(gradients, state)
+        flat.prepare(gradients, state, least=0)  # in the memory that a step of the largest parameter takes
     except NotFlatError:
         return None
     return _changing(flat, gradients)

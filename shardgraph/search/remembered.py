@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardgraph.cache import entries
 from shardgraph.cache.results import Result
 from shardgraph.capture.captures import Captures
 from shardgraph.plans.plan import Plan
@@ -11,7 +12,7 @@ from shardgraph.search.question import Question
 
 def remembered(question: Question, captures: Captures) -> Plan:
     """:func:`shardgraph.search.decide.decide`, read from disk if the same question was answered before."""
-    if not question.open or question.call is None:
+    if not question.open or question.call is None or entries.directory() is None:
         return decide(question, captures)
     kept = captures.joint(question.captured, question.plan).kept
     asked = question.plan.to_yaml(), question.automatic, question.free_mesh, question.recompute, question.memory
