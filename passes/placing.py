@@ -44,7 +44,7 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     passes = placing_passes(plan)
     if not passes:
         return copy_graph(joint.module), context
-    key = _key(plan, context.parameters)
+    key = placement_key(plan, context.parameters)
     if key not in joint.placed:
         gm = copy_graph(joint.module)
         run_passes(gm, passes, context)
@@ -61,8 +61,11 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     return copy_graph(placed.module), after
 
 
-def _key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
-    """The cache key. Expert passes read how parameters are stored along all axes; operators only along their own."""
+def placement_key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
+    """The key of a plan's placements in :attr:`JointGraph.placed`.
+
+    Expert passes read how parameters are stored along all axes; operators only along their own.
+    """
     sizes = plan.mesh if plan.experts else tuple((axis, dict(plan.mesh)[axis]) for axis, _ in plan.operators)
     positions = [plan.axes.index(axis) for axis, _ in plan.operators]
     stored = tuple(
@@ -99,5 +102,5 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
         return plan
     activations = Activations(call_of(gm), tuple(context.activations.items()))
     decided = replace(plan, parameters=in_patterns(context.parameters), activations=activations)
-    joint.placed[_key(decided, context.parameters)] = joint.placed[_key(plan, plan.resolve(shapes))]
+    joint.placed[placement_key(decided, context.parameters)] = joint.placed[placement_key(plan, plan.resolve(shapes))]
     return decided

@@ -4,6 +4,7 @@ from . import nn as nn
 from .api.analyze import analyze as analyze
 from .api.annotate import annotate as annotate
 from .api.compile import compile as compile
+from .api.plan import plan as plan
 from .api.prove import prove as prove
 from .api.verify import verify as verify
 from .api.visualize import visualize as visualize

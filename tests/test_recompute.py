@@ -40,7 +40,6 @@ from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search import recomputation
-from shardgraph.search.planner import choose_plan, plans_of
 from shardgraph.search.recomputation import Recomputations
 from tests import ranks
 from tests.machines import toy_cluster
@@ -265,16 +264,13 @@ def test_annotated_modules_are_left_to_their_annotations():
 
 
 def test_auto_takes_what_fits_only_with_recomputation():
-    joint, shapes = capture(Deep(), (rows(),), {}, device=CPU), named_shapes(Deep())
+    def choose(memory: int | None, **options: str) -> Plan:
+        return shardgraph.plan(Deep(), (rows(),), cluster=toy_cluster(), devices=2, memory=memory, **options)
 
-    def choose(mode: str, memory: int | None) -> Plan:
-        groups = [[replace(plan, recompute=mode) for plan in group] for group in plans_of(2, toy_cluster())[:1]]
-        return choose_plan(joint, shapes, groups, toy_cluster(), budget=memory)
-
-    smallest = min(candidate.memory for candidate in choose("none", None).considered)
+    smallest = min(candidate.memory for candidate in choose(None, recompute="none").considered)
     with pytest.raises(PlanError, match="no plan fits"):
-        choose("none", smallest - 1)
-    chosen = choose("budget", smallest - 1)
+        choose(smallest - 1, recompute="none")
+    chosen = choose(smallest - 1)
     assert chosen.recompute not in ("none", "budget") and "chosen by 'auto'" in chosen.note
 
 

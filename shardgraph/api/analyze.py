@@ -23,6 +23,7 @@ from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.search.analysis import analyze_pipeline_source, analyze_source
 from shardgraph.search.machine import resolve_axes
+from shardgraph.search.planner import choose_plan
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 
@@ -90,6 +91,9 @@ def analyze(
     question.machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, question.machine.device)
     kwargs, fused = dict(example_kwargs or {}), backend == "inductor"
+    if question.automatic:
+        source = Source(question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None, training))
+        question = question.settled(choose_plan(source, pipelines=source.call.loss_fn is not None))
     if question.plan.pipeline is None:
         return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold))
     if not training:

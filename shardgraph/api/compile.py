@@ -32,7 +32,7 @@ from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
 from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
-from shardgraph.search.decide import decide
+from shardgraph.search.answer import answer
 from shardgraph.search.question import Question
 from shardgraph.search.remembered import remembered
 
@@ -170,7 +170,7 @@ def _check_not_compiled(model: nn.Module) -> None:
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:
     """The plan chosen by rank 0, since free memory differs between machines; other ranks receive it as text."""
     if not question.open:
-        return decide(question, captures)
+        return answer(question, captures)
     text = agreement.from_first_rank("the plan", lambda: remembered(question, captures).to_yaml())
     return Plan.from_yaml(text, "the plan of rank 0")
 

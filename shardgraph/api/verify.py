@@ -34,7 +34,7 @@ from shardgraph.plans.shards import named_shapes
 from shardgraph.proof.microbatches import rows_of
 from shardgraph.proof.prove import Proof, prove
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches
-from shardgraph.search.decide import decide
+from shardgraph.search.answer import answer
 from shardgraph.search.machine import default_mesh
 from shardgraph.search.question import Question
 from shardgraph.torch_api import pytree
@@ -205,7 +205,7 @@ class _Trial:
         parts, _ = _cut_batch(original, call, question.plan.data_size)
         args, kwargs = parts[0]
         with traced_in_double(exact):
-            plan = decide(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
+            plan = answer(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
         parts, batch = _cut_batch(original, call, plan.data_size)
         comparison: Comparison
         if plan.pipeline is None:

@@ -136,8 +136,8 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> _Outline:
     with torch.enable_grad():
         if stack is not None and treats_alike(plan, model, stack):
             try:
-                modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[-1]), plan, *call))
-                modules.lengthen(stack.path, SHALLOW[-1], stack.layers)
+                modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[0][-1]), plan, *call))
+                modules.lengthen(stack.path, SHALLOW[0][-1], stack.layers)
                 return modules, edges
             except CaptureError:
                 pass  # layers that are counted, or indexed by number, cannot be left out

@@ -20,7 +20,17 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.stacks import Stack
-from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, PARTITIONER_TAG, ROLE, SEQUENCE, SOURCE, VALUE
+from shardgraph.ir.attributes import (
+    FORWARD_MODULES,
+    MADE_BY,
+    MODULES,
+    PARTITIONER_TAG,
+    ROLE,
+    SEQUENCE,
+    SOURCE,
+    SUBJECT,
+    VALUE,
+)
 from shardgraph.torch_api import pytree
 
 _INPUTS, _FORWARD, _BACKWARD = range(3)
@@ -102,10 +112,12 @@ class _Repetition:
     def _half(self, modules: Any, backward: bool) -> tuple[list[fx.Node], list[int | None]]:
         """The operations of a half, and the unit that the module of each is in."""
         operations = [node for node in self._nodes if node.op not in ("placeholder", "output")]
-        halves = [PARTITIONER_TAG.get(node) == "is_backward" for node in operations]
-        if halves != sorted(halves):
+        begun = [PARTITIONER_TAG.get(node) == "is_backward" for node in operations]
+        first = begun.index(True) if True in begun else len(operations)
+        # What a pass does with results comes after both.
+        if not all(of or node in MADE_BY for node, of in zip(operations[first:], begun[first:], strict=True)):
             raise UnequalLayersError("forward and backward are not one after the other")
-        nodes = [node for node, half in zip(operations, halves, strict=True) if half == backward]
+        nodes = operations[first:] if backward else operations[:first]
         paths = [[path for path, _ in (modules.get(node) or {}).values()] for node in nodes]
         return nodes, [next((unit for path in of if (unit := self._unit(path)) is not None), None) for of in paths]
 
@@ -139,7 +151,7 @@ class _Repetition:
             return _described(value)
         if key in (MODULES.key, FORWARD_MODULES.key):
             return [(self._further(path, units), kind) for path, kind in value.values()]
-        if key in (ROLE.key, SOURCE.key):
+        if key in (ROLE.key, SOURCE.key, SUBJECT.key):
             return self._further(value, units)
         return None if key == SEQUENCE.key else value
 
@@ -310,7 +322,7 @@ class _Repetition:
                 # A call of a copied layer is another one.
                 calls = {call if new == old else call + suffix: (new, kind) for call, (new, old, kind) in named.items()}
                 meta[attribute.key] = calls
-        for key in (ROLE.key, SOURCE.key):
+        for key in (ROLE.key, SOURCE.key, SUBJECT.key):
             if key in meta:
                 meta[key] = moved(meta[key])
         return meta

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardgraph.mesh import Mesh
 
@@ -11,8 +12,11 @@ from shardgraph.mesh import Mesh
 class Candidate:
     """A candidate of ``"auto"``: predicted peak ``memory`` of a rank in bytes and ``seconds`` of a step.
 
-    ``fits``: whether the memory is within the device's, or the budget. ``batches``: number of batches per step, each
-    of the given inputs.
+    ``fits``: whether the memory is within the device's, or the budget. ``batches``: number of batches per step, over
+    all data ranks and their microbatches, with ``samples`` samples together. Of the seconds, ``compute`` are those of
+    the busiest rank's computation, ``exposed`` those of communication that it does not hide, ``bubble`` those in which
+    a rank of a pipeline is idle. ``recompute`` is what backward recomputes. ``plan`` is the candidate as a
+    :class:`shardgraph.Plan`, for the best of them.
     """
 
     name: str
@@ -21,3 +25,14 @@ class Candidate:
     seconds: float
     fits: bool
     batches: int = 1
+    samples: int = 0
+    compute: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+    recompute: str = "none"
+    plan: Any = field(default=None, repr=False)
+
+    @property
+    def per_sample(self) -> float:
+        """Seconds per sample, by which candidates are compared; per batch if samples are not known."""
+        return self.seconds / (self.samples or self.batches)

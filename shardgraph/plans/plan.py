@@ -17,12 +17,13 @@ from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.annotations.match import Annotated, annotations_by_name, matches, written
 from shardgraph.plans.candidate import Candidate
+from shardgraph.plans.explanation import explained
 from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, REPLICATE, SHARD, ParameterPlan
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan_file import SCHEMA, read_plan, written_plan
 from shardgraph.plans.precision import AS_STORED, Precision
-from shardgraph.sizes import format_bytes, format_seconds, is_whole
+from shardgraph.sizes import format_bytes, is_whole
 
 RECOMPUTE = ("none", "full", "selective", "budget")
 Recomputation = str | tuple[tuple[str, tuple[str, ...]], ...]
@@ -88,7 +89,9 @@ class Plan:
     ``note``
         Why this plan was chosen, for display only.
     ``considered``
-        The candidates that it was chosen from, if it was; see :meth:`explain`.
+        The candidates that it was chosen from, if it was, and itself among them; see :meth:`explain`.
+    ``remarks``
+        What the search found out beside: what was not searched, and what other devices would do. For display only.
     """
 
     name: str
@@ -109,6 +112,7 @@ class Plan:
     activations: Activations | None = None
     note: str = ""
     considered: tuple[Candidate, ...] = ()
+    remarks: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -240,25 +244,21 @@ class Plan:
     @classmethod
     def from_yaml(cls, text: str, source: str = "the plan") -> Plan:
         """Parse the YAML form; ``source`` names it in errors."""
-        return cls(**read_plan(text, source))
+        values = read_plan(text, source)
+        for key, each in enumerate(considered := list(values.get("considered", ()))):
+            if each.plan is not None:
+                considered[key] = replace(each, plan=cls(**each.plan))
+        return cls(**values | ({"considered": tuple(considered)} if considered else {}))
+
+    @property
+    def alternatives(self) -> tuple[Plan, ...]:
+        """The best of the other candidates that fit, the fastest first: plans that run."""
+        others = [each for each in self.considered[1:] if each.fits and each.plan is not None]
+        return tuple(each.plan for each in others)
 
     def explain(self) -> str:
-        """The predicted costs by which the plan was chosen, as text."""
-        if not self.considered:
-            return (
-                f"plan {self.name!r} was not chosen among others: plan='auto' with example inputs prices every preset"
-            )
-        lines = [
-            f"plan {self.name!r}: {self.note}",
-            f"  {'plan':<12}{'mesh':<34}{'memory of a rank':>18}{'step':>12}{'batches':>9}",
-        ]
-        for candidate in self.considered:
-            mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
-            chosen = (candidate.name, candidate.mesh) == (self.name, self.mesh)
-            remark = "  <- chosen" if chosen else "" if candidate.fits else "  too large"
-            cells = f"{format_bytes(candidate.memory):>18}{format_seconds(candidate.seconds):>12}{candidate.batches:>9}"
-            lines.append(f"  {candidate.name:<12}{mesh:<34}{cells}{remark}")
-        return "\n".join(lines)
+        """Why the plan was chosen: the predicted costs of all candidates, and what was found out beside, as text."""
+        return explained(self.name, self.note, self.considered, self.remarks)
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.whole_mesh) or "one process"

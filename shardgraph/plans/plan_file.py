@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import yaml
@@ -27,6 +27,15 @@ _REQUIRED = ("schema", "name", "mesh", "parameters")
 
 def written_plan(plan: Mapping[str, Any]) -> str:
     """The YAML form of a plan whose fields are given by name."""
+    data, last = _data(plan)
+    text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    if not last:
+        return text
+    return text + yaml.safe_dump(last, sort_keys=False, default_flow_style=False, width=200, allow_unicode=True)
+
+
+def _data(plan: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields that are written, and those that are written last, with one line each."""
     recompute, pipeline = plan["recompute"], plan["pipeline"]
     converted = {
         "mesh": dict(plan["mesh"]),
@@ -37,7 +46,8 @@ def written_plan(plan: Mapping[str, Any]) -> str:
         "pipeline": _written(pipeline, ("schedule", "checkpoint", "ranks")) if pipeline else None,
         "precision": _written(plan["precision"]),
         "offload": _written(plan["offload"]),
-        "considered": [asdict(candidate) | {"mesh": dict(candidate.mesh)} for candidate in plan["considered"]],
+        "considered": [_candidate(candidate) for candidate in plan["considered"]],
+        "remarks": list(plan["remarks"]),
         "parameters": {
             pattern: _written(entry, ("placements", "gradient", "reshard_after_forward"))
             for pattern, entry in plan["parameters"]
@@ -47,12 +57,18 @@ def written_plan(plan: Mapping[str, Any]) -> str:
     data = {key: value for key, value in data.items() if value or key in (*_REQUIRED, "note", "prefetch", "bucket")}
     if recompute == "none":
         del data["recompute"]
-    text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     if (activations := plan["activations"]) is None:
-        return text
+        return data, {}
     rules = {axis: dict(rules) for axis, rules in activations.along}
-    last = {"activations": {"call": activations.call, **rules}}  # one line each
-    return text + yaml.safe_dump(last, sort_keys=False, default_flow_style=False, width=200, allow_unicode=True)
+    return data, {"activations": {"call": activations.call, **rules}}
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    values = _written(candidate, ("name", "mesh", "memory", "seconds", "fits")) | {"mesh": dict(candidate.mesh)}
+    if candidate.plan is not None:
+        data, last = _data({field.name: getattr(candidate.plan, field.name) for field in fields(candidate.plan)})
+        values["plan"] = data | last
+    return values
 
 
 def _written(record: Any, always: Collection[str] = ()) -> dict[str, Any]:
@@ -115,8 +131,12 @@ def _parameters(data: Mapping[Any, Any]) -> tuple[tuple[str, ParameterPlan], ...
 
 
 def _considered(data: list[Any]) -> tuple[Candidate, ...]:
-    required = _CANDIDATE.keys() - {"batches"}
+    required = ("name", "mesh", "memory", "seconds", "fits")
     return tuple(Candidate(**_read(f"considered.{i}", _CANDIDATE, required, each)) for i, each in enumerate(data))
+
+
+def _nested(data: dict[Any, Any]) -> dict[str, Any]:
+    return _read("considered.plan", _PLAN, _REQUIRED, data)
 
 
 def _recompute(data: str | dict[Any, Any]) -> str | tuple[tuple[str, tuple[str, ...]], ...]:
@@ -200,6 +220,12 @@ _CANDIDATE = {
     "seconds": _Field(float, "a number of seconds"),
     "fits": _BOOL,
     "batches": _Field(int, "a whole number from 1"),
+    "samples": _Field(int, "a whole number from 0"),
+    "compute": _Field((int, float), "a number of seconds"),
+    "exposed": _Field((int, float), "a number of seconds"),
+    "bubble": _Field((int, float), "a number of seconds"),
+    "recompute": _TEXT,
+    "plan": _Field(dict, "a whole plan", _nested),
 }
 _PLAN = {  # in the order in which they are written
     "schema": _Field(int, f"{SCHEMA}"),
@@ -222,5 +248,6 @@ _PLAN = {  # in the order in which they are written
     "replicas": _Field(dict, "the axis of ranks that train copies of their own, such as {replicas: 2}", _pairs),
     "activations": _Field(dict, "a mapping of 'call' and mesh axes to the placements of operations", _activations),
     "considered": _Field(list, "a list of the candidates that were compared", _considered),
+    "remarks": _Field(list, "a list of texts", lambda texts: tuple(map(str, texts))),
     "parameters": _Field(dict, "a mapping of name patterns to the plans of those parameters", _parameters),
 }

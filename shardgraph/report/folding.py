@@ -18,9 +18,9 @@ from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
 
-SHALLOW = (3, 4, 5)
+SHALLOW = ((5, 6, 7), (8, 9, 10))
 """Numbers of layers of the programs that are analysed: the first and the last layer differ from those between, and so
-may their neighbours, whose all-gathers start early."""
+do their neighbours, whose all-gathers start early. The second numbers are tried if the first do not fold."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NotPeriodicError(Exception):
     """The shallow programs differ by more than a segment in each of forward and backward; analyse the whole model."""
 
 
-def find_stack(model: nn.Module, least: int = sum(SHALLOW)) -> Stack | None:
+def find_stack(model: nn.Module, least: int = SHALLOW[0][-1]) -> Stack | None:
     """The longest ``ModuleList`` of more than ``least`` layers with equal modules and parameter shapes, if any."""
     stacks = [
         Stack(path, len(module))
@@ -76,9 +76,9 @@ def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
     return copy
 
 
-def extend(shallow: Sequence[Sequence[Row]], layers: int) -> list[Row]:
-    """The rows of the program with ``layers`` layers, from those of the programs with ``SHALLOW`` numbers of layers."""
-    more = layers - SHALLOW[0]
+def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Row]:
+    """The rows of the program with ``layers`` layers, from those of three programs with ``least`` layers and more."""
+    more = layers - least
     rows: list[Row] = []
     for half in dict.fromkeys(row.half for row in shallow[0]):
         programs = [[row for row in program if row.half == half] for program in shallow]

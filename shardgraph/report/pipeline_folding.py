@@ -1,7 +1,8 @@
 """Pipelines of many equal layers are analysed from two short ones, whose stages have one layer each and two.
 
 A stage's seconds and bytes grow by the same amount with every layer. The first stage also has what comes before the
-layers, and the last what comes after them, so a short pipeline has a first, a last and one or two between them.
+layers, and the last what comes after them, so a short pipeline has a first and a last, and one or two between them if
+the whole one has.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def layers_of_stages(pipeline: Pipeline, stack: Stack) -> tuple[int, ...]:
             return ()
         counts = tuple(after - before for before, after in pairwise([0, *map(int, beginnings), stack.layers]))
     whole = sum(counts) == stack.layers and all(count > 0 for count in counts)
-    return counts if whole and len(counts) > 2 else ()
+    return counts if whole and len(counts) > 1 else ()
 
 
 def short(plan: Plan, layers: int) -> Plan:
-    """``plan`` with as few stages as its schedule allows, but three at least, each of so many layers."""
+    """``plan`` with as few stages as its schedule allows, three if it has as many, each of so many layers."""
     assert plan.pipeline is not None
-    ranks, stages = (3, 3) if plan.pipeline.stages_per_rank == 1 else (2, 4)
+    few = min(3, plan.pipeline.ranks)
+    ranks, stages = (few, few) if plan.pipeline.stages_per_rank == 1 else (2, 4)
     pipeline = replace(
         plan.pipeline, ranks=ranks, balance=(layers,) * stages, stages=(), microbatches=plan.pipeline.parts
     )

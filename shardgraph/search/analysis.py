@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardgraph.errors import CaptureError, PlanError
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import NotPeriodicError, extend
+from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.report.pipeline_folding import extend_stages, layers_of_stages, short
 from shardgraph.search.source import Source
@@ -19,12 +20,12 @@ from shardgraph.search.symbolic import Symbolic, symbolic
 def analyze_source(source: Source) -> Analysis:
     """The analysis of one rank's step under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
     if (stack := source.stack) is not None:
-        try:
-            few = [_whole(shallow) for shallow in source.shallow(stack)]
-            rows = tuple(extend([analysis.rows for analysis in few], stack.layers))
-            return replace(few[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
-        except (NotPeriodicError, CaptureError):
-            pass  # models that count layers or index them by number do not fold
+        depths = source.depths_of(stack)
+        for shallow in SHALLOW:
+            with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
+                few = [_whole(each) for each in source.shallow(depths, shallow)]
+                rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))
+                return replace(few[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
     return _whole(source)
 
 
@@ -35,7 +36,8 @@ def analyze_pipeline_source(source: Source) -> PipelineAnalysis:
     layers = layers_of_stages(plan.pipeline, stack) if stack is not None else ()
     if stack is not None and layers:
         try:
-            one, two = (_stages(source.shortened(stack, short(plan, each)), plan) for each in (1, 2))
+            depths = source.depths_of(stack)
+            one, two = (_stages(source.shortened(depths, short(plan, each)), plan) for each in (1, 2))
             return extend_stages(one, two, stack.path, layers, plan.pipeline)
         except (PlanError, CaptureError):
             pass  # its schedule cannot run fewer stages, or the model does not fold

@@ -1,19 +1,10 @@
-"""Whether small collectives go in buckets, and of which size."""
+"""The size of buckets in which collectives are merged on a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
-import torch
-
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
-from shardgraph.ir import JointGraph
-from shardgraph.passes.lowering import lower
 from shardgraph.plans.plan import Plan
-from shardgraph.report.analysis import analyze_program
-from shardgraph.sizes import format_bytes, format_seconds
 
 _LATENCY = 0.1
 """A bucket is so large that its latency is this part of its time: more bytes would save little of the rest, and hold
@@ -21,32 +12,6 @@ more memory for longer."""
 
 _LARGE = 2**30
 _SIZES = 2**16, 2**28
-
-_WORTH = 0.99
-"""Buckets are taken if a step takes at most this fraction of its time without them."""
-
-
-def with_buckets(
-    joint: JointGraph,
-    plan: Plan,
-    shapes: Mapping[str, torch.Size],
-    cluster: Cluster,
-    optimizer: str,
-    budget: int,
-    seconds: float,
-) -> Plan:
-    """The plan with buckets, if its predicted step takes less than ``seconds``, those without, and its peak is within
-    ``budget`` bytes.
-    """
-    size = bucket_bytes(plan, cluster)
-    if not size:
-        return plan
-    bucketed = replace(plan, bucket=size)
-    merged = analyze_program(lower(joint, bucketed, shapes), cluster, optimizer=optimizer)
-    if merged.peak_memory > budget or merged.time.total > _WORTH * seconds:
-        return plan
-    times = f"{format_seconds(merged.time.total)} a step and {format_bytes(merged.peak_memory)}"
-    return replace(bucketed, note=f"{plan.note}; {times} with small collectives in buckets of {format_bytes(size)}")
 
 
 def bucket_bytes(plan: Plan, cluster: Cluster) -> int:

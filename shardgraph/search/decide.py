@@ -1,4 +1,4 @@
-"""Decides the plan for a question: the one place where open choices of plans are made."""
+"""Decides what a requested plan leaves open; the plan of ``"auto"`` is chosen by :mod:`.answer` before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from shardgraph.errors import PlanError
 from shardgraph.plans.declared_stages import declared_stages
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import resolve_plan
-from shardgraph.search.planner import choose_plan, plans_of, plans_on
 from shardgraph.search.question import Question
 from shardgraph.search.recomputation import Recomputations, with_placements, with_recomputation
 from shardgraph.search.stages import place_stages
@@ -18,17 +17,16 @@ from shardgraph.search.stages import place_stages
 def decide(question: Question, captures: Captures) -> Plan:
     """The requested plan with all open choices decided.
 
-    These are: the preset for ``"auto"``, and its buckets; where pipeline stages begin; placements of parameters along
-    operator and expert axes; what is recomputed, and whether a loss is computed in chunks. All are decided from one
-    captured graph, which stays in ``captures``.
+    These are: where pipeline stages begin; placements of parameters along operator and expert axes; what is recomputed,
+    and whether a loss is computed in chunks. All are decided from one captured graph, which stays in ``captures``. For
+    ``"auto"`` without example inputs it is the preset with the least memory.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
         PlanError: no plan meets the request; or a choice is open and there are no example inputs.
     """
     if question.automatic:
-        if question.call is not None:
-            return _fastest(question, captures)
+        assert question.call is None
         plan = question.with_options(resolve_plan("auto", question.plan.mesh))
         plan.resolve(question.shapes)
         question = replace(question, plan=plan, automatic=False)
@@ -49,16 +47,6 @@ def decide(question: Question, captures: Captures) -> Plan:
         candidates = Recomputations(joint, plan, shapes, question.machine, question.optimizer)
         plan = with_recomputation(candidates, question.budget)
     return with_placements(joint, plan, shapes)
-
-
-def _fastest(question: Question, captures: Captures) -> Plan:
-    """The preset with the least predicted time per batch, with its small collectives in buckets if that is faster."""
-    plan, machine, shapes = question.plan, question.machine, question.shapes
-    groups = plans_of(plan.world_size, machine) if question.free_mesh else plans_on(plan.mesh)
-    joint = captures.joint(question.captured, plan)
-    groups = [[question.with_options(candidate) for candidate in group] for group in groups]
-    chosen = choose_plan(joint, shapes, groups, machine, question.optimizer, question.budget)
-    return with_placements(joint, chosen, shapes)
 
 
 def _without_inputs(question: Question) -> str:

@@ -1,113 +1,117 @@
-"""``plan="auto"``: price the candidate presets, and take the fastest that fits."""
+"""Chooses the plan of ``"auto"`` from what was priced, and says why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 
-import torch
-
-from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
-from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
-from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
-from shardgraph.report.analysis import analyze_program
-from shardgraph.search.buckets import with_buckets
-from shardgraph.search.recomputation import Recomputations, nearest_to
+from shardgraph.search.auto import Found, search
+from shardgraph.search.batches import Batches
+from shardgraph.search.depths import Depths
+from shardgraph.search.exact import Priced, cheapest
+from shardgraph.search.fitting import advice
+from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes, format_seconds
+
+_ALTERNATIVES = 8
+"""Runners-up of which a plan keeps everything, so that they can be run."""
 
 
 def choose_plan(
-    joint: JointGraph,
-    shapes: Mapping[str, torch.Size],
-    groups: list[list[Plan]],
-    cluster: Cluster,
-    optimizer: str = "adamw",
-    budget: int | None = None,
+    source: Source,
+    *,
+    total: int | None = None,
+    pipelines: bool = False,
+    limit: float | None = None,
+    show: Callable[[str], None] = lambda stage: None,
 ) -> Plan:
-    """The plan with the least predicted time per batch whose predicted peak fits; ties go to the smaller peak.
+    """The plan with the least predicted time per sample whose predicted peak fits; ties go to the smaller peak.
 
-    A group of candidates is tried only if nothing in the earlier ones fits; see :func:`plans_of`. Those that cannot
-    meet their annotations are skipped. ``budget`` is the bytes that a rank may use, by default the device's memory. The
-    small collectives of the chosen plan are in buckets if that is faster still. Plans whose recomputation is
-    ``"budget"`` get a recomputation with which they fit, if there is one.
+    On a free mesh all layouts of its ranks are searched (:mod:`.auto`), otherwise the presets that suit the mesh. A
+    step has ``total`` samples; None: the call's on every data rank. Placements of operators, and where stages begin,
+    are left open. The other arguments are those of :func:`.auto.search`.
 
     Raises:
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
+        CaptureError: the model cannot be traced into one graph.
     """
-    budget = cluster.device.memory if budget is None else budget
-    priced: list[tuple[Plan, Candidate]] = []
-    refused: list[PlanError] = []
-    for group in groups:
-        for plan in group:
-            plan = replace(plan, bucket=0)  # the chosen one gets them
+    question = source.question
+    budget = question.budget
+    if question.free_mesh:
+        batches = Batches(max(1, source.call.batch), total)
+        found = search(source, batches, budget, pipelines=pipelines, limit=limit, show=show)
+    else:
+        show("the presets")
+        found = _on(source, _presets(question.plan.mesh), budget)
+    return _chosen(source, found, budget)
+
+
+def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
+    """The prices of plans, each with the least recomputation with which it fits."""
+    question, stack = source.question, source.stack_of_equal_layers
+    recomputations = ["budget"] if stack is None else ["none", "selective", "full"]
+    if question.recompute is not None:
+        recomputations = [question.recompute]
+    if stack is not None:
+        source = replace(source, depths=Depths(question.model, stack))
+    priced, refused = [], []
+    for plan in plans:
+        for recompute in recomputations:
             try:
-                recomputations, choice = nearest_to(budget, Recomputations(joint, plan, shapes, cluster, optimizer))
+                each = cheapest(source, replace(question.with_options(plan), recompute=recompute), budget)
             except PlanError as error:
-                refused.append(error)
-            else:
-                analysis = analyze_program(recomputations.program(choice), cluster, optimizer=optimizer)
-                peak, seconds = analysis.peak_memory, analysis.time.total
-                candidate = Candidate(plan.name, plan.mesh, peak, seconds, peak <= budget, plan.data_size)
-                priced.append((recomputations.chosen(choice), candidate))
-        if any(candidate.fits for _, candidate in priced):
-            break
-    if not priced:
-        reasons = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, refused)))
+                refused.append(f"{plan.name} on {dict(plan.mesh)} cannot be: {error}")
+                break
+            priced.append(each)
+            if each.memory <= budget:
+                break
+    priced.sort(key=lambda each: each.rank(budget))
+    return Found(priced, len(plans), None, list(dict.fromkeys(refused)), False)
+
+
+def _chosen(source: Source, found: Found, budget: int) -> Plan:
+    """The best of what was found, with its reasons."""
+    if not found.priced:
+        reasons = "".join(f"\n  {remark}" for remark in found.remarks)
         raise PlanError(f"no plan can be as the model is annotated:{reasons}")
-    # Per batch, because plans differ in the number of batches per step.
-    priced.sort(key=lambda pair: (pair[1].seconds / pair[1].batches, pair[1].memory))
-    fitting = [pair for pair in priced if pair[1].fits]
-    if not fitting:
-        _, least = min(priced, key=lambda pair: pair[1].memory)
+    best = found.priced[0]
+    if best.memory > budget:
         raise PlanError(
-            f"no plan fits {format_bytes(budget)} per rank: the smallest is {least.name!r} on {dict(least.mesh)} with "
-            f"{format_bytes(least.memory)}. Use more ranks, a smaller batch, or give it more memory"
+            f"no plan fits {format_bytes(budget)} per rank: the smallest is {best.plan.name!r} on "
+            f"{dict(best.plan.whole_mesh)} with {format_bytes(best.memory)}, {format_bytes(best.memory - budget)} too "
+            f"much. Use more ranks, a smaller batch, or give it more memory{advice(source, best, budget)}"
         )
-    plan, best = fitting[0]
+    cluster = source.question.machine
+    fitting = sum(each.memory <= budget for each in found.priced)
     note = (
-        f"chosen by 'auto': the fastest of {len(fitting)} that fit {format_bytes(budget)}, predicted "
-        f"{format_seconds(best.seconds)} a step and {format_bytes(best.memory)} on {cluster.name}"
+        f"chosen by 'auto': the fastest of {found.estimated} layouts, {len(found.priced)} of them priced exactly and "
+        f"{fitting} of those within {format_bytes(budget)}; predicted {format_seconds(best.seconds)} a step and "
+        f"{format_bytes(best.memory)} on {cluster.name}"
     )
-    plan = replace(plan, note=note, considered=tuple(candidate for _, candidate in priced))
-    return with_buckets(joint, plan, shapes, cluster, optimizer, budget, best.seconds)
+    considered = tuple(each.candidate(budget, place <= _ALTERNATIVES) for place, each in enumerate(_distinct(found)))
+    return replace(best.plan, note=note, considered=considered, remarks=tuple(found.remarks))
 
 
-def plans_of(ranks: int, cluster: Cluster) -> list[list[Plan]]:
-    """Candidate plans for ``ranks``, in groups; a later group is tried if nothing in the earlier ones fits.
-
-    First data-parallel plans, on one axis and on nodes times devices per node. Then plans that also shard operators
-    over devices of a node, with which a rank has fewer of the activations.
-    """
-    inside = cluster.devices_per_node
-    meshes: list[Mesh] = [(("dp", ranks),)]
-    if ranks > inside and ranks % inside == 0:
-        meshes.append((("dp_replicate", ranks // inside), ("dp_shard", inside)))
-    degrees = [2**i for i in range(1, inside.bit_length()) if ranks % 2**i == 0 and 2**i <= inside]
-    divided = []
-    for degree, name in product(degrees, ("tp", "tp+sp")):
-        data = {} if degree == ranks else {"dp": ranks // degree}
-        divided.append(preset(f"fsdp+{name}" if data else name, data | {"tp": degree}))
-    return [[plan for mesh in meshes for plan in _presets(mesh)], divided]
+def _distinct(found: Found) -> list[Priced]:
+    """What was priced, without those that differ from a faster one in their buckets alone."""
+    kept: dict[object, Priced] = {}
+    for each in found.priced:
+        kept.setdefault((replace(each.plan, bucket=0), each.microbatches, each.samples), each)
+    return list(kept.values())
 
 
-def plans_on(mesh: Mesh) -> list[list[Plan]]:
-    """Every preset that suits ``mesh``, as one group of :func:`plans_of`.
+def _presets(mesh: Mesh) -> list[Plan]:
+    """The presets that suit a mesh, without those that leave ranks unused (``single``).
 
     If an axis has the name that presets use for sharding operators or experts, only presets that do so. An axis with
     the name of a pipeline's raises a ``PlanError``: a pipeline must be requested by name.
     """
     refuse_pipeline(mesh)
-    return [_presets(mesh)]
-
-
-def _presets(mesh: Mesh) -> list[Plan]:
-    """The presets that suit a mesh, without those that leave ranks unused (``single``)."""
     names = list(PRESETS)
     if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
         dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]

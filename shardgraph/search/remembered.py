@@ -6,14 +6,14 @@ from shardgraph.cache import entries
 from shardgraph.cache.results import Result
 from shardgraph.capture.captures import Captures
 from shardgraph.plans.plan import Plan
-from shardgraph.search.decide import decide
+from shardgraph.search.answer import answer
 from shardgraph.search.question import Question
 
 
 def remembered(question: Question, captures: Captures) -> Plan:
-    """:func:`shardgraph.search.decide.decide`, read from disk if the same question was answered before."""
+    """:func:`shardgraph.search.answer.answer`, read from disk if the same question was answered before."""
     if not question.open or question.call is None or entries.directory() is None:
-        return decide(question, captures)
+        return answer(question, captures)
     kept = captures.joint(question.captured, question.plan).kept
     asked = question.plan.to_yaml(), question.automatic, question.free_mesh, question.recompute, question.memory
     options = question.loss_chunk, question.offload, question.optimizer, dict(question.shapes)
@@ -21,6 +21,6 @@ def remembered(question: Question, captures: Captures) -> Plan:
     result = Result(kept, "plan", asked, options, question.machine if priced else None)
     if (text := result.read()) is not None:
         return Plan.from_yaml(text, "the plan on disk")
-    plan = decide(question, captures)
+    plan = answer(question, captures)
     result.write(plan.to_yaml())
     return plan

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-from torch import nn
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import SHALLOW, Stack, find_stack, shortened, treats_alike
+from shardgraph.report.folding import Stack, find_stack, treats_alike
 from shardgraph.search.decide import decide
+from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
 
 
@@ -21,12 +20,14 @@ class Source:
     """A question about one rank's call, and how its answer is analysed.
 
     ``fused``: price chains of pointwise operations as fused; ``fold``: analyse only a few layers of a stack of equal
-    layers, if that is enough.
+    layers, if that is enough. ``captures`` has graphs of the call, ``depths`` those of other numbers of layers.
     """
 
     question: Question
     fused: bool = False
     fold: bool = True
+    captures: Captures = field(default_factory=Captures, repr=False, compare=False)
+    depths: Depths | None = field(default=None, repr=False, compare=False)
 
     @property
     def call(self) -> Call:
@@ -41,31 +42,41 @@ class Source:
     def stack(self) -> Stack | None:
         """The stack of equal layers of which a few are enough to analyse; None if there is none that the plan treats
         alike, or a choice is open that needs all layers."""
-        question = self.question
-        if not self.fold or question.automatic or question.budgeted:
+        if self.question.automatic or self.question.budgeted:
             return None
-        stack = find_stack(question.model)
+        return self.stack_of_equal_layers
+
+    @property
+    def stack_of_equal_layers(self) -> Stack | None:
+        """The stack that the plan treats alike, if there is one, whatever is open."""
+        question = self.question
+        stack = find_stack(question.model) if self.fold else None
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
 
     def program(self) -> Program:
         """The call under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
-        captures = Captures()
-        plan = decide(self.question, captures)
-        return lower(captures.take(self.question.captured, plan), plan, self.question.shapes)
+        plan = decide(self.question, self.captures)
+        return lower(self.captures.take(self.question.captured, plan), plan, self.question.shapes)
 
-    def shallow(self, stack: Stack) -> Iterator[Source]:
-        """The same analysis for copies of the model with only a few layers of its ``stack``."""
-        for layers in SHALLOW:
-            yield self._of(shortened(self.question.model, stack, layers), self.plan)
+    def depths_of(self, stack: Stack) -> Depths:
+        """The copies of the model with other numbers of layers: the given ones, or new ones."""
+        return self.depths or Depths(self.question.model, stack)
 
-    def shortened(self, stack: Stack, plan: Plan) -> Source:
-        """The same analysis under a pipeline of fewer layers of ``stack``, those that ``plan`` balances."""
+    def shallow(self, depths: Depths, shallow: Sequence[int]) -> Iterator[Source]:
+        """The same analysis for copies of the model with only a few layers of its stack."""
+        for layers in shallow:
+            yield self.at(depths, layers, self.plan)
+
+    def shortened(self, depths: Depths, plan: Plan) -> Source:
+        """The same analysis under a pipeline of fewer layers of the stack, those that ``plan`` balances."""
         assert plan.pipeline is not None
-        return self._of(shortened(self.question.model, stack, sum(plan.pipeline.balance)), plan)
+        return self.at(depths, sum(plan.pipeline.balance), plan)
 
-    def _of(self, model: nn.Module, plan: Plan) -> Source:
-        call = replace(self.call, model=model)
-        return replace(self, question=replace(self.question, model=model, plan=plan, call=call))
+    def at(self, depths: Depths, layers: int, plan: Plan) -> Source:
+        """The same analysis under ``plan`` of a copy of the model with so many layers."""
+        model = depths.model(layers)
+        question = replace(self.question, model=model, plan=plan, call=replace(self.call, model=model))
+        return replace(self, question=question, captures=depths.captures(layers), depths=None)
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
         """The same analysis for a call of other sizes; see :meth:`Call.resized`."""

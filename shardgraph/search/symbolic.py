@@ -20,7 +20,7 @@ from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_program
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
-from shardgraph.report.folding import NotPeriodicError, extend
+from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend
 from shardgraph.report.step import program_halves, update_memory, update_rows
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes
@@ -140,8 +140,9 @@ def symbolic(source: Source) -> Symbolic:
 
     table = None
     if (stack := source.stack) is not None:
+        depths, shallow = source.depths_of(stack), SHALLOW[0]
         with suppress(NotPeriodicError, CaptureError):  # as analyze_source
-            table = extend([rows(shallow) for shallow in source.shallow(stack)], stack.layers)
+            table = extend([rows(each) for each in source.shallow(depths, shallow)], shallow[0], stack.layers)
     if table is None:
         table = rows(source)
 

@@ -1,0 +1,96 @@
+"""``shardgraph.plan``: finds the plan for a model on a cluster that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.calibration import this_machine
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import expect
+from shardgraph.plans.dtype_support import check_described
+from shardgraph.plans.offload_plan import Offload
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.precision import Precision
+from shardgraph.progress import Progress
+from shardgraph.search.machine import machine_for, resolve_axes
+from shardgraph.search.planner import choose_plan
+from shardgraph.search.question import Question
+from shardgraph.search.source import Source
+from shardgraph.sizes import is_whole
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cluster: Cluster | str | Path | None = None,
+    devices: int | None = None,
+    memory: int | str | None = None,
+    global_batch: int | None = None,
+    optimizer: str = "adamw",
+    precision: str | Precision | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    recompute: str | None = None,
+    loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
+    seconds: float | None = None,
+    progress: bool | None = None,
+) -> Plan:
+    """Find the plan with the least predicted time per sample whose predicted peak fits, over all layouts of devices.
+
+    Meshes of data, tensor and pipeline parallelism, what is sharded over data ranks, what backward recomputes, and
+    microbatches are searched together; annotations of the model and the options below are constraints. Nothing is run:
+    no process group, accelerator or memory for weights is needed, and the model may be on ``meta``. The same search
+    answers ``plan="auto"`` of :func:`shardgraph.compile` and :func:`shardgraph.analyze`.
+
+    ``plan.explain()`` says why; ``plan.alternatives`` are the runners-up. Stages of a pipeline are given as numbers of
+    layers, and placements of operators are assigned when the plan is compiled or analysed.
+
+    Args:
+        model: any module; only shapes and dtypes of its tensors matter.
+        example_inputs: positional inputs of one rank's call, real or on ``meta``. With ``global_batch`` their number of
+            samples does not matter, since microbatches are searched.
+        example_kwargs: keyword inputs of the same call. Pipelines are searched if the call has its loss: with
+            ``labels`` here if the model computes it, or with ``target`` and a ``loss_fn``.
+        cluster: as for :func:`shardgraph.analyze`.
+        devices: number of ranks; default: all devices of the cluster.
+        memory: bytes that a rank may use, or text such as ``"80GiB"``; default: the device's memory.
+        global_batch: samples of one step over all ranks. Ranks whose part is larger than a microbatch accumulate, or
+            give microbatches to a pipeline. Default: those of ``example_inputs`` on every data rank.
+        optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
+        precision: as for :func:`shardgraph.compile`.
+        loss_fn: ``loss_fn(output, target) -> scalar``.
+        recompute: what backward recomputes in all layouts; default: searched.
+        loss_chunk: bytes of a cross-entropy's logits per chunk in all layouts.
+        offload: what is kept in host memory in all layouts.
+        seconds: a limit on the search. Without one it is deterministic; with one, the plan's remarks say if it cut.
+        progress: show a progress line on standard error; None: on a terminal only.
+
+    Raises:
+        PlanError: no plan fits; the message has the smallest peak and ways to make it fit. Or an option is malformed.
+        CaptureError: the model cannot be traced into one graph.
+        ClusterError: the cluster is unknown, malformed or has fewer devices.
+    """
+    for name, value in (("devices", devices), ("global_batch", global_batch)):
+        expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
+    machine = machine_for(cluster or this_machine(), devices or 1)
+    ranks = devices or machine.world_size
+    mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=machine)
+    options = (recompute, memory, loss_chunk, offload)
+    question = Question.of(
+        model, "auto", mesh_of, True, None, precision, *options, cluster=machine, optimizer=optimizer
+    )
+    machine.check_mesh(question.plan.whole_mesh)
+    check_described(question.plan, machine.device)
+    kwargs = dict(example_kwargs or {})
+    source = Source(question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None))
+    whole_step = source.call.loss_fn is not None or "labels" in kwargs
+    with Progress("plan", stages=2, enabled=progress) as show:
+        return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)

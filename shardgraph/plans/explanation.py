@@ -1,0 +1,77 @@
+"""Why a plan was chosen, as text: the candidates side by side, and what each lost by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardgraph.plans.candidate import Candidate
+from shardgraph.sizes import format_bytes, format_seconds
+
+
+def explained(name: str, note: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
+    """The text; the chosen candidate is the first."""
+    if not considered:
+        return f"plan {name!r} was not chosen among others: plan='auto' with example inputs searches all layouts"
+    best = considered[0]
+    lines = [f"plan {name!r}: {note}", f"  {_bound(best)}", "", _HEADER]
+    lines += [_line(candidate, best) for candidate in considered]
+    if remarks:
+        lines += ["", *(f"  {remark}" for remark in remarks)]
+    return "\n".join(lines)
+
+
+_HEADER = (
+    f"  {'plan':<18}{'mesh':<52} {'recomputed':<12}{'memory':>11}{'sample':>11}{'compute':>9}{'exposed':>9}{'idle':>7}"
+)
+
+
+def _bound(best: Candidate) -> str:
+    """What takes the time of a step."""
+    parts = {"computation": best.compute, "communication that it does not hide": best.exposed}
+    parts |= {"waiting for other stages": best.bubble}
+    parts |= {"the optimizer": max(0.0, best.seconds - sum(parts.values()))}
+    shares = [
+        f"{seconds / best.seconds:.0%} {kind}" for kind, seconds in parts.items() if seconds > 0.005 * best.seconds
+    ]
+    return f"its step is {', '.join(shares)}" if best.seconds else "its step takes no time"
+
+
+def _line(candidate: Candidate, best: Candidate) -> str:
+    mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
+    microbatches = candidate.batches // max(1, _data_ranks(candidate))
+    mesh += f", {microbatches} microbatches" if microbatches > 1 else ""
+    total = candidate.seconds or 1.0
+    shares = (candidate.compute, candidate.exposed, candidate.bubble)
+    compute, exposed, idle = (f"{seconds / total:.0%}" for seconds in shares)
+    cells = f"{format_bytes(candidate.memory):>11}{format_seconds(candidate.per_sample):>11}"
+    cells += f"{compute:>9}{exposed:>9}{idle:>7}"
+    return f"  {candidate.name:<18}{mesh:<52} {candidate.recompute:<12}{cells}  {_verdict(candidate, best)}"
+
+
+def _verdict(candidate: Candidate, best: Candidate) -> str:
+    """Why it was not chosen: it is too large, or the part of its time per sample that grew most."""
+    if candidate is best:
+        return "<- chosen"
+    if not candidate.fits:
+        return f"too large, by {format_bytes(candidate.memory - best.memory)} more than the chosen one takes"
+    if candidate.per_sample <= best.per_sample:
+        return "as fast, and larger"
+    slower = candidate.per_sample / best.per_sample - 1
+
+    def shares(of: Candidate) -> dict[str, float]:
+        per = of.per_sample / of.seconds if of.seconds else 0.0
+        named = {"computes more": of.compute, "communicates more": of.exposed, "waits for stages": of.bubble}
+        rest = {"updates more": of.seconds - sum(named.values())}
+        return {kind: seconds * per for kind, seconds in (named | rest).items()}
+
+    own, chosen = shares(candidate), shares(best)
+    most = max(own, key=lambda kind: own[kind] - chosen[kind])
+    return f"{slower:.1%} slower: {most}"
+
+
+def _data_ranks(candidate: Candidate) -> int:
+    """Ranks with a batch of their own, by the names of the axes of layouts."""
+    ranks = 1
+    for axis, size in candidate.mesh:
+        ranks *= 1 if axis in ("pp", "tp", "cp") else size
+    return ranks

@@ -1,0 +1,64 @@
+"""The costs of a model's layers for each division of its operators and each recomputation, found when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from shardgraph.errors import PlanError
+from shardgraph.passes.lowering import lower
+from shardgraph.passes.program import Program
+from shardgraph.plans.plan import Plan
+from shardgraph.report.analysis import Analysis, analyze_program
+from shardgraph.search.depths import TRACED
+from shardgraph.search.layer_costs import LayerCosts, layer_costs, whole_costs
+from shardgraph.search.layouts import Layout
+from shardgraph.search.source import Source
+
+
+@dataclass
+class CostTable:
+    """Costs of the model of ``source``, from programs of a few of its layers, or of all if it has no equal ones.
+
+    Placements of operators take seconds, so they are assigned for one ``degree``; the costs of a lower one are between
+    those and the undivided ones.
+    """
+
+    source: Source
+    degree: int
+    _known: dict[tuple[object, ...], LayerCosts | None] = field(default_factory=dict, init=False)
+
+    def of(self, layout: Layout) -> LayerCosts | None:
+        """The costs with operators divided and activations recomputed as in a layout; None if they cannot be."""
+        if layout.tp not in self._known_degrees:
+            one, divided = (self._priced(replace(layout, tp=degree)) for degree in self._known_degrees)
+            return one and divided and one.divided_by(layout.tp, divided, self.degree)
+        return self._priced(layout)
+
+    @property
+    def _known_degrees(self) -> tuple[int, int]:
+        return 1, self.degree
+
+    def _priced(self, layout: Layout) -> LayerCosts | None:
+        key = layout.tp, layout.tp > 1 and layout.sequence, layout.recompute
+        if key not in self._known:
+            alone = Layout(tp=layout.tp, sequence=layout.sequence, data="ddp", recompute=layout.recompute)
+            plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
+            try:
+                self._known[key] = self._analysed(plan)
+            except PlanError:  # its operators cannot be divided so
+                self._known[key] = None
+        return self._known[key]
+
+    def _analysed(self, plan: Plan) -> LayerCosts:
+        depths = self.source.depths
+        if depths is None:
+            return whole_costs(*_program(self.source, plan))
+        few, more = (_program(self.source.at(depths, layers, plan), plan) for layers in (TRACED, TRACED + 1))
+        return layer_costs(few, more, depths.stack, TRACED)
+
+
+def _program(source: Source, plan: Plan) -> tuple[Program, Analysis]:
+    question = source.question
+    assert question.call is not None
+    program = lower(source.captures.joint(question.call, plan), plan, question.shapes)
+    return program, analyze_program(program, question.machine, optimizer=question.optimizer)

@@ -1,0 +1,193 @@
+"""Estimated time and memory of a layout, in closed form from the costs of its layers.
+
+The search compares thousands of layouts by these estimates, and prices the best few exactly. They ignore the order of
+operations: communication of data ranks overlaps with the computation of the same half of a step as far as the cluster
+lets it, and memory is that of the fullest moment of three: the start of backward, its end, and the update.
+
+A pipeline of ``p`` ranks with ``v`` stages each takes the time of ``m + (p - 1) / v`` microbatches on its slowest rank
+(D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
+https://arxiv.org/abs/2104.04473, section 2.2); a rank of it holds at most as many microbatches as it runs ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.group import Group
+from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.plans.presets import BUCKET
+from shardgraph.search.layer_costs import LayerCosts, Part
+from shardgraph.search.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``seconds`` of a step and ``memory`` of the fullest rank, in bytes; of the seconds, ``compute`` are those of the
+    busiest rank without waiting for others, collectives along operator axes included."""
+
+    seconds: float
+    memory: float
+    compute: float
+
+
+def stage_layers(costs: LayerCosts, stages: int) -> tuple[int, ...]:
+    """How many layers each stage has, so that the slowest one takes least: what comes before the layers counts for the
+    first, what comes after for the last."""
+
+    def seconds(part: Part) -> float:
+        return part.forward + part.backward
+
+    layer = seconds(costs.layer) or 1.0
+    extra = [0.0] * stages
+    extra[0] += seconds(costs.head) / layer
+    extra[-1] += seconds(costs.tail) / layer
+    counts = [1] * stages
+    for _ in range(costs.layers - stages):
+        at = min(range(stages), key=lambda stage: (counts[stage] + extra[stage], stage))
+        counts[at] += 1
+    return tuple(counts)
+
+
+def estimate(layout: Layout, costs: LayerCosts, cluster: Cluster, optimizer: str) -> Estimate:
+    """The estimate of a layout whose operators are divided, and activations recomputed, as those of ``costs``."""
+    return _Estimate(layout, costs, cluster, optimizer).of_step()
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    layout: Layout
+    costs: LayerCosts
+    cluster: Cluster
+    optimizer: str
+
+    def of_step(self) -> Estimate:
+        layout, count = self.layout, self.layout.stages * self.layout.chunks
+        scale = layout.batch / self.costs.batch
+        layers = stage_layers(self.costs, count) if layout.stages > 1 else (self.costs.layers,)
+        parts = [self._stage(place, number, len(layers)) for place, number in enumerate(layers)]
+        ranks = [parts[rank :: layout.stages] for rank in range(layout.stages)]
+        seconds = [sum(sum(self._microbatch(part, scale)) for part in own) for own in ranks]
+        ends = [self._once(own) for own in ranks]
+        slowest = max(range(len(ranks)), key=lambda rank: seconds[rank])
+        bubbles = (layout.stages - 1) / layout.chunks
+        messages = self._messages(scale) if layout.stages > 1 else 0.0
+        total = (layout.microbatches + bubbles) * (seconds[slowest] + messages) + max(ends)
+        compute = max(sum(part.forward + part.backward for part in own) for own in ranks) * scale
+        memory = max(self._memory(rank, own, scale) for rank, own in enumerate(ranks))
+        return Estimate(total, memory, layout.microbatches * compute)
+
+    def _stage(self, place: int, layers: int, stages: int) -> Part:
+        part = Part().plus(self.costs.layer, layers)
+        part = part.plus(self.costs.head) if place == 0 else part
+        return part.plus(self.costs.tail) if place == stages - 1 else part
+
+    # Seconds
+
+    def _microbatch(self, part: Part, scale: float) -> tuple[float, float]:
+        """Forward and backward of a microbatch, with the data ranks' communication that each microbatch has."""
+        forward, backward = part.forward * scale, part.backward * scale
+        gathers = self._gather(part) if self.layout.data == "fsdp" else 0.0
+        reductions = self._reduction(part) if self.layout.stages == 1 else 0.0
+        if self.layout.stages == 1 and self.layout.data == "zero2":
+            return self._beside(forward, self._gather(part)), self._beside(backward, reductions)
+        return self._beside(forward, gathers), self._beside(backward, gathers + reductions)
+
+    def _beside(self, compute: float, communication: float) -> float:
+        """Seconds of a half whose communication overlaps with computation, but for the first or the last of it."""
+        alone = communication / (self.costs.layers + 1)
+        overlap = self.cluster.overlap
+        return max(compute + (1 - overlap) * communication, communication) + overlap * alone
+
+    def _once(self, own: Sequence[Part]) -> float:
+        """Seconds at the end of a step: the update, and in a pipeline what all microbatches have together."""
+        whole = Part()
+        for part in own:
+            whole = whole.plus(part)
+        cost, rate = optimizer_cost(self.optimizer), self.cluster.device.rate("optimizer")
+        assert rate is not None
+        sharded = 1 if self.layout.data == "ddp" else self.layout.shard
+        update = cost.moved * whole.parameters / sharded / rate.per_second + rate.overhead * whole.tensors
+        if self.layout.stages == 1:
+            return update
+        return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)
+
+    def _group(self, axis: str) -> Group:
+        return self.cluster.group_of(self.layout.mesh, axis)
+
+    def _collective(self, operation: str, nbytes: float, part: Part, *axes: str) -> float:
+        """Seconds to gather, scatter or reduce tensors of a part, in buckets, of ``nbytes`` in full."""
+        seconds = 0.0
+        for axis in axes:
+            if dict(self.layout.mesh).get(axis, 1) > 1:
+                group = self._group(axis)
+                count = min(part.tensors, math.ceil(nbytes / BUCKET) + 1) if part.tensors else 0
+                whole, shard = int(nbytes), int(nbytes / group.ranks)
+                sizes = {
+                    "all_gather_into_tensor": (shard, whole),
+                    "reduce_scatter_tensor": (whole, shard),
+                    "all_reduce": (whole, whole),
+                }
+                args = group, self.cluster.efficiency
+                started = collective_seconds(operation, 0, 0, *args)
+                seconds += collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
+        return seconds
+
+    def _gather(self, part: Part) -> float:
+        if self.layout.data == "ddp":
+            return 0.0
+        return self._collective("all_gather_into_tensor", part.parameters, part, self._sharding)
+
+    def _reduction(self, part: Part) -> float:
+        """Gradients: over the ranks of a batch's parts, then over data ranks."""
+        nbytes = part.parameters
+        seconds = self._collective("all_reduce", nbytes, part, "cp")
+        if self.layout.data == "ddp":
+            return seconds + self._collective("all_reduce", nbytes, part, "dp")
+        seconds += self._collective("reduce_scatter_tensor", nbytes, part, self._sharding)
+        return seconds + self._collective("all_reduce", nbytes / self.layout.shard, part, "dp_replicate")
+
+    @property
+    def _sharding(self) -> str:
+        return "dp_shard" if self.layout.replicate > 1 else "dp"
+
+    def _messages(self, scale: float) -> float:
+        """Seconds of a microbatch's two messages between stages, which the next microbatch's computation hides half."""
+        nbytes = int(self.costs.crossing * scale)
+        group = replace(self._group("pp"), ranks=2)
+        return collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency) * self.layout.chunks
+
+    # Bytes
+
+    def _memory(self, rank: int, own: Sequence[Part], scale: float) -> float:
+        layout, whole = self.layout, Part()
+        for part in own:
+            whole = whole.plus(part)
+        cost = optimizer_cost(self.optimizer)
+        sharded = layout.shard if layout.data != "ddp" else 1
+        weights = whole.parameters
+        outside = max(self.costs.head.parameters, self.costs.tail.parameters)
+        largest = min(weights, self.costs.layer.parameters + outside)
+        stored = weights / sharded
+        gathered = {"ddp": 0.0, "zero2": weights, "fsdp": largest}
+        beside = gathered[layout.data] if sharded > 1 else 0.0
+        lasting = stored * (1 + cost.states) + beside
+        saved = whole.saved * scale * self._in_flight(rank) / layout.chunks + self.costs.working * scale
+        if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them
+            return lasting + saved + weights
+        gradients = stored + (largest if sharded > 1 else 0.0)
+        temporaries = cost.temporaries * outside / sharded
+        return lasting + max(saved, gradients, stored + temporaries)
+
+    def _in_flight(self, rank: int) -> float:
+        """The microbatches of which a rank holds what it saves, counted once for each of its stages."""
+        layout = self.layout
+        if layout.stages == 1:
+            return 1.0
+        if layout.chunks == 1:
+            return min(layout.microbatches, layout.stages - rank)
+        ahead = 2 * (layout.stages - rank - 1) + (layout.chunks - 1) * layout.stages + 1
+        return min(layout.microbatches * layout.chunks, ahead)

@@ -1,0 +1,103 @@
+"""The estimates of all layouts of a question's ranks: the outer storey of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.search.batches import Batches
+from shardgraph.search.cost_table import CostTable
+from shardgraph.search.estimate import Estimate, estimate
+from shardgraph.search.layer_costs import LayerCosts
+from shardgraph.search.layouts import Layout, layouts
+from shardgraph.search.source import Source
+
+Estimated = tuple[Layout, Estimate]
+
+_IDLE = 1.03
+"""Operators are divided if ranks that only divide the batch take more than this times the time of their computation."""
+
+_ROOMY = 0.8
+"""Nothing is recomputed if memory without it is estimated at no more than this part of the budget."""
+
+_DEGREES = (8, 4, 2)
+
+
+class Estimates:
+    """Estimates for the call of ``source``, in which a rank may use ``budget`` bytes; with ``pipelines``, layouts may
+    have stages. ``remarks`` are what was left out, and why."""
+
+    def __init__(self, source: Source, budget: int, pipelines: bool) -> None:
+        self._question, self._budget, self._pipelines = source.question, budget, pipelines
+        self._layers = 0 if source.depths is None else source.depths.stack.layers
+        machine = source.question.machine
+        ranks = source.question.plan.world_size
+        self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.devices_per_node]
+        self._costs = CostTable(source, max(self._degrees, default=1))
+        self.remarks: dict[str, None] = {}
+
+    def all(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
+        """All layouts of ``ranks`` ranks of a cluster, the fastest first; operators are divided only where that may be
+        faster, or nothing fits."""
+        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines))
+        undivided = (layout for layout in every if layout.tp == 1)
+        estimated = list(self._estimated(undivided, machine, batches))
+        if self._degrees and self._may_pay(estimated):
+            divided = (layout for layout in every if layout.tp in self._degrees)
+            estimated += self._estimated(divided, machine, batches)
+        elif self._degrees:
+            self.remarks[
+                "operators were not divided: ranks that divide the batch alone spend at least "
+                f"{1 / _IDLE:.0%} of a step on its computation"
+            ] = None
+        return sorted(estimated, key=lambda pair: (pair[1].seconds / pair[0].samples, pair[1].memory))
+
+    def costs(self, layout: Layout) -> LayerCosts:
+        """The costs of the model's layers under a layout that has an estimate."""
+        costs = self._costs.of(layout)
+        assert costs is not None
+        return costs
+
+    def again(self, layout: Layout, machine: Cluster) -> Estimate | None:
+        """The estimate of a layout on some cluster; None if its operators cannot be divided so.
+
+        A recomputation that is still to be chosen takes no time if everything fits without one, and leaves as little
+        memory as a full one.
+        """
+        kinds = ("none", "full") if layout.recompute == "budget" else (layout.recompute,)
+        guesses = []
+        for kind in kinds:
+            known = replace(layout, recompute=kind)
+            if (costs := self._costs.of(known)) is None:
+                return None
+            costs = costs.with_links_faster(machine.intra.bandwidth / self._question.machine.intra.bandwidth)
+            guesses.append(estimate(known, costs, machine, self._question.optimizer))
+        return replace(guesses[0], memory=min(guess.memory for guess in guesses))
+
+    def _estimated(self, every: Iterable[Layout], machine: Cluster, batches: Batches) -> Iterator[Estimated]:
+        for base in every:
+            for layout in batches.of(base):
+                for recompute in self._recomputations:
+                    layout = replace(layout, recompute=recompute)
+                    guess = self.again(layout, machine)
+                    if guess is None:
+                        break
+                    yield layout, guess
+                    if guess.memory <= self._budget * _ROOMY:
+                        break  # the next one recomputes more
+
+    @property
+    def _recomputations(self) -> Sequence[str]:
+        """What backward may recompute: what is asked for; else, in a model that is captured whole, what an integer
+        program finds."""
+        if self._question.recompute is not None:
+            return [self._question.recompute]
+        return ["none", "selective", "full"] if self._layers else ["budget"]
+
+    def _may_pay(self, undivided: Sequence[Estimated]) -> bool:
+        """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the
+        computation, divided evenly."""
+        fitting = [guess.seconds / layout.samples for layout, guess in undivided if guess.memory <= self._budget]
+        floor = min((guess.compute / layout.samples for layout, guess in undivided), default=0.0)
+        return not fitting or min(fitting) > floor * _IDLE

@@ -1,0 +1,106 @@
+"""The exact price of a layout: its plan is lowered, followed in memory and simulated, as ``analyze`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardgraph.plans.candidate import Candidate
+from shardgraph.plans.plan import Plan
+from shardgraph.report.analysis import Analysis, analyze_program
+from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.search.analysis import analyze_pipeline_source, analyze_source
+from shardgraph.search.buckets import bucket_bytes
+from shardgraph.search.recomputation import Recomputations, nearest_to
+from shardgraph.search.source import Source
+from shardgraph.search.stages import place_stages
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan and its prediction. ``samples`` are those of a step over all ranks, ``live`` the bytes at the peak of a
+    program without a pipeline, by kind."""
+
+    plan: Plan
+    memory: int
+    seconds: float
+    parts: Mapping[str, float]
+    samples: int
+    microbatches: int = 1
+    live: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def per_sample(self) -> float:
+        """Seconds per sample, by which plans are compared."""
+        return self.seconds / max(1, self.samples)
+
+    def rank(self, budget: int) -> tuple[bool, float, float]:
+        """Sorts what is within ``budget`` bytes first, and of that the fastest; of the rest the smallest."""
+        over = self.memory > budget
+        return over, self.memory if over else self.per_sample, self.per_sample if over else self.memory
+
+    def candidate(self, budget: int, full: bool) -> Candidate:
+        """Its line in the plan that is chosen, with the whole plan if ``full``."""
+        plan, parts = self.plan, self.parts
+        return Candidate(
+            plan.name,
+            plan.whole_mesh,
+            self.memory,
+            self.seconds,
+            self.memory <= budget,
+            max(1, plan.data_size) * self.microbatches,
+            self.samples,
+            *(parts[kind] for kind in ("compute", "exposed", "bubble")),
+            recompute=plan.recompute if isinstance(plan.recompute, str) else "some",
+            plan=replace(plan, considered=(), note="") if full else None,
+        )
+
+
+def price(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
+    """The price of ``plan`` for the call of ``source``; a step has ``accumulated`` calls on each rank.
+
+    If the plan's recomputation is ``"budget"``, it is the fastest whose peak is within ``budget`` bytes, else the one
+    with the smallest peak.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+    """
+    plan, analysis = _analysed(source, plan, budget)
+    parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
+    once = parts["optimizer"]
+    seconds = accumulated * (analysis.time.total - once) + once
+    parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
+    microbatches = plan.pipeline.parts if plan.pipeline else accumulated
+    live = analysis.peak.memory if isinstance(analysis, Analysis) else {}
+    return Priced(plan, analysis.peak_memory, seconds, parts, accumulated * analysis.samples, microbatches, live)
+
+
+def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
+    """The best price of ``plan`` with collectives in buckets as the cluster asks for, or without buckets.
+
+    Arguments and errors are those of :func:`price`.
+    """
+    alone = price(source, replace(plan, bucket=0), budget, accumulated)
+    if not (size := bucket_bytes(plan, source.question.machine)):
+        return alone
+    merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)  # with the recomputation found
+    return min(alone, merged, key=lambda each: each.rank(budget))
+
+
+def _analysed(source: Source, plan: Plan, budget: int) -> tuple[Plan, Analysis | PipelineAnalysis]:
+    question = source.question
+    if source.depths is not None and plan.recompute != "budget":
+        settled = replace(source, question=question.settled(plan))
+        if plan.pipeline is None:
+            return plan, analyze_source(settled)
+        return plan, analyze_pipeline_source(settled)
+    options: Any = question.shapes, question.machine
+    settled_question = question.settled(plan)
+    joint = source.captures.joint(settled_question.captured, plan)
+    if plan.pipeline is not None:
+        plan = place_stages(joint, plan, *options)
+    recomputations, choice = nearest_to(budget, Recomputations(joint, plan, *options, question.optimizer))
+    program = recomputations.program(choice)
+    analyze = analyze_program if plan.pipeline is None else analyze_pipeline
+    return recomputations.chosen(choice), analyze(program, question.machine, optimizer=question.optimizer)

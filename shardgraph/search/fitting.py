@@ -1,0 +1,62 @@
+"""What takes the room if no plan fits, and the cheapest ways to make one fit, each of them priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from shardgraph.errors import ShardGraphError
+from shardgraph.plans.offload_plan import Offload
+from shardgraph.plans.plan import Plan
+from shardgraph.search.exact import Priced, price
+from shardgraph.search.source import Source
+from shardgraph.sizes import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A change, in words, with its price."""
+
+    what: str
+    priced: Priced
+
+
+def advice(source: Source, smallest: Priced, budget: int) -> str:
+    """Lines about the plan that takes least of all: what is live at its peak, and what would bring it within ``budget``
+    bytes, the fastest first."""
+    lines = [f"\n  at its peak: {_kinds(smallest)}"]
+    ways = sorted(_ways(source, smallest, budget), key=lambda way: (way.priced.memory > budget, way.priced.per_sample))
+    for way in ways:
+        fits = "" if way.priced.memory <= budget else ", which is still too much"
+        cost = f"{format_bytes(way.priced.memory)}, {format_seconds(way.priced.per_sample)} per sample{fits}"
+        lines.append(f"\n  {way.what}: {cost}")
+    return "".join(lines)
+
+
+def _kinds(priced: Priced) -> str:
+    largest = sorted(priced.live.items(), key=lambda kind: -kind[1])
+    return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in largest[:4])
+
+
+def _ways(source: Source, smallest: Priced, budget: int) -> Iterator[_Way]:
+    """Changes of the plan, of the batch and of the number of devices."""
+    plan, machine, call = smallest.plan, source.question.machine, source.call
+    tried: list[tuple[str, Source, Plan, int]] = []
+    if machine.device.host is not None and plan.pipeline is None and plan.offload == Offload():
+        for name in ("activations", "parameters", "all"):
+            offloaded = replace(plan, offload=Offload.of(name), activations=None)
+            tried.append((f"offload={name!r}", source, offloaded, 1))
+    if plan.pipeline is None and call.batch > 1 and call.batch % 2 == 0:
+        half = replace(source, question=replace(source.question, call=call.resized(call.batch // 2, call.sequence)))
+        tried.append((f"batches of {call.batch // 2}, two of them accumulated", half, plan, 2))
+    if plan.pipeline is None and plan.data_size > 1:
+        axis, size = plan.data_mesh[-1]
+        mesh = tuple((name, 2 * size if name == axis else ranks) for name, ranks in plan.mesh)
+        larger = replace(machine, nodes=2 * machine.nodes) if machine.inter else None
+        if larger is not None:
+            twice = replace(source, question=replace(source.question, cluster=larger))
+            tried.append((f"{2 * plan.world_size} devices", twice, replace(plan, mesh=mesh, activations=None), 1))
+    for what, of, changed, accumulated in tried:
+        with suppress(ShardGraphError):
+            yield _Way(what, price(of, changed, budget, accumulated))

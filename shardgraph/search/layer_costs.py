@@ -1,0 +1,183 @@
+"""What the layers of a model cost on one rank, read off analysed programs of a few of them.
+
+The estimates of the search (:mod:`shardgraph.search.estimate`) are made of these. The programs are for the axes of
+operators alone: data axes, stages and microbatches are added by the estimate. One more layer adds its cost, so two
+programs give that of a layer, and of all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from shardgraph.cost_models.timeline import COMPUTE
+from shardgraph.passes.analysis.names import module_of
+from shardgraph.passes.analysis.rows import Row
+from shardgraph.passes.program import Program
+from shardgraph.report.analysis import Analysis
+from shardgraph.report.folding import Stack
+from shardgraph.report.step import trained_shards
+
+_LASTING = ("parameters", "buffers", "inputs", "gradients", "optimizer state", "gathered parameters")
+"""Kinds of memory that no layer's microbatch adds to."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model on a rank, for one microbatch.
+
+    ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
+    ``sent`` are the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters``
+    those of the rank's part of the trained parameters, ``tensors`` the number of these.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    sent: float = 0.0
+    saved: float = 0.0
+    parameters: float = 0.0
+    tensors: float = 0.0
+
+    def plus(self, other: Part, times: float = 1.0) -> Part:
+        """This and so many of the other."""
+        values = {each.name: getattr(self, each.name) + times * getattr(other, each.name) for each in fields(self)}
+        return Part(**values)
+
+    def with_links_faster(self, factor: float) -> Part:
+        """The part with collectives along operator axes that take as much less time."""
+        saved = self.sent * (1 - 1 / factor)
+        forward, backward = max(0.0, self.forward - saved / 2), max(0.0, self.backward - saved / 2)
+        return replace(self, forward=forward, backward=backward, sent=self.sent - saved)
+
+    @property
+    def positive(self) -> Part:
+        """Without what is below zero, which differences of simulated times may be."""
+        return Part(**{each.name: max(0.0, getattr(self, each.name)) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """A model as what comes before its equal layers, so many of them, and what comes after.
+
+    For microbatches of ``batch`` samples. ``working`` are the bytes beside those saved at the peak, of activations and
+    temporaries; ``crossing`` those that one layer passes to the next.
+    """
+
+    head: Part
+    layer: Part
+    tail: Part
+    layers: int
+    batch: int
+    working: float
+    crossing: float
+
+    @property
+    def whole(self) -> Part:
+        """All of the model."""
+        return self.head.plus(self.tail).plus(self.layer, self.layers)
+
+    def with_links_faster(self, factor: float) -> LayerCosts:
+        """The costs with links inside a node whose bandwidth is ``factor`` times as large."""
+        if factor == 1:
+            return self
+        parts = {name: getattr(self, name).with_links_faster(factor) for name in ("head", "layer", "tail")}
+        return replace(self, **parts)
+
+    def divided_by(self, degree: int, other: LayerCosts, of_other: int) -> LayerCosts:
+        """The costs with operators divided among ``degree`` ranks, where these are undivided, and ``other`` are those
+        of a division among ``of_other``: what is divided shrinks with the degree, the rest does not."""
+        reached = (1 - 1 / degree) / (1 - 1 / of_other)
+
+        def line(one: float, divided: float) -> float:
+            return one + (divided - one) * reached
+
+        def part(one: Part, divided: Part) -> Part:
+            return Part(
+                **{each.name: line(getattr(one, each.name), getattr(divided, each.name)) for each in fields(one)}
+            )
+
+        return replace(
+            self,
+            head=part(self.head, other.head),
+            layer=part(self.layer, other.layer),
+            tail=part(self.tail, other.tail),
+            working=line(self.working, other.working),
+            crossing=line(self.crossing, other.crossing),
+        )
+
+
+def whole_costs(program: Program, analysis: Analysis) -> LayerCosts:
+    """The costs of a model without equal layers, from its program."""
+    whole, working = _costs_of(program, analysis)
+    return LayerCosts(whole, Part(), Part(), 0, max(1, analysis.samples), working, 0.0)
+
+
+def layer_costs(few: tuple[Program, Analysis], more: tuple[Program, Analysis], stack: Stack, layers: int) -> LayerCosts:
+    """The costs of a model with all layers of ``stack``, from the programs of copies with ``layers`` and one more."""
+    (whole, working), (longer, _) = _costs_of(*few), _costs_of(*more)
+    layer = longer.plus(whole, -1).positive
+    rest = whole.plus(layer, -layers).positive
+    head = _head(few[1].rows, few[0], stack)
+    head = Part(**{each.name: min(getattr(head, each.name), getattr(rest, each.name)) for each in fields(head)})
+    tail = rest.plus(head, -1).positive
+    batch = max(1, few[1].samples)
+    return LayerCosts(head, layer, tail, stack.layers, batch, working, _crossing(few[0], stack))
+
+
+def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
+    """The costs of all of a program, and its working bytes."""
+    rows = [row for row in analysis.rows if row.half != "optimizer"]
+    lasting = [sum(nbytes for kind, nbytes in row.memory.items() if kind not in _LASTING) for row in rows]
+    halves = [row.half for row in rows]
+    forward = halves.count("forward")
+    saved = lasting[forward - 1] if 0 < forward < len(rows) else 0
+    spans = analysis.timeline.spans[: len(rows)]
+    ends = [span.end for span in spans if span.task.stream == COMPUTE]
+    middle = max((span.end for span in spans[:forward] if span.task.stream == COMPUTE), default=0.0)
+    parameters = [nbytes for shards in trained_shards(program.context, program.trained) for nbytes in shards]
+    sent = sum(row.seconds for row in rows if row.stream)
+    backward = max(ends, default=0.0) - middle
+    whole = Part(middle, backward, sent, saved, sum(parameters), len(parameters))
+    return whole, max(lasting, default=0) - saved
+
+
+def _head(rows: Sequence[Row], program: Program, stack: Stack) -> Part:
+    """What comes before the layers: operations before the first one of a layer in forward, and after the last one in
+    backward, and the parameters that they use."""
+    inside = [row.module.startswith(f"{stack.path}.") for row in rows]
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for half in seconds:
+        own = [i for i, row in enumerate(rows) if row.half == half]
+        places = [i for i in own if inside[i]]
+        if places:
+            outside = [i for i in own if (i < places[0] if half == "forward" else i > places[-1])]
+            seconds[half] = sum(rows[i].seconds for i in outside if not rows[i].stream)
+    first = next((i for i, within in enumerate(inside) if within), 0)
+    modules = {row.module for row in rows[:first]}
+    sizes = {fqn: nbytes for fqn, nbytes in _bytes_by_name(program).items() if fqn.rpartition(".")[0] in modules}
+    return Part(**seconds, parameters=sum(sizes.values()), tensors=len(sizes))
+
+
+def _bytes_by_name(program: Program) -> dict[str, int]:
+    return {
+        name: sum(sum(shards) for shards in trained_shards(program.context, [name])) for name in sorted(program.trained)
+    }
+
+
+def _crossing(program: Program, stack: Stack) -> float:
+    """Bytes that the second layer gives to the third in forward."""
+    one, two = (f"{stack.path}.{layer}" for layer in (1, 2))
+
+    def within(module: str, layer: str) -> bool:
+        return module == layer or module.startswith(f"{layer}.")
+
+    given = [
+        node.meta["val"].nbytes
+        for node in program.forward.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+        and within(module_of(node), one)
+        and any(within(module_of(user), two) for user in node.users)
+    ]
+    return float(sum(given))

@@ -1,0 +1,115 @@
+"""How ranks may share the work of a step: the outer storey of the search, and the plans that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.mesh import Mesh
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.presets import preset
+
+DATA = ("ddp", "zero2", "fsdp")
+"""What is sharded over data ranks: nothing, optimizer state and gradients, parameters too. ``zero1`` is left out: it
+sends more than ``zero2`` and holds more."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of ranks along each kind of axis, and what goes with them.
+
+    ``stages`` pipeline ranks, each with ``chunks`` stages; ``replicate`` times ``shard`` data ranks, over the latter of
+    which ``data`` shards; ``cp`` and ``tp`` ranks share a batch. ``sequence``: activations between divided products are
+    sharded along the sequence. A data rank computes ``microbatches`` of ``batch`` samples in a step.
+    """
+
+    stages: int = 1
+    chunks: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    sequence: bool = True
+    data: str = "fsdp"
+    recompute: str = "none"
+    batch: int = 1
+    microbatches: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with a batch of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.data_ranks * self.microbatches * self.batch
+
+    @property
+    def name(self) -> str:
+        """The name of its preset."""
+        data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
+        operators = "+".join(
+            [*(["cp"] if self.cp > 1 else []), *(["tp" + "+sp" * self.sequence] if self.tp > 1 else [])]
+        )
+        parts = [*(["pp"] if self.stages > 1 else []), *([data] if self.data_ranks > 1 else []), operators]
+        return "+".join(filter(None, parts)) or "single"
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh, outermost axis first."""
+        shards = [("dp_replicate", self.replicate), ("dp_shard", self.shard)]
+        data = shards if self.replicate > 1 else [("dp", self.shard)] if self.shard > 1 else []
+        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp)]
+        return tuple(axis for axis in axes if axis[1] > 1)
+
+    def plan(self, schedule: str = "1f1b", balance: tuple[int, ...] = ()) -> Plan:
+        """The plan, whose stages have ``balance`` layers; if empty, stages are still to be chosen."""
+        pipeline = None
+        if self.stages > 1:
+            schedule = schedule if self.chunks == 1 else "interleaved-1f1b"
+            pipeline = Pipeline(self.microbatches, schedule, balance=balance, ranks=self.stages)
+        return replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
+
+
+def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool) -> Iterator[Layout]:
+    """All layouts of ``ranks``, apart from recomputation and microbatches.
+
+    Operators are divided inside a node, among powers of two. Parameters are sharded over all data ranks, or over those
+    of a node, or of a few nodes, and replicated over the others.
+    """
+    inside = cluster.devices_per_node
+    for stages in _divisors(ranks) if pipelines else [1]:
+        if stages > max(1, layers):
+            continue
+        for tp in _powers(ranks // stages):
+            if tp > inside:
+                continue
+            for chunks in _chunks(stages, layers):
+                base = Layout(stages=stages, chunks=chunks, tp=tp)
+                yield from _data(base, ranks // stages // tp, max(1, inside // tp))
+
+
+def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:
+    for data in DATA if ranks > 1 else DATA[:1]:
+        yield replace(base, shard=ranks, data=data)
+    shard = of_node
+    while 1 < shard < ranks:
+        if ranks % shard == 0:
+            yield replace(base, replicate=ranks // shard, shard=shard, data="fsdp")
+        shard *= 2 if shard >= of_node else 1
+
+
+def _chunks(stages: int, layers: int) -> list[int]:
+    """Stages per rank: one, or as many as leave each at least a layer, with which a pipeline idles less."""
+    return [1] if stages == 1 else [chunks for chunks in (1, 2, 4) if stages * chunks <= layers]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0 and each <= 64]
+
+
+def _powers(number: int) -> list[int]:
+    return [2**i for i in range(number.bit_length()) if number % 2**i == 0]

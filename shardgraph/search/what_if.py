@@ -1,0 +1,62 @@
+"""What other devices would do to the best layout, by estimate: more memory, faster links, one more node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Link
+from shardgraph.search.batches import Batches
+from shardgraph.search.estimates import Estimated, Estimates
+
+_GIB = 2**30
+_SAME = 0.002  # less is no change
+_NEAR = 1.01
+
+
+def what_if(
+    estimates: Estimates, estimated: Sequence[Estimated], budget: int, cluster: Cluster, batches: Batches
+) -> Iterator[str]:
+    """Sentences about the best estimate under each change, compared with the best of ``estimated``, as things are."""
+    if (best := _best(estimated, budget)) is None:
+        return
+    yield f"with 1 GiB more in each device: {_compared(_best(estimated, budget + _GIB), best)}"
+    faster = {"links inside a node": replace(cluster, intra=_twice(cluster.intra))}
+    if cluster.nodes > 1 and cluster.inter is not None:
+        faster["a network between nodes"] = replace(cluster, inter=_twice(cluster.inter))
+    for name, other in faster.items():
+        again = [(layout, guess) for layout, _ in estimated if (guess := estimates.again(layout, other)) is not None]
+        yield f"with {name} twice as fast: {_compared(_best(again, budget), best)}"
+    ranks = best[0].stages * best[0].data_ranks * best[0].tp
+    larger = replace(cluster, nodes=cluster.nodes + 1)
+    more = ranks + cluster.devices_per_node
+    if cluster.inter is not None and ranks == cluster.world_size:
+        total = None if batches.total is None else batches.total * more // ranks
+        with_node = estimates.all(more, larger, replace(batches, total=total))
+        yield f"with one more node, of {more} devices: {_compared(_best(with_node, budget), best)} per sample"
+    fitting = (pair for pair in estimated if pair[1].memory <= budget)
+    near = [pair[0].name for pair in fitting if _per_sample(pair) < _NEAR * _per_sample(best)]
+    if len(kinds := list(dict.fromkeys(near))) > 1:
+        yield f"within {_NEAR - 1:.0%} of each other, so that it hardly matters which: {', '.join(kinds[:6])}"
+
+
+def _twice(link: Link) -> Link:
+    return replace(link, bandwidth=2 * link.bandwidth)
+
+
+def _per_sample(pair: Estimated) -> float:
+    return pair[1].seconds / pair[0].samples
+
+
+def _best(estimated: Sequence[Estimated], budget: int) -> Estimated | None:
+    return min((pair for pair in estimated if pair[1].memory <= budget), key=_per_sample, default=None)
+
+
+def _compared(other: Estimated | None, best: Estimated) -> str:
+    """How much less time the other one takes for a sample."""
+    gain = 0.0 if other is None else 1 - _per_sample(other) / _per_sample(best)
+    if other is None or gain < _SAME:
+        return "no less time"
+    named = f", as {other[0].name} on {dict(other[0].mesh)}" if other[0].name != best[0].name else ""
+    return f"{gain:.1%} less time{named}"
