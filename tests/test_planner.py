@@ -1,17 +1,20 @@
-"""plan="auto": the fastest preset that fits, and why."""
+"""plan="auto" and shardgraph.plan: the fastest layout that fits, and why."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Plan, PlanError
-from shardgraph.capture.capture import capture
-from shardgraph.plans.shards import named_shapes
-from shardgraph.search.planner import choose_plan, plans_of, plans_on
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.search.batches import Batches
+from shardgraph.search.layouts import Layout, layouts
+from shardgraph.search.planner import _presets
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.standing import on_ranks
@@ -20,75 +23,182 @@ from tests.zoo import make
 pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
-@pytest.fixture(scope="module")
-def captured():
+@functools.cache
+def chosen(memory: int = GIB, nodes: int = 1) -> Plan:
     model, (args, kwargs) = make("tied-transformer", 2)
-    return capture(model, args, kwargs, device=torch.device("cpu")), named_shapes(model)
+    cluster = toy_cluster(nodes, devices_per_node=4, memory=memory)
+    return shardgraph.plan(model, args, example_kwargs=kwargs, cluster=cluster)
 
 
-@pytest.fixture(scope="module")
-def choose(captured):
-    @functools.cache
-    def chosen(memory, nodes=1):
-        cluster = toy_cluster(nodes, devices_per_node=4, memory=memory)
-        return choose_plan(*captured, plans_of(cluster.world_size, cluster), cluster)
-
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def divided(choose):
-    """What is chosen for a byte less than the smallest plan of data takes."""
-    return choose(min(candidate.memory for candidate in choose(GIB).considered) - 1)
+def llama(layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=128,
+        num_hidden_layers=layers,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).train()
 
 
-def test_with_less_memory_more_is_sharded(choose):
-    everything = {candidate.name: candidate.memory for candidate in choose(GIB).considered}
-    assert everything["fsdp"] < everything["zero2"] < everything["ddp"]
-    assert choose(everything["fsdp"]).name == "fsdp"
+def text(batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
 
 
-def test_the_choice_is_the_fastest_of_those_that_fit(choose):
-    plan = choose(GIB)
-    fastest = min((c for c in plan.considered if c.fits), key=lambda c: (c.seconds, c.memory))
-    assert (plan.name, plan.mesh) == (fastest.name, fastest.mesh)
+# -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-def test_when_no_plan_of_data_fits_operators_are_divided(divided):
-    assert divided.operators and divided.mesh[-1][0] == "tp"
-    assert {candidate.batches for candidate in divided.considered} >= {1, 2, 4}
+def test_with_less_memory_more_is_sharded_or_computed_again():
+    everything = {each.name: each.memory for each in chosen().considered}
+    assert everything["fsdp"] < everything["ddp"]
+    least = chosen(everything["fsdp"] - 1)
+    assert least.considered[0].memory < everything["fsdp"]
+    assert least.operators or least.recompute != "none"
 
 
-def test_plans_are_compared_by_the_time_of_a_batch(divided):
-    times = [candidate.seconds / candidate.batches for candidate in divided.considered]
-    assert times == sorted(times)
+def test_the_choice_is_the_fastest_of_those_that_fit():
+    plan = chosen()
+    fastest = min((each for each in plan.considered if each.fits), key=lambda each: (each.per_sample, each.memory))
+    assert plan.considered[0] == fastest and (plan.name, plan.whole_mesh) == (fastest.name, fastest.mesh)
 
 
-def test_several_nodes_bring_hybrid_sharding_into_play(choose):
-    plan = choose(GIB, nodes=2)
-    assert ("hsdp", (("dp_replicate", 2), ("dp_shard", 4))) in {(c.name, c.mesh) for c in plan.considered}
+def test_it_is_never_slower_than_a_preset_by_its_own_prices():
+    model, (args, kwargs) = make("tied-transformer", 2)
+    cluster = toy_cluster(1, devices_per_node=4)
+    for name in ("ddp", "zero2", "fsdp"):
+        analysis = shardgraph.analyze(model, args, name, example_kwargs=kwargs, mesh={"dp": 4}, cluster=cluster)
+        assert chosen().considered[0].per_sample <= analysis.time.total / analysis.samples
 
 
-def test_without_a_plan_that_fits_the_error_says_what_the_smallest_takes(choose):
-    with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is 'tp\+sp' on \{'tp': 4\}"):
-        choose(1024)
+def test_several_nodes_bring_hybrid_sharding_into_play():
+    assert Layout(replicate=2, shard=4) in set(layouts(8, toy_cluster(2, devices_per_node=4), 0, pipelines=False))
 
 
-def test_a_chosen_plan_explains_itself_and_round_trips(choose):
-    plan = choose(GIB)
+def test_what_is_annotated_stays_so():
+    model, (args, kwargs) = make("tied-transformer", 2)
+    shardgraph.annotate(model, {"*": shardgraph.replicate()})
+    plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(1, devices_per_node=4))
+    entries = plan.resolve({name: parameter.shape for name, parameter in model.named_parameters()})
+    assert all(entry.shard_axis is None for entry in entries.values())
+
+
+def test_a_call_without_its_loss_is_not_cut_into_stages():
+    assert not any("pp" in dict(each.mesh) for each in chosen().considered)
+
+
+def test_slow_links_between_nodes_bring_stages():
+    cluster = toy_cluster(4, devices_per_node=2, memory=16 * GIB)
+    assert cluster.inter is not None
+    slow = replace(cluster, inter=replace(cluster.inter, bandwidth=1e7))
+    plan = shardgraph.plan(llama(12), example_kwargs=text(), cluster=slow, global_batch=64)
+    assert plan.pipeline is not None and plan.world_size == 8
+    assert sum(plan.pipeline.balance) == 12
+
+
+def test_a_global_batch_is_the_batch_of_every_candidate():
+    plan = shardgraph.plan(llama(8), example_kwargs=text(), cluster=toy_cluster(1, 4), global_batch=48)
+    assert {each.samples for each in plan.considered} == {48}
+
+
+@pytest.mark.parametrize(
+    ("batches", "layout", "sizes"),
+    [
+        pytest.param(Batches(6), Layout(shard=4), [(6, 1)], id="a call is one batch"),
+        pytest.param(Batches(1, 32), Layout(shard=8), [(1, 4), (2, 2), (4, 1)], id="or several, accumulated"),
+        pytest.param(Batches(8), Layout(stages=4), [(1, 8), (2, 4)], id="stages take at least as many microbatches"),
+        pytest.param(Batches(8), Layout(stages=4, chunks=2), [(1, 8), (2, 4)], id="chunks take rounds of them"),
+        pytest.param(Batches(1, 12), Layout(shard=8), [], id="ranks have equal parts"),
+    ],
+)
+def test_microbatches(batches, layout, sizes):
+    assert [(each.batch, each.microbatches) for each in batches.of(layout)] == sizes
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_estimates_of_deep_models_are_those_of_the_exact_prices(gpus):
+    """What decides which layouts are priced is within the doubt that the search allows for."""
+    from benchmarks.search import compared
+
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=32000,
+        num_hidden_layers=12,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for layout, guess, exact in compared(model, text(1, 2048), Cluster.of("H100", nodes=gpus // 8)):
+        assert guess.seconds / exact.seconds == pytest.approx(1, abs=0.06), layout
+        assert 0.85 < guess.memory / exact.memory < 1.3, layout
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chosen_plan_explains_itself_and_round_trips():
+    plan = chosen()
     assert Plan.from_yaml(plan.to_yaml()) == plan
     text = plan.explain()
-    assert "<- chosen" in text and all(candidate.name in text for candidate in plan.considered)
+    assert "<- chosen" in text and all(each.name in text for each in plan.considered)
+    assert "its step is" in text and "twice as fast" in text and "1 GiB more" in text
+
+
+def test_alternatives_are_plans_that_run():
+    model, (args, kwargs) = make("tied-transformer", 2)
+    cluster = toy_cluster(1, devices_per_node=4)
+    for plan in chosen().alternatives:
+        analysis = shardgraph.analyze(model, args, plan, example_kwargs=kwargs, cluster=cluster)
+        expected = next(each for each in chosen().considered if each.plan == plan)
+        assert analysis.peak_memory == expected.memory and analysis.time.total == pytest.approx(expected.seconds)
 
 
 def test_a_given_plan_says_that_it_was_not_chosen():
     assert "not chosen" in shardgraph.preset("fsdp", {"dp": 2}).explain()
 
 
+def test_without_a_plan_that_fits_the_error_says_what_takes_least_and_what_would_help():
+    with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is") as error:
+        chosen(1024)
+    assert "at its peak: " in str(error.value) and "8 devices: " in str(error.value)
+
+
+def test_a_search_that_is_cut_says_so():
+    plan = shardgraph.plan(llama(8), example_kwargs=text(), cluster=toy_cluster(1, 4), seconds=1e-9)
+    assert "the limit of 1 ns ended the search" in plan.explain()
+
+
+@pytest.mark.parametrize("option", [{"devices": 0}, {"devices": "8"}, {"global_batch": -1}, {"seconds": "1"}])
+def test_malformed_options_are_refused(option):
+    with pytest.raises(PlanError, match=next(iter(option))):
+        shardgraph.plan(llama(2), example_kwargs=text(), cluster=toy_cluster(), **option)
+
+
+# -- where it is asked for ---------------------------------------------------------------------------------------------
+
+
 def test_analyze_plans_too():
     model, (args, kwargs) = make("odd-mlp", 4)
     analysis = shardgraph.analyze(model, args, "auto", example_kwargs=kwargs, cluster=toy_cluster())
     assert analysis.plan.considered and analysis.plan.world_size == 8
+    assert analysis.peak_memory == analysis.plan.considered[0].memory
+
+
+def test_on_a_mesh_that_is_given_the_presets_that_suit_it_are_compared():
+    model, (args, kwargs) = make("odd-mlp", 4)
+    options = {"example_kwargs": kwargs, "mesh": {"dp_replicate": 2, "dp_shard": 4}, "cluster": toy_cluster()}
+    analysis = shardgraph.analyze(model, args, "auto", **options)
+    assert {each.name for each in analysis.plan.considered} == {"ddp", "hsdp"}
 
 
 def test_ranks_compile_the_plan_that_was_found_fastest():
@@ -98,4 +208,4 @@ def test_ranks_compile_the_plan_that_was_found_fastest():
 
 def test_auto_takes_no_axis_of_pipeline_stages_for_one_of_data():
     with pytest.raises(PlanError, match=r"ask for 'pp', or 'pp\+' and a plan for the other axes"):
-        plans_on((("pp", 2), ("dp", 2)))
+        _presets((("pp", 2), ("dp", 2)))

@@ -81,8 +81,7 @@ def analyze(
         PlanError: the plan does not exist or does not fit the model or the mesh, or the device lacks its precision.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
-    if backend not in ("eager", "inductor"):
-        raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
+    fused = is_fused(backend)
     mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or this_machine()
     options = (recompute, memory, loss_chunk, offload)
     question = Question.of(
@@ -90,9 +89,10 @@ def analyze(
     )
     question.machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, question.machine.device)
-    kwargs, fused = dict(example_kwargs or {}), backend == "inductor"
+    kwargs = dict(example_kwargs or {})
     if question.automatic:
-        source = Source(question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None, training))
+        call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None, training)
+        source = Source(call, fused, fold)
         question = question.settled(choose_plan(source, pipelines=source.call.loss_fn is not None))
     if question.plan.pipeline is None:
         return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold))
@@ -100,3 +100,14 @@ def analyze(
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
     loss = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
     return analyze_pipeline_source(Source(question.about(example_inputs, kwargs, loss), fused, fold))
+
+
+def is_fused(backend: str) -> bool:
+    """Whether chains of pointwise operations are priced as fused for a backend.
+
+    Raises:
+        ShardGraphError: there is no such backend.
+    """
+    if backend not in ("eager", "inductor"):
+        raise ShardGraphError(f"there is no backend {backend!r} to analyse for; there are 'eager' and 'inductor'")
+    return backend == "inductor"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.analyze import is_fused
 from shardgraph.calibration import this_machine
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import expect
@@ -36,6 +37,7 @@ def plan(
     global_batch: int | None = None,
     optimizer: str = "adamw",
     precision: str | Precision | None = None,
+    backend: str = "eager",
     loss_fn: Callable[..., torch.Tensor] | None = None,
     recompute: str | None = None,
     loss_chunk: int | str | None = None,
@@ -66,6 +68,7 @@ def plan(
             give microbatches to a pipeline. Default: those of ``example_inputs`` on every data rank.
         optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
         precision: as for :func:`shardgraph.compile`.
+        backend: as for :func:`shardgraph.analyze`.
         loss_fn: ``loss_fn(output, target) -> scalar``.
         recompute: what backward recomputes in all layouts; default: searched.
         loss_chunk: bytes of a cross-entropy's logits per chunk in all layouts.
@@ -80,6 +83,9 @@ def plan(
     """
     for name, value in (("devices", devices), ("global_batch", global_batch)):
         expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
+    expect(
+        seconds is None or (isinstance(seconds, (int, float)) and seconds > 0), "seconds", seconds, "a number above 0"
+    )
     machine = machine_for(cluster or this_machine(), devices or 1)
     ranks = devices or machine.world_size
     mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=machine)
@@ -90,7 +96,8 @@ def plan(
     machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, machine.device)
     kwargs = dict(example_kwargs or {})
-    source = Source(question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None))
+    call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None)
+    source = Source(call, fused=is_fused(backend))
     whole_step = source.call.loss_fn is not None or "labels" in kwargs
     with Progress("plan", stages=2, enabled=progress) as show:
         return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)

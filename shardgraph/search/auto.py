@@ -11,8 +11,9 @@ Nothing here grows with the number of devices, or of layers: a few layers are ca
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardgraph.capture.capture import own_loss
@@ -27,6 +28,7 @@ from shardgraph.search.exact import Priced, cheapest, price
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
 from shardgraph.search.what_if import what_if
+from shardgraph.sizes import format_seconds
 
 _DOUBT = 1.03
 """How far estimates of seconds have been from exact prices: layouts that are estimated at more than this times the best
@@ -43,15 +45,13 @@ _FINALISTS = 4
 class Found:
     """The answer of a search: exactly priced plans, those that fit first, and of these the fastest.
 
-    ``estimated`` is the number of layouts with an estimate, ``best_left`` the least estimated seconds per sample of
-    those that were not priced. ``remarks`` are what was not searched, and why. ``cut``: the limit of seconds ended it.
+    ``estimated`` is the number of layouts with an estimate. ``remarks`` are what was not searched and why, how far
+    estimates were from exact prices, and what other devices would do.
     """
 
     priced: Sequence[Priced]
     estimated: int
-    best_left: float | None
     remarks: Sequence[str]
-    cut: bool
 
 
 def search(
@@ -71,6 +71,7 @@ def search(
     Raises:
         CaptureError: the model cannot be traced into one graph.
     """
+    deadline = math.inf if limit is None else time.monotonic() + limit
     stack = source.stack_of_equal_layers
     if stack is not None:
         source = replace(source, depths=Depths(source.question.model, stack))
@@ -80,48 +81,60 @@ def search(
     ranks, machine = question.plan.world_size, question.machine
     estimated = estimates.all(ranks, machine, batches)
     show("the best layouts")
-    finals = _Finals(source, estimates, budget, limit)
-    left = finals.price_best(estimated)
-    remarks = [*estimates.remarks, *finals.remarks]
-    if not finals.cut:
+    finals = _Finals(source, estimates, budget, deadline)
+    finals.price_best(estimated)
+    remarks = [*estimates.remarks, *finals.remarks, *finals.compared(estimated)]
+    if finals.cut:
+        remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
+    else:
         remarks += what_if(estimates, estimated, budget, machine, batches)
-    return Found(finals.ranked(), len(estimated), left, remarks, finals.cut)
+    return Found(finals.ranked(), len(estimated), remarks)
 
 
 class _Finals:
     """The exact prices of the layouts with the best estimates."""
 
-    def __init__(self, source: Source, estimates: Estimates, budget: int, limit: float | None) -> None:
+    def __init__(self, source: Source, estimates: Estimates, budget: int, deadline: float) -> None:
         self._source, self._estimates, self._budget = source, estimates, budget
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
-        self._deadline = None if limit is None else time.monotonic() + limit
+        self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
         self._refined: list[Priced] = []
         self.remarks: dict[str, None] = {}
         self.cut = False
 
-    def price_best(self, estimated: Sequence[Estimated]) -> float | None:
-        """Price the layouts with the best estimates, and return the best estimate that is left."""
+    def price_best(self, estimated: Sequence[Estimated]) -> None:
+        """Price the layouts with the best estimates."""
         if not self._deep:  # few operations, of which estimates know less, and which are priced in no time
             for layout, _ in estimated:
                 if layout.stages == layout.tp == 1 and layout.microbatches == 1:
                     self._price(layout)
         fitting = [pair for pair in estimated if pair[1].memory <= self._budget * _MEMORY_DOUBT]
-        left = None
         for count, (layout, guess) in enumerate(fitting):
-            best, guessed = self._best, guess.seconds / layout.samples
-            done = best is not None and (guessed > best.per_sample * _DOUBT or count >= _FINALISTS)
-            if done or self._late():
-                left = guessed
-                break
+            if (best := self._best) is not None:
+                slower = guess.seconds / layout.samples > best.per_sample * _DOUBT
+                if slower or count >= _FINALISTS or self._late():
+                    break
             self._price(layout)
         if self._best is None:  # for the message, what takes least
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
                 self._price(layout)
         elif self._deep and not self.cut:
             self._refine(self._best)
-        return left
+
+    def compared(self, estimated: Sequence[Estimated]) -> Iterator[str]:
+        """How far estimates were from exact prices, and the best estimate of what was not priced."""
+        guesses = {layout: guess.seconds / layout.samples for layout, guess in estimated}
+        ratios = [guesses[each] / priced.per_sample for each, priced in self._priced.items() if priced is not None]
+        if ratios:
+            yield f"estimates were {min(ratios):.3f} to {max(ratios):.3f} of the exact prices"
+        left = [guess for layout, guess in guesses.items() if layout not in self._priced]
+        if left:
+            yield (
+                f"{len(left)} layouts were not priced exactly: the best of them is estimated at "
+                f"{format_seconds(min(left))} per sample, if it fits"
+            )
 
     def _price(self, layout: Layout) -> None:
         if layout in self._priced:
@@ -160,7 +173,7 @@ class _Finals:
             self._refined.append(price(self._source_of(layout), plan, self._budget, accumulated))
 
     def _late(self) -> bool:
-        self.cut = self.cut or (self._deadline is not None and time.monotonic() > self._deadline)
+        self.cut = self.cut or time.monotonic() > self._deadline
         return self.cut
 
     @property

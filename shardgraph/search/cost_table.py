@@ -61,4 +61,4 @@ def _program(source: Source, plan: Plan) -> tuple[Program, Analysis]:
     question = source.question
     assert question.call is not None
     program = lower(source.captures.joint(question.call, plan), plan, question.shapes)
-    return program, analyze_program(program, question.machine, optimizer=question.optimizer)
+    return program, analyze_program(program, question.machine, optimizer=question.optimizer, fused=source.fused)

@@ -139,11 +139,11 @@ class _Estimate:
     def _gather(self, part: Part) -> float:
         if self.layout.data == "ddp":
             return 0.0
-        return self._collective("all_gather_into_tensor", part.parameters, part, self._sharding)
+        return self._collective("all_gather_into_tensor", part.gathered, part, self._sharding)
 
     def _reduction(self, part: Part) -> float:
         """Gradients: over the ranks of a batch's parts, then over data ranks."""
-        nbytes = part.parameters
+        nbytes = part.reduced
         seconds = self._collective("all_reduce", nbytes, part, "cp")
         if self.layout.data == "ddp":
             return seconds + self._collective("all_reduce", nbytes, part, "dp")
@@ -172,7 +172,8 @@ class _Estimate:
         outside = max(self.costs.head.parameters, self.costs.tail.parameters)
         largest = min(weights, self.costs.layer.parameters + outside)
         stored = weights / sharded
-        gathered = {"ddp": 0.0, "zero2": weights, "fsdp": largest}
+        computed = whole.gathered / weights if weights else 1.0  # of a lower precision, perhaps
+        gathered = {"ddp": 0.0, "zero2": weights * computed, "fsdp": largest * computed}
         beside = gathered[layout.data] if sharded > 1 else 0.0
         lasting = stored * (1 + cost.states) + beside
         saved = whole.saved * scale * self._in_flight(rank) / layout.chunks + self.costs.working * scale

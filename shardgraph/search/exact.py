@@ -103,4 +103,5 @@ def _analysed(source: Source, plan: Plan, budget: int) -> tuple[Plan, Analysis |
     recomputations, choice = nearest_to(budget, Recomputations(joint, plan, *options, question.optimizer))
     program = recomputations.program(choice)
     analyze = analyze_program if plan.pipeline is None else analyze_pipeline
-    return recomputations.chosen(choice), analyze(program, question.machine, optimizer=question.optimizer)
+    priced = analyze(program, question.machine, optimizer=question.optimizer, fused=source.fused)
+    return recomputations.chosen(choice), priced

@@ -7,12 +7,13 @@ programs give that of a layer, and of all else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from shardgraph.cost_models.timeline import COMPUTE
+from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.passes.program import Program
@@ -30,7 +31,8 @@ class Part:
 
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
     ``sent`` are the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters``
-    those of the rank's part of the trained parameters, ``tensors`` the number of these.
+    those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and
+    ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
     """
 
     forward: float = 0.0
@@ -38,6 +40,8 @@ class Part:
     sent: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
+    gathered: float = 0.0
+    reduced: float = 0.0
     tensors: float = 0.0
 
     def plus(self, other: Part, times: float = 1.0) -> Part:
@@ -136,11 +140,27 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     spans = analysis.timeline.spans[: len(rows)]
     ends = [span.end for span in spans if span.task.stream == COMPUTE]
     middle = max((span.end for span in spans[:forward] if span.task.stream == COMPUTE), default=0.0)
-    parameters = [nbytes for shards in trained_shards(program.context, program.trained) for nbytes in shards]
     sent = sum(row.seconds for row in rows if row.stream)
     backward = max(ends, default=0.0) - middle
-    whole = Part(middle, backward, sent, saved, sum(parameters), len(parameters))
+    state = _state(program, sorted(program.trained))
+    whole = replace(state, forward=middle, backward=backward, sent=sent, saved=saved)
     return whole, max(lasting, default=0) - saved
+
+
+def _state(program: Program, names: Iterable[str]) -> Part:
+    """The bytes of parameters, and what is sent of them."""
+    context, reduce = program.context, program.plan.precision.reduce
+    computed = {role.fqn: node.meta["val"].itemsize for role, node in placeholders(program.joint.module).items()
+                if isinstance(role, Parameter)}  # fmt: skip
+    part = Part()
+    for fqn in names:
+        stored = context.stored[fqn].itemsize
+        elements = sum(map(sum, trained_shards(context, [fqn]))) // stored
+        item = computed.get(fqn, stored)
+        reduced = getattr(torch, reduce).itemsize if reduce else item
+        sizes = (elements * stored, elements * item, elements * reduced)
+        part = part.plus(Part(parameters=sizes[0], gathered=sizes[1], reduced=sizes[2], tensors=1))
+    return part
 
 
 def _head(rows: Sequence[Row], program: Program, stack: Stack) -> Part:
@@ -156,14 +176,8 @@ def _head(rows: Sequence[Row], program: Program, stack: Stack) -> Part:
             seconds[half] = sum(rows[i].seconds for i in outside if not rows[i].stream)
     first = next((i for i, within in enumerate(inside) if within), 0)
     modules = {row.module for row in rows[:first]}
-    sizes = {fqn: nbytes for fqn, nbytes in _bytes_by_name(program).items() if fqn.rpartition(".")[0] in modules}
-    return Part(**seconds, parameters=sum(sizes.values()), tensors=len(sizes))
-
-
-def _bytes_by_name(program: Program) -> dict[str, int]:
-    return {
-        name: sum(sum(shards) for shards in trained_shards(program.context, [name])) for name in sorted(program.trained)
-    }
+    state = _state(program, (fqn for fqn in sorted(program.trained) if fqn.rpartition(".")[0] in modules))
+    return replace(state, **seconds)
 
 
 def _crossing(program: Program, stack: Stack) -> float:

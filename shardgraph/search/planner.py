@@ -71,7 +71,7 @@ def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
             if each.memory <= budget:
                 break
     priced.sort(key=lambda each: each.rank(budget))
-    return Found(priced, len(plans), None, list(dict.fromkeys(refused)), False)
+    return Found(priced, len(plans), list(dict.fromkeys(refused)))
 
 
 def _chosen(source: Source, found: Found, budget: int) -> Plan:

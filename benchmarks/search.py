@@ -1,0 +1,206 @@
+"""The search of ``plan="auto"``: how long it takes, how good its estimates are, and its plans beside published ones.
+
+    python benchmarks/search.py speed              # GPT-2 small on 8 devices to Llama 3 405B on 16,384
+    python benchmarks/search.py estimates          # estimates beside exact prices, for layouts of every kind
+    python benchmarks/search.py published          # beside hand-tuned plans of published runs, under the same prices
+
+``speed`` imports everything before it measures, and each question is asked once: nothing of one is kept for the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardgraph
+from benchmarks.published.decoder import Decoder
+from benchmarks.published.runs import Run, read
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.plans.plan import Plan
+from shardgraph.report.folding import find_stack
+from shardgraph.search.depths import Depths
+from shardgraph.search.estimate import Estimate, stage_layers
+from shardgraph.search.estimates import Estimates
+from shardgraph.search.exact import Priced, price
+from shardgraph.search.layouts import Layout
+from shardgraph.search.machine import resolve_axes
+from shardgraph.search.question import Question
+from shardgraph.search.source import Source
+
+LLAMAS = {
+    "Llama 3 8B": {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "Llama 3 70B": {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    "Llama 3 405B": {
+        "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
+    },
+}  # fmt: skip
+PUBLISHED = Path(__file__).parent / "groundtruth" / "training_runs.csv"
+
+
+def llama(name: str) -> nn.Module:
+    """A model of ``LLAMAS`` on ``meta``, in bfloat16."""
+    shared = {"num_key_value_heads": 8, "vocab_size": 128256, "use_cache": False, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**LLAMAS[name], **shared)).to(torch.bfloat16)
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 small on ``meta``."""
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(use_cache=False))
+
+
+def text(batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Tokens and labels."""
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def report_speed() -> None:
+    """Seconds of each search, the work that it did, and the plan that it found."""
+    questions: list[tuple[str, nn.Module, dict[str, torch.Tensor], int, int]] = [
+        ("GPT-2 small", gpt2(), text(8, 1024), 8, 64),
+        ("Llama 3 8B", llama("Llama 3 8B"), text(1, 8192), 64, 128),
+        ("Llama 3 70B", llama("Llama 3 70B"), text(1, 8192), 512, 1024),
+        ("Llama 3 405B", llama("Llama 3 405B"), text(1, 8192), 16384, 2048),
+    ]
+    shardgraph.analyze(gpt2(), plan="single", example_kwargs=text(1, 16), cluster="H100", mesh={"dp": 1})  # imports
+    for name, model, kwargs, devices, batch in questions:
+        wall, processor = time.perf_counter(), time.process_time()
+        plan = shardgraph.plan(model, example_kwargs=kwargs, cluster="H100", devices=devices, global_batch=batch)
+        seconds = time.perf_counter() - wall, time.process_time() - processor
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(
+            f"{name} on {devices} H100: {seconds[0]:.1f} s ({seconds[1]:.1f} s of a core), {peak:.2f} GiB at most\n"
+            f"{plan.explain()}\n",
+            flush=True,
+        )
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+def compared(
+    model: nn.Module, kwargs: Mapping[str, Any], cluster: Cluster
+) -> Iterator[tuple[Layout, Estimate, Priced]]:
+    """Layouts of every kind for a model with a stack of equal layers, with their estimates and exact prices."""
+    ranks = cluster.world_size
+    mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=cluster)
+    question = Question.of(model, "auto", mesh_of, True, cluster=cluster).about((), kwargs)
+    stack = find_stack(model)
+    assert stack is not None
+    source = Source(question, depths=Depths(model, stack))
+    estimates = Estimates(source, cluster.device.memory, pipelines=True)
+    tp = min(8, cluster.devices_per_node)
+    layouts = [
+        *(Layout(shard=ranks, data=data) for data in ("ddp", "zero2", "fsdp")),
+        *(Layout(shard=ranks, recompute=recompute) for recompute in ("selective", "full")),
+        *([Layout(replicate=cluster.nodes, shard=ranks // cluster.nodes)] if cluster.nodes > 1 else []),
+        *(Layout(shard=ranks // degree, tp=degree) for degree in (2, tp) if ranks > degree),
+        *(Layout(stages=4, shard=ranks // 4, microbatches=8, data=data) for data in ("zero2", "fsdp")),
+        Layout(stages=2, chunks=2, shard=ranks // 2, microbatches=8),
+    ]
+    for layout in layouts:
+        if (guess := estimates.again(layout, cluster)) is None:
+            continue
+        balance = stage_layers(estimates.costs(layout), layout.stages * layout.chunks) if layout.stages > 1 else ()
+        plan = replace(layout.plan(balance=balance), recompute=layout.recompute)
+        of_step = source
+        if layout.stages > 1:
+            from shardgraph.capture.capture import own_loss
+
+            call = source.call.resized(layout.batch * layout.microbatches, source.call.sequence)
+            of_step = replace(source, question=replace(question, call=replace(call, loss_fn=own_loss)))
+        yield layout, guess, price(of_step, plan, cluster.device.memory)
+
+
+def report_estimates() -> None:
+    """Ratios of estimates to exact prices."""
+    for nodes in (1, 8):
+        cluster = Cluster.of("H100", nodes=nodes)
+        for layout, guess, exact in compared(llama("Llama 3 8B"), text(1, 4096), cluster):
+            print(
+                f"{8 * nodes:>4} {layout.name:<14}{dict(layout.mesh)!s:<40}{layout.recompute:<10}"
+                f"step {exact.seconds:.3f} s, estimated {guess.seconds / exact.seconds:.3f} of that; peak "
+                f"{exact.memory / 2**30:.1f} GiB, estimated {guess.memory / exact.memory:.3f}",
+                flush=True,
+            )
+
+
+# -- published runs ----------------------------------------------------------------------------------------------------
+
+
+def report_published(limit: int) -> None:
+    """The plan of the search beside that of each published run, both priced alike; a run's batch and devices are its
+    own, and the memory is that of its devices."""
+    runs = [run for run in read(PUBLISHED)[0] if "ep" not in run.mesh and run.precision.parameters == "bfloat16"]
+    distinct = {(run.shape, tuple(run.mesh.items()), run.device): run for run in runs}
+    print(f"{'row':<10}{'model':<18}{'devices':>12}{'published plan':>34}{'seconds':>9}{'peak':>7}"
+          f"  {'found':<40}{'seconds':>9}{'ratio':>7}")  # fmt: skip
+    ratios = []
+    for run in sorted(distinct.values(), key=lambda run: run.row["row_id"])[:limit]:
+        try:
+            published, found = _both(run)
+        except shardgraph.ShardGraphError as error:
+            print(f"{run.row['row_id']:<10}{run.row['model'][:16]:<18}not compared: {str(error).splitlines()[0][:90]}")
+            continue
+        best = found.considered[0]
+        ratio = best.seconds / published[0]
+        ratios.append(ratio)
+        devices = f"{run.row['n_gpus']} {run.device}"
+        print(f"{run.row['row_id']:<10}{run.row['model'][:16]:<18}{devices:>12}"
+              f"{run.plan + ' ' + 'x'.join(str(n) for n in run.mesh.values()):>34}{published[0]:>9.2f}"
+              f"{published[1] / 2**30:>7.0f}  {found.name + ' ' + 'x'.join(str(n) for _, n in found.whole_mesh):<40}"
+              f"{best.seconds:>9.2f}{ratio:>7.2f}", flush=True)  # fmt: skip
+    if ratios:
+        print(
+            f"{len(ratios)} runs, the found plan takes {min(ratios):.2f} to {max(ratios):.2f} of the published one's time"
+        )
+
+
+def _both(run: Run) -> tuple[tuple[float, int], Plan]:
+    analysis = run.analysis()
+    once = analysis.time.optimizer
+    seconds = run.accumulated * (analysis.time.total - once) + once
+    with torch.device("meta"):
+        model = Decoder(run.shape)
+        tokens = torch.empty(1, run.sequence, dtype=torch.long)
+    samples = int(float(run.row["gbs_seqs"]))
+    # Published plans ran, so their memory was enough, also where our prediction is above it.
+    memory = max(run.cluster.device.memory, analysis.peak_memory)
+    found = shardgraph.plan(
+        model, (tokens,), example_kwargs={"labels": tokens}, cluster=run.cluster, devices=int(run.row["n_gpus"]),
+        global_batch=samples, precision=run.precision, backend="inductor", memory=memory,
+    )  # fmt: skip
+    return (seconds, analysis.peak_memory), found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", choices=["speed", "estimates", "published"])
+    parser.add_argument("--limit", type=int, default=20, help="published runs that are compared (default: %(default)s)")
+    options = parser.parse_args()
+    if options.report == "published":
+        report_published(options.limit)
+    else:
+        {"speed": report_speed, "estimates": report_estimates}[options.report]()
+
+
+if __name__ == "__main__":
+    main()
