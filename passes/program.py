@@ -19,6 +19,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.cost_models.actions import Action, Kind, Order
 from shardgraph.passes.analysis.loss_reduction import LossReduction, loss_reduction
+from shardgraph.passes.analysis.parameter_readers import Names, in_memory_of
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
 from shardgraph.passes.parameters.accumulate_gradients import (
@@ -27,6 +28,7 @@ from shardgraph.passes.parameters.accumulate_gradients import (
     ReduceAlone,
     local_gradient,
 )
+from shardgraph.passes.parameters.update_parameters import UpdateParameters
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
 from shardgraph.passes.pipeline.batch_norm import BatchNorm
 from shardgraph.passes.pipeline.weight_gradients import SplitBackward
@@ -170,8 +172,8 @@ class Program:
         return tuple(StageProgram(self, i, prefix, norms.get(i, ())) for i, prefix in enumerate(prefixes))
 
     def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> fx.GraphModule:
-        """A graph by name; ``local``, ``accumulate``, ``reduce``, ``inputs`` and ``weights`` are made from backward on
-        first use.
+        """A graph by name; ``local``, ``accumulate``, ``reduce``, ``update``, ``inputs`` and ``weights`` are made from
+        backward on first use.
 
         ``absent`` are the tangents that are undefined because the loss does not depend on their outputs.
         """
@@ -181,10 +183,18 @@ class Program:
             backward = sibling(name, "backward")
             graphs: Graphs = {backward: ir.copy_graph(self.graphs[backward])}
             steps: list[GraphsPass] = [DropZeroTangents(absent)] if absent else []
-            steps += _DERIVED.get(name.rpartition("/")[2], ())
+            steps += [UpdateParameters(self._saved)] if name == "update" else _DERIVED.get(name.rpartition("/")[2], ())
             run_on_graphs(graphs, steps, self.context.of_graph())
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
         return self._made[name, absent]
+
+    @cached_property
+    def _saved(self) -> dict[ir.Role, Names]:
+        """The parameters in whose memory forward may have left each value that it saves."""
+        given = {role: frozenset({role.fqn}) for role in ir.placeholders(self.forward) if isinstance(role, ir.Parameter)}
+        names = in_memory_of(self.forward, given)
+        results = ir.outputs(self.forward)
+        return {role: names[value] for role, value in results if role is not None and isinstance(value, fx.Node)}
 
     @property
     def without(self) -> list[frozenset[ir.Tangent]]:

@@ -41,6 +41,7 @@ KINDS = {
     ir.Mutation: "buffers",
     ir.Output: "activations",
     ir.IntermediateBase: "activations",
+    ir.Updater: "optimizer state",
 }
 
 # Alias their first argument although their schema does not declare it.

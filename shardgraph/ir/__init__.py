@@ -74,6 +74,8 @@ from shardgraph.ir.roles import (
     Saved,
     SquaredNorm,
     Tangent,
+    Updater,
     of_backward,
 )
 from shardgraph.ir.squared_norm import SQUARED_NORM
+from shardgraph.ir.update import Updates, update

@@ -60,6 +60,11 @@ class Returned(_Indexed):
 
 
 @dataclass(frozen=True)
+class Updater(Role):
+    """What backward hands gradients of parameters to, as soon as nothing reads them (:mod:`shardgraph.ir.update`)."""
+
+
+@dataclass(frozen=True)
 class Mutation(Role):
     """The new value of an input that the model writes in place."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -102,9 +102,20 @@ class FlatUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.runs: list[Run] = []
+        self.run_of: dict[str, Run] = {}  # by parameter
+        self.memory: tuple[bool, frozenset[int]] | None = None  # what others know of that of parameters in these runs
         self._given: tuple[Any, ...] = ()
         self._parameters: list[nn.Parameter] = []
         self._known: tuple[list[Any], ...] = ()
+        self._stateful = 0  # parameters with state when the runs were found
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, state: State) -> FlatUpdate:
+        """That of an optimizer of a module's parameters, the same for every step."""
+        flat: FlatUpdate | None = state.updates.get(optimizer)
+        if flat is None:
+            flat = state.updates[optimizer] = cls(optimizer)
+        return flat
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -113,63 +124,83 @@ class FlatUpdate:
         assert optimizer is not None
         return optimizer
 
-    def prepare(self, gradients: Mapping[str, torch.Tensor], state: State, least: int = _LEAST) -> None:
-        """Find the runs of the parameters that have gradients here, unless they are as before.
+    def prepare(
+        self, names: Iterable[str], state: State, address: Callable[[str], int], least: int = _LEAST
+    ) -> None:
+        """Find the runs of the parameters with these names, which have gradients, unless they are as before.
 
-        A run has as many bytes as the largest parameter at most, or ``least`` if that is more.
+        A run has as many bytes as the largest parameter at most, or ``least`` if that is more. Parameters whose shards
+        are not beside others yet are stored in the order of the ``address`` of their gradients.
 
         Raises:
             NotFlatError: the optimizer has state that does not go with the elements of parameters.
         """
-        _store(gradients, self.optimizer, state)
-        given, parameters = (*gradients, least), state.layout.parameters
+        given, parameters = (*names, least), state.layout.parameters
+        _store(given[:-1], address, self.optimizer, state)
         as_before = given == self._given and parameters is self._parameters and self._same(self._found())
+        self._stateful = len(self.optimizer.state)
         if as_before and all(map(_follow_numbers, self.runs)):
             return
-        self.runs, self._given, self._parameters = [], given, parameters
-        names = {id(state.layout.parameter(fqn)): fqn for fqn in gradients}
+        self.runs, self.run_of, self.memory = [], {}, None
+        self._given, self._parameters = given, parameters
+        fqns = {id(state.layout.parameter(fqn)): fqn for fqn in given[:-1]}
         groups = self.optimizer.param_groups
-        places = {names[id(p)]: (p, i) for i, group in enumerate(groups) for p in group["params"] if id(p) in names}
+        places = {fqns[id(p)]: (p, i) for i, group in enumerate(groups) for p in group["params"] if id(p) in fqns}
         buckets = [*state.stored.buckets, *({fqn: 0} for fqn in places if not state.stored.has(fqn))]
         most = max([least, *(local_tensor(parameter).nbytes for parameter, _ in places.values())])
         runs = [run for bucket in buckets for run in self._runs_of(bucket, places, most)]
         for run in runs:
             self._join_state(run)
-        self.runs = runs
+        self.runs, self.run_of = runs, {name: run for run in runs for name in run.names}
 
     @contextmanager
     def applied(self, gradients: dict[str, torch.Tensor], changed: bool) -> Iterator[list[Run]]:
-        """Within, the optimizer has the twins in place of parameters, with their gradients, which are taken from
-        ``gradients`` and may be ``changed``; its ``step`` changes parameters and their state.
+        """Within, the optimizer has the twins of all runs, as :meth:`only`."""
+        try:
+            with self.only(self.runs, gradients, changed):
+                yield self.runs
+        finally:
+            self.settle()
+
+    @contextmanager
+    def only(self, runs: Sequence[Run], gradients: dict[str, torch.Tensor], changed: bool) -> Iterator[None]:
+        """Within, the optimizer has the twins of some runs in place of parameters, with their gradients, which are
+        taken from ``gradients`` and may be ``changed``; its ``step`` changes parameters and their state.
+
+        After the last of a step's runs there must be a call of :meth:`settle`.
         """
         optimizer = self.optimizer
         before = [(group, group["params"], group.get("foreach")) for group in optimizer.param_groups]
-        whole, known = optimizer.state, len(optimizer.state)
-        optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in self.runs if run.state})
+        whole = optimizer.state
+        optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in runs if run.state})
         for i, (group, _, foreach) in enumerate(before):
-            group["params"] = [run.twin for run in self.runs if run.group == i]
+            group["params"] = [run.twin for run in runs if run.group == i]
             if "foreach" in group and foreach is None and not group.get("fused"):
                 group["foreach"] = False  # as on shards
-        for run in self.runs:
+        for run in runs:
             run.gather()
             run.twin.grad = run.gradient([gradients.pop(name) for name in run.names], changed)
         try:
-            yield self.runs
+            yield
         finally:
             flat, optimizer.state = optimizer.state, whole
             for group, parameters, foreach in before:
                 group["params"] = parameters
                 if "foreach" in group:
                     group["foreach"] = foreach
-            for run in self.runs:
+            for run in runs:
                 run.twin.grad = None
                 run.scatter()
                 self._keep(run, flat.get(run.twin, {}))
-            if len(whole) > known:  # in the order of the parameters, as a step of each would have it
-                for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                    if parameter in whole:
-                        whole[parameter] = whole.pop(parameter)
-            self._known = self._found()
+
+    def settle(self) -> None:
+        """Have the optimizer's state in the order of its parameters, as a step of each would, and remember it."""
+        whole = self.optimizer.state
+        if len(whole) > self._stateful:
+            for parameter in chain.from_iterable(group["params"] for group in self.optimizer.param_groups):
+                if parameter in whole:
+                    whole[parameter] = whole.pop(parameter)
+        self._known = self._found()
 
     def _found(self) -> tuple[list[Any], ...]:
         """All that the runs depend on: objects, and where shards are."""
@@ -308,15 +339,17 @@ def _follow_numbers(run: Run) -> bool:
     return True
 
 
-def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, state: State) -> None:
+def _store(
+    names: Sequence[str], address: Callable[[str], int], optimizer: torch.optim.Optimizer, state: State
+) -> None:
     """Store small shards side by side that are not yet: those of each group, in the order of gradients in memory."""
     tried, parameter = state.stored.tried, state.layout.parameter
-    if tried >= gradients.keys():
+    if tried.issuperset(names):
         return
     groups = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    new = (fqn for fqn in gradients if fqn not in tried and not state.stored.has(fqn) and id(parameter(fqn)) in groups)
+    new = (fqn for fqn in names if fqn not in tried and not state.stored.has(fqn) and id(parameter(fqn)) in groups)
     rest = {fqn: local_tensor(parameter(fqn)) for fqn in new}
-    tried |= gradients.keys()
+    tried.update(names)
 
     def kind(fqn: str) -> tuple[int, str, str]:
         return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
@@ -326,7 +359,7 @@ def _store(gradients: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimiz
     def unaligned(fqn: str) -> bool:
         return rest[fqn].device.type != "cpu" and rest[fqn].nbytes % _ALIGNED > 0
 
-    small.sort(key=lambda fqn: (kind(fqn), unaligned(fqn), gradients[fqn].data_ptr()))
+    small.sort(key=lambda fqn: (kind(fqn), unaligned(fqn), address(fqn)))
     for _, alike in groupby(small, kind):
         bucket: dict[str, int] = {}
         filled = 0

@@ -90,13 +90,10 @@ def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
     parameters = [parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None]
     if any(local_tensor(parameter).device != state.device for parameter in parameters):
         return None  # in host memory
-    flat = state.updates.get(optimizer)
-    if flat is None:
-        flat = state.updates[optimizer] = FlatUpdate(optimizer)
-    names = state.layout.names
+    flat, names = FlatUpdate.of(optimizer, state), state.layout.names
     gradients = {names[id(parameter)]: local_tensor(parameter.grad) for parameter in parameters}
-    try:
-        flat.prepare(gradients, state, least=0)  # in the memory that a step of the largest parameter takes
+    try:  # in the memory that a step of the largest parameter takes
+        flat.prepare(gradients, state, address=lambda fqn: gradients[fqn].data_ptr(), least=0)
     except NotFlatError:
         return None
     return _changing(flat, gradients)

@@ -30,6 +30,7 @@ from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
 from shardgraph.module.proved import check_proved
 from shardgraph.module.replaced import adopt, current
+from shardgraph.module.update_in_backward import updates_of
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -200,8 +201,7 @@ class ShardedModule(nn.Module):
                 "step() updates parameters, and inside no_sync() their gradients are not reduced: call train_step() "
                 "there, and step() for the last microbatch outside of it"
             )
-        flat = self._state.updates.get(optimizer)
-        if flat is None:
+        if optimizer not in self._state.updates:
             adopt(optimizer)
             own = {*map(id, self.parameters())}
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
@@ -209,8 +209,7 @@ class ShardedModule(nn.Module):
                     "the optimizer given to step() has none of this module's parameters: make it of "
                     "sharded.parameters(), or of some of them"
                 )
-            flat = self._state.updates[optimizer] = FlatUpdate(optimizer)
-        loss = None
+        flat, loss = FlatUpdate.of(optimizer, self._state), None
         if training_step.is_flat(optimizer, scaler, self.plan, self._state):
             loss = self._step_flat(args, kwargs, flat, max_norm, scaler)
         if loss is None:
@@ -243,6 +242,12 @@ class ShardedModule(nn.Module):
             with torch.enable_grad():
                 return torch.autograd.grad(self._weighted(loss, executor, leaves, scaler), loss)[0]
 
+        updates = updates_of(flat, executor, leaves) if max_norm is None and scaler is None else None
+        if updates is not None:
+            loss = updates.step(executor, leaves, tangent)
+            self._set_attributes()
+            self._own(gradient_norm=None)
+            return loss
         loss, gradients = loss_and_gradients(executor, leaves, tangent)
         self._set_attributes()
         try:

@@ -60,7 +60,7 @@ def update(
     Raises:
         NotFlatError: it cannot be done on many parameters at a time; nothing has happened.
     """
-    flat.prepare(gradients, state)
+    flat.prepare(gradients, state, address=lambda fqn: gradients[fqn].data_ptr())
     norm, changed = None, max_norm is not None or scaler is not None
     with flat.applied(gradients, changed) as runs:
         if scaler is not None:

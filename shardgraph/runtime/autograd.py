@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from itertools import takewhile
+from functools import cached_property
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -88,14 +89,26 @@ class Differentiable(Executor):
                 torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
         return results
 
-    def run_backward(self, saved: list[Any], tangents: dict[ir.Tangent, Any], sync: bool) -> dict[ir.Role, Any]:
-        """Run the backward graph, consuming ``saved`` and ``tangents``; returns the gradients of inputs by role."""
+    @cached_property
+    def updated(self) -> dict[str, int]:
+        """The parameters that get a gradient, each with its place in the order in which backward could update them."""
+        gm = self.graph("update").module
+        handed = (node.args[1] for node in gm.graph.find_nodes(op="call_function", target=ir.update))
+        names: Any = dict.fromkeys([*chain.from_iterable(handed), *gradients_of(ir.outputs(gm))])
+        return {fqn: place for place, fqn in enumerate(names)}
+
+    def run_backward(
+        self, saved: list[Any], tangents: dict[ir.Tangent, Any], sync: bool, updater: ir.Updates | None = None
+    ) -> dict[ir.Role, Any]:
+        """Run the backward graph, consuming ``saved`` and ``tangents``; returns the gradients of inputs by role, but
+        for those that the ``updater`` is given."""
         state, local = self.state, self.keeps_local(sync)
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         reached = (self.program.reached[role] for role, grad in tangents.items() if grad is not None)
         used = frozenset().union(state.unreduced, *reached) if self.optional else frozenset()
         left_out = self._left_out(used, reduces=not local)
-        bound = self.graph("local" if local else "accumulate" if state.unreduced else "backward", absent)
+        reduces = "accumulate" if state.unreduced else "backward" if updater is None else "update"
+        bound = self.graph("local" if local else reduces, absent)
         inputs = []
         for role, traced in bound.inputs:
             if isinstance(role, ir.Saved):
@@ -104,6 +117,8 @@ class Differentiable(Executor):
                 inputs.append(in_layout(tangents.pop(role), traced))
             elif isinstance(role, ir.Accumulated):
                 inputs.append(self._accumulated(role.of.fqn, traced))
+            elif isinstance(role, ir.Updater):
+                inputs.append(updater)
         saved.clear()
         tangents.clear()
         results = [(role, value) for (role, _), value in zip(bound.results, bound(inputs), strict=True)]

@@ -22,11 +22,15 @@ def is_direct(executor: Any, leaves: Sequence[Any]) -> bool:
 
 
 def loss_and_gradients(
-    executor: Differentiable, leaves: Sequence[Any], tangent: Callable[[torch.Tensor], torch.Tensor]
+    executor: Differentiable,
+    leaves: Sequence[Any],
+    tangent: Callable[[torch.Tensor], torch.Tensor],
+    updater: ir.Updates | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, and the gradients of this rank's shards by parameter.
 
-    ``tangent`` is given the loss, and gives the gradient of what is differentiated with respect to it.
+    ``tangent`` is given the loss, and gives the gradient of what is differentiated with respect to it. The ``updater``
+    is given gradients as soon as nothing reads their parameters; these are not returned.
     """
     position = next(i for i, _ in executor.returned if executor.results[i] == ir.Output(0))
     with torch.no_grad():
@@ -35,7 +39,7 @@ def loss_and_gradients(
     del results
     tangents: dict[ir.Tangent, Any] = {role: tangent(loss) if i == position else None for i, role in executor.returned}
     with torch.no_grad():
-        values = executor.run_backward(saved, tangents, sync=True)
+        values = executor.run_backward(saved, tangents, sync=True, updater=updater)
     return loss.detach(), {
         role.fqn: value for role, value in values.items() if isinstance(role, ir.Parameter) and value is not None
     }
