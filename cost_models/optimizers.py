@@ -30,6 +30,11 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
 }
 
 
+UPDATED_TOGETHER = 1 << 20
+"""Bytes of parameters that a whole step updates together, even where each is smaller. What an update takes for itself
+is as large as what is updated, so more than the largest parameter are not."""
+
+
 def optimizer_cost(name: str) -> OptimizerCost:
     """The costs of an optimizer; ShardGraphError if it is not described."""
     if name not in OPTIMIZERS:

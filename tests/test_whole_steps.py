@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardgraph.module import flat_update
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
 from tests import whole_steps
 from tests.standing import on_ranks
 
@@ -65,7 +65,7 @@ def test_groups_whose_parameters_alternate_take_a_kernel_each():
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
 def test_a_whole_step_takes_more_memory_than_one_taken_apart_only_for_an_update_of_a_megabyte(plan):
     for found in on_ranks(whole_steps.peaks, 2, args=(plan,)):
-        assert found["whole"][1] <= found["apart"][1] + 2 * flat_update._LEAST, found
+        assert found["whole"][1] <= found["apart"][1] + 2 * UPDATED_TOGETHER, found
 
 
 def test_what_makes_no_sense_is_refused():

@@ -113,7 +113,8 @@ def profile_step(
 
     Saved values live until their last use in backward. The caller is assumed to hold the outputs that the loss depends
     on until backward ends, and to drop the others after forward. Gradients do not exist before backward
-    (``zero_grad(set_to_none=True)``). ``update`` is the optimizer's memory on the device, ``host_update`` on the host.
+    (``zero_grad(set_to_none=True)``). ``update`` is the optimizer's memory on the device, ``host_update`` on the host;
+    it updates at the end, and in backward wherever gradients are handed over there.
     ``granule``, ``workspaces`` and ``gloo`` are as for :func:`profile_memory`.
     """
     graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
@@ -147,6 +148,9 @@ def _profile(
         for place, update in zip(("device", "host"), updates, strict=True):
             storages.append(Storage(update.state, 0, end, "optimizer state", place))
             storages.append(Storage(update.temporaries, end, end, "temporaries", place))
+        nodes = (node for gm in graphs.values() for node in gm.graph.nodes)
+        at = [i for i, node in enumerate(nodes) if node.target is ir.update]
+        storages += [Storage(updates[0].temporaries, i, i) for i in at]
 
     compositions, host = (
         _compositions([each for each in dict.fromkeys(storages) if each.place == place], len(points))

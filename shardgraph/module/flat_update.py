@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
 from shardgraph.runtime.executor import State
 from shardgraph.runtime.side_by_side import packed, view_of
 from shardgraph.torch_api import local_tensor
@@ -33,11 +34,6 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 _values = methodcaller("values")
-
-
-_LEAST = 1 << 20
-"""Bytes of parameters that are updated together, even where each is smaller. What an update takes for itself is as
-large as what is updated, so more than the largest parameter are not."""
 
 
 _ALIGNED = 16
@@ -125,7 +121,7 @@ class FlatUpdate:
         return optimizer
 
     def prepare(
-        self, names: Iterable[str], state: State, address: Callable[[str], int], least: int = _LEAST
+        self, names: Iterable[str], state: State, address: Callable[[str], int], least: int = UPDATED_TOGETHER
     ) -> None:
         """Find the runs of the parameters with these names, which have gradients, unless they are as before.
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardgraph.cost_models.device import Device
-from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.cost_models.timeline import COMPUTE, Task
 from shardgraph.ir import Input, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
@@ -49,15 +49,22 @@ def trained_shards(context: Context, trained: Iterable[str], rank: int = 0) -> S
 
 
 def update_memory(
-    shards: Sequence[Any], optimizer: str, magnitude: Callable[[Any], int] | None = None, in_files: bool = False
+    shards: Sequence[Any],
+    optimizer: str,
+    magnitude: Callable[[Any], int] | None = None,
+    in_files: bool = False,
+    least: int = 0,
 ) -> UpdateMemory:
     """The optimizer's memory in addition to ``shards`` and their gradients; ``magnitude`` orders symbolic sizes.
 
-    Of state that is in files there are only its counters.
+    Of state that is in files there are only its counters. Of small shards, ``least`` bytes are updated at a time.
     """
     cost = optimizer_cost(optimizer)
     state = (0 if in_files else cost.states * sum(shards)) + cost.counters * 4 * len(shards)
-    return UpdateMemory(state, cost.temporaries * max(shards, key=magnitude, default=0))
+    largest = max(shards, key=magnitude, default=0)
+    if least:
+        largest = max(largest, min(least, sum(shards)))
+    return UpdateMemory(state, cost.temporaries * largest)
 
 
 def update_rows(
@@ -84,8 +91,8 @@ def update_rows(
         )
 
 
-def program_halves(program: Program) -> dict[str, fx.GraphModule]:
-    """The graphs of a step by name, in execution order.
+def program_halves(program: Program, *, whole_step: bool = False) -> dict[str, fx.GraphModule]:
+    """The graphs of a step by name, in execution order; those of a ``whole_step`` update parameters in backward.
 
     If a model returns a scalar, the loss is assumed to be that scalar; otherwise the loss is assumed to depend on
     every floating-point output.
@@ -93,7 +100,8 @@ def program_halves(program: Program) -> dict[str, fx.GraphModule]:
     if program.backward is None:
         return {"forward": program.forward}
     absent = absent_beside_a_scalar(program.forward, program.backward)
-    return {"forward": program.forward, "backward": program.graph("backward", absent)}
+    backward = program.graph("update" if whole_step else "backward", absent)
+    return {"forward": program.forward, "backward": backward}
 
 
 def program_memory(
@@ -104,17 +112,20 @@ def program_memory(
     *,
     workspaces: bool = False,
     gloo: bool = True,
+    whole_step: bool = False,
 ) -> MemoryProfile:
     """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes.
 
+    It is that of a ``train_step`` and the optimizer's after it, or of a ``whole_step`` without clipping, which frees
+    gradients in backward.
     With ``workspaces``, what CPU kernels take for themselves is included. ``gloo``: tensors on the CPU are communicated
     there.
     """
-    halves = program_halves(program)
+    halves = program_halves(program, whole_step=whole_step)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     on_device, on_host = trained_shards(program.context, program.trained, rank)
     of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
-    of_device = update_memory(on_device, optimizer)
+    of_device = update_memory(on_device, optimizer, least=UPDATED_TOGETHER if whole_step else 0)
     return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces, gloo=gloo)
 
 
