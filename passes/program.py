@@ -191,8 +191,8 @@ class Program:
     @cached_property
     def _saved(self) -> dict[ir.Role, Names]:
         """The parameters in whose memory forward may have left each value that it saves."""
-        given = {role: frozenset({role.fqn}) for role in ir.placeholders(self.forward) if isinstance(role, ir.Parameter)}
-        names = in_memory_of(self.forward, given)
+        parameters = (role for role in ir.placeholders(self.forward) if isinstance(role, ir.Parameter))
+        names = in_memory_of(self.forward, {role: frozenset({role.fqn}) for role in parameters})
         results = ir.outputs(self.forward)
         return {role: names[value] for role, value in results if role is not None and isinstance(value, fx.Node)}
 

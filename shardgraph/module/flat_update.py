@@ -335,9 +335,7 @@ def _follow_numbers(run: Run) -> bool:
     return True
 
 
-def _store(
-    names: Sequence[str], address: Callable[[str], int], optimizer: torch.optim.Optimizer, state: State
-) -> None:
+def _store(names: Sequence[str], address: Callable[[str], int], optimizer: torch.optim.Optimizer, state: State) -> None:
     """Store small shards side by side that are not yet: those of each group, in the order of gradients in memory."""
     tried, parameter = state.stored.tried, state.layout.parameter
     if tried.issuperset(names):
