@@ -131,15 +131,16 @@ class FlatUpdate:
         Raises:
             NotFlatError: the optimizer has state that does not go with the elements of parameters.
         """
-        given, parameters = (*names, least), state.layout.parameters
-        _store(given[:-1], address, self.optimizer, state)
+        names, parameters = tuple(names), state.layout.parameters
+        given = names, least
+        _store(names, address, self.optimizer, state)
         as_before = given == self._given and parameters is self._parameters and self._same(self._found())
         self._stateful = len(self.optimizer.state)
         if as_before and all(map(_follow_numbers, self.runs)):
             return
         self.runs, self.run_of, self.memory = [], {}, None
         self._given, self._parameters = given, parameters
-        fqns = {id(state.layout.parameter(fqn)): fqn for fqn in given[:-1]}
+        fqns = {id(state.layout.parameter(fqn)): fqn for fqn in names}
         groups = self.optimizer.param_groups
         places = {fqns[id(p)]: (p, i) for i, group in enumerate(groups) for p in group["params"] if id(p) in fqns}
         buckets = [*state.stored.buckets, *({fqn: 0} for fqn in places if not state.stored.has(fqn))]

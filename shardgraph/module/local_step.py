@@ -1,8 +1,9 @@
-"""Optimizers that compute element by element step on the shards, as plain tensors.
+"""torch's optimizers step on plain tensors in place of DTensors: on shards, if they compute element by element.
 
 An operation on a DTensor takes tens of microseconds more than one on its shard, and a step is ten of them for each
 parameter: for small parameters that is most of a training step. torch's classes whose update of an element depends on
-that element alone give the same numbers either way; all others, and subclasses, step on DTensors as before.
+that element alone give the same numbers either way. Those that compute with whole tensors step on these
+(:mod:`shardgraph.module.whole_tensor_step`); all others, and subclasses, step on DTensors as before.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
+from shardgraph.module.whole_tensor_step import WHOLE, step_on_whole
 from shardgraph.runtime.executor import State
 from shardgraph.torch_api import local_tensor
 
@@ -59,23 +61,25 @@ def step_on_shard(parameter: nn.Parameter) -> None:
 
 @functools.cache
 def _wrap_steps() -> None:
-    for kind in _ELEMENTWISE:
+    for kind in (*_ELEMENTWISE, *WHOLE):
         original: Any = kind.step
         hooked = getattr(original, "hooked", False)  # torch has wrapped it in what calls hooks, as the first was made
         if hooked:
             original = original.__wrapped__
-        wrapped: Any = _on_shards(kind, original)
+        wrapped: Any = _wrapped(kind, original)
         if hooked:
             wrapped = optim.Optimizer.profile_hook_step(wrapped)
             wrapped.hooked = True
         kind.step = wrapped  # type: ignore[method-assign]
 
 
-def _on_shards(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None or type(self) is not kind or not _are_ours(self):
             return original(self, closure)
+        if kind in WHOLE:
+            return step_on_whole(self, original)
         with _together(self) or _shards(self):
             return original(self)
 
