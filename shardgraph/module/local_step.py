@@ -96,8 +96,8 @@ def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
         return None  # in host memory
     flat, names = FlatUpdate.of(optimizer, state), state.layout.names
     gradients = {names[id(parameter)]: local_tensor(parameter.grad) for parameter in parameters}
-    try:  # in the memory that a step of the largest parameter takes
-        flat.prepare(gradients, state, address=lambda fqn: gradients[fqn].data_ptr(), least=0)
+    try:
+        flat.prepare(gradients, state, address=lambda fqn: gradients[fqn].data_ptr())
     except NotFlatError:
         return None
     return _changing(flat, gradients)

@@ -111,6 +111,8 @@ def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
 
 def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
     for first, second, third in zip(*programs, strict=True):
+        if ("memory", "temporaries") in _growth(first, second):
+            raise NotPeriodicError("all parameters are updated together, which more layers may be too large for")
         read, written, seconds = (
             getattr(first, name) + more * (getattr(second, name) - getattr(first, name))
             for name in ("read", "written", "seconds")

@@ -125,7 +125,8 @@ def program_memory(
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     on_device, on_host = trained_shards(program.context, program.trained, rank)
     of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
-    of_device = update_memory(on_device, optimizer, least=UPDATED_TOGETHER if whole_step else 0)
+    together = program.plan.world_size > 1 and not on_host
+    of_device = update_memory(on_device, optimizer, least=UPDATED_TOGETHER if together else 0)
     return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces, gloo=gloo)
 
 

@@ -33,7 +33,7 @@ class Differentiable(Executor):
             (i, role.fqn) for i, role in needed if program.backward is not None and role.fqn in program.needed
         ]
         first = len(list(takewhile(lambda role: isinstance(role, ir.Parameter), self.inputs)))
-        self.settable = [(i, fqn) for i, fqn in self.needed if i < first]  # autograd counts tensors only
+        self.settable = range(first)  # autograd counts tensors only
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
         inputs = () if program.backward is None else ir.placeholders(program.backward)
@@ -66,13 +66,17 @@ class Differentiable(Executor):
         return self.deliver(dict(zip(self.results, results, strict=True)), leaves)
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
-        """The inputs of the forward graph: parameters, buffers, and those of a call. Parameters are looked up again
-        only if the model's have changed."""
+        """The inputs of the forward graph: parameters, buffers, and those of a call."""
+        return [self.state.value(each, leaves) if isinstance(each, ir.Role) else each for each in self._parameters()]
+
+    def _parameters(self) -> list[Any]:
+        """The parameters among the inputs, and the roles of the others; looked up again only if the model's parameters
+        have changed."""
         known, values = self._known
         if known is not self.state.layout.parameters:
-            values = [self.state.value(r, leaves) if isinstance(r, ir.Parameter) else r for r in self.inputs]
+            values = [self.state.value(r, ()) if isinstance(r, ir.Parameter) else r for r in self.inputs]
             self._known = self.state.layout.parameters, values
-        return [self.state.value(each, leaves) if isinstance(each, ir.Role) else each for each in values]
+        return values
 
     def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
@@ -187,18 +191,21 @@ class Differentiable(Executor):
             flags = on_any_data_rank(flags, self.program.plan, self.state)
         return [fqn for fqn, flag in zip(self.optional, flags, strict=True) if not flag]
 
-    def gradient(self, role: ir.Role, value: torch.Tensor | None, local: bool) -> torch.Tensor | None:
-        """The gradient of an input for autograd: a DTensor for a DTensor; None while a gradient is kept local."""
-        if value is None or not isinstance(role, ir.Parameter):
-            return value
-        parameter: torch.Tensor = self.state.layout.parameter(role.fqn)
-        if not isinstance(parameter, DTensor):
-            return value
-        if local:
-            earlier = self.state.unreduced.get(role.fqn)
-            self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
-            return None
-        return torch_api.as_placed(value, parameter)
+    def gradients(self, values: dict[ir.Role, Any], local: bool) -> list[Any]:
+        """The gradient of each input for autograd: a DTensor for a DTensor; None while a gradient is kept local."""
+        gradients = []
+        for role, parameter in zip(self.inputs, self._parameters(), strict=True):
+            value = values.pop(role, None)
+            if value is not None and isinstance(parameter, DTensor):
+                if local:
+                    assert isinstance(role, ir.Parameter)
+                    earlier = self.state.unreduced.get(role.fqn)
+                    self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
+                    value = None
+                else:
+                    value = torch_api.as_placed(value, parameter)
+            gradients.append(value)
+        return gradients
 
     def set_gradients(self, gradients: list[torch.Tensor | None], leaves: Sequence[tuple[Any, int]]) -> None:
         """Set the gradients of parameters that have none, and take them from ``gradients``, which autograd adds.
@@ -206,8 +213,9 @@ class Differentiable(Executor):
         For each DTensor autograd would make another one of the same shard, which for small parameters takes longer than
         their part of the backward graph. What must see a gradient first, or adds it, is left to it.
         """
-        for i, fqn in self.settable:
-            parameter, value = self.state.layout.parameter(fqn), gradients[i]
+        parameters = self._parameters()
+        for i in self.settable:
+            parameter, value = parameters[i], gradients[i]
             if (
                 isinstance(value, DTensor)
                 and parameter.grad is None
@@ -255,7 +263,7 @@ class _Run(torch.autograd.Function):
         del tensors, restored, grads, pairs
         sync = ctx.sync()
         values, local = executor.run_backward(saved, tangents, sync), executor.keeps_local(sync)
-        gradients = [executor.gradient(role, values.pop(role, None), local) for role in executor.inputs]
+        gradients = executor.gradients(values, local)
         if torch.is_grad_enabled():  # with create_graph=True
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
         else:

@@ -36,11 +36,25 @@ def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     # A wrapper takes over its shard's offset in memory, though it has none itself: copy.deepcopy would fail.
-    offset = local.storage_offset() != 0
-    wrapper = DTensor.__new__(DTensor, local.new_empty(0) if offset else local, spec, requires_grad=False)
-    if offset:
-        wrapper._local_tensor = local
+    if not local.storage_offset():
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    wrapper = DTensor.__new__(DTensor, _without_offset(local), spec, requires_grad=False)
+    wrapper._local_tensor = local
     return wrapper
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _without_offset(local: torch.Tensor) -> torch.Tensor:
+    """A tensor of the dtype and the device of ``local``; always the same, unless it is a fake one."""
+    kind = local.dtype, local.device
+    if type(local) is not torch.Tensor or kind not in _EMPTY:
+        empty = local.new_empty(0)
+        if type(empty) is not torch.Tensor:
+            return empty
+        _EMPTY[kind] = empty
+    return _EMPTY[kind]
 
 
 def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
