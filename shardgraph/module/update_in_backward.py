@@ -7,7 +7,6 @@ holds the gradients of the whole model. What is computed is the same, in another
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -69,7 +68,7 @@ class UpdatesInBackward:
 
     def __init__(self, flat: FlatUpdate, state: State) -> None:
         self._flat, self._state = flat, state
-        self._missing = Counter(flat.run_of.values())  # gradients of each run that are not there yet
+        self._missing = {run: len(run.names) for run in flat.runs}  # gradients of each that are not there yet
         self._gradients: dict[str, torch.Tensor] = {}
         self._begun = False
 
@@ -93,8 +92,13 @@ class UpdatesInBackward:
     def __call__(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Take the gradients of parameters that may change from now on."""
         self._gradients.update(zip(names, gradients, strict=True))
-        self._missing.subtract(run for name in names if (run := self._flat.run_of.get(name)) is not None)
-        if complete := [run for run, count in self._missing.items() if not count]:
+        missing, complete = self._missing, []
+        for name in names:
+            if (run := self._flat.run_of.get(name)) is not None:
+                missing[run] -= 1
+                if not missing[run]:
+                    complete.append(run)
+        if complete:
             self._update(complete)
 
     def _update(self, runs: Sequence[Run]) -> None:
