@@ -122,6 +122,15 @@ def operands() -> dict[str, bool]:
     }
 
 
+def backward_operands() -> bool:
+    """Whether a backward that sets gradients computes on DTensors, of biases as of weights."""
+    sharded, _, x = pair("ddp")
+    loss = sharded(x).square().mean()
+    with Watching() as watching:
+        loss.backward()
+    return watching.seen
+
+
 def hooks() -> list[str]:
     """What hooks see: of an optimizer that is older than any sharded module, and of a newer one."""
     optim.SGD([torch.zeros(1)], lr=0.1).step()

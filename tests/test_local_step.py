@@ -29,6 +29,10 @@ def test_operations_of_a_step_are_on_plain_tensors():
         assert seen == {"step": False, "subclass": True, "closure": True, "foreign parameter": True}
 
 
+def test_backward_sets_the_gradients_of_all_parameters_without_an_operation_on_dtensors():
+    assert on_ranks(local_steps.backward_operands, 2) == [False, False]
+
+
 def test_hooks_of_an_optimizer_see_the_parameters():
     for seen in on_ranks(local_steps.hooks, 2):
         assert seen == ["before: True", "after: True"] * 2

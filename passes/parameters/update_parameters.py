@@ -11,6 +11,7 @@ from shardgraph import ir
 from shardgraph.ir.attributes import MADE_BY, ROLE, VALUE
 from shardgraph.passes.analysis.liveness import Storage, storages_of
 from shardgraph.passes.analysis.parameter_readers import Names, last_readers
+from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 
 
@@ -20,7 +21,8 @@ class UpdateParameters(GraphsPass):
     gradients of parameters are handed over instead of being results.
 
     That is done for those which are ready together in one place: when nothing reads the parameters afterwards, which
-    ``saved`` values may be in the memory of, and neither their gradients. What is read until the end stays a result.
+    ``saved`` values may be in the memory of, and neither their gradients. What is read until the end, or is in host
+    memory, stays a result.
 
     Must not change: what is computed, nor its order.
     """
@@ -37,7 +39,6 @@ class UpdateParameters(GraphsPass):
 
 
 def _updating(gm: fx.GraphModule, saved: Mapping[ir.Role, Names]) -> fx.GraphModule:
-    gm = ir.copy_graph(gm)
     held = storages_of(gm)
     handed: dict[str, fx.Node] = {}
     for after, ready in list(_ready(gm, saved, held)):
@@ -64,7 +65,7 @@ def _ready(
 ) -> Iterator[tuple[fx.Node, dict[str, fx.Node]]]:
     """The nodes after which parameters may be updated, with their gradients by name."""
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
-    end = gm.graph.output_node()
+    end, hosted = gm.graph.output_node(), on_host(gm)
     memory, last = last_readers(gm, saved)
     touched: dict[Storage, int] = {}  # until when anything but the caller has what is in some memory
     for node in gm.graph.nodes:
@@ -76,7 +77,7 @@ def _ready(
         if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and isinstance(value, fx.Node):
             (storage,) = held[value]
             reader = last.get(role.of.fqn, value)
-            if reader is not end and not memory[value]:
+            if reader is not end and not memory[value] and value not in hosted:
                 ready.setdefault(max(touched[storage], position[reader]), {})[role.of.fqn] = value
     waiting: dict[str, fx.Node] = {}
     for node, at in position.items():
