@@ -80,10 +80,10 @@ def test_several_nodes_bring_hybrid_sharding_into_play():
 
 def test_what_is_annotated_stays_so():
     model, (args, kwargs) = make("tied-transformer", 2)
-    shardgraph.annotate(model, {"*": shardgraph.replicate()})
+    shardgraph.annotate(model, {"**.weight": shardgraph.replicate()})
     plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(1, devices_per_node=4))
     entries = plan.resolve({name: parameter.shape for name, parameter in model.named_parameters()})
-    assert all(entry.shard_axis is None for entry in entries.values())
+    assert all(entry.shard_axis is None for name, entry in entries.items() if name.endswith("weight"))
 
 
 def test_a_call_without_its_loss_is_not_cut_into_stages():
@@ -170,7 +170,8 @@ def test_a_given_plan_says_that_it_was_not_chosen():
 def test_without_a_plan_that_fits_the_error_says_what_takes_least_and_what_would_help():
     with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is") as error:
         chosen(1024)
-    assert "at its peak: " in str(error.value) and "8 devices: " in str(error.value)
+    assert "at its peak: " in str(error.value)
+    assert "batches of 1, two of them accumulated: " in str(error.value)
 
 
 def test_a_search_that_is_cut_says_so():

@@ -21,7 +21,7 @@ def analyze_source(source: Source) -> Analysis:
     """The analysis of one rank's step under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
     if (stack := source.stack) is not None:
         depths = source.depths_of(stack)
-        for shallow in SHALLOW:
+        for shallow in (each for each in SHALLOW if each[-1] <= stack.layers):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
                 few = [_whole(each) for each in source.shallow(depths, shallow)]
                 rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))

@@ -29,9 +29,9 @@ def what_if(
         again = [(layout, guess) for layout, _ in estimated if (guess := estimates.again(layout, other)) is not None]
         yield f"with {name} twice as fast: {_compared(_best(again, budget), best)}"
     ranks = best[0].stages * best[0].data_ranks * best[0].tp
-    larger = replace(cluster, nodes=cluster.nodes + 1)
     more = ranks + cluster.devices_per_node
     if cluster.inter is not None and ranks == cluster.world_size:
+        larger = replace(cluster, nodes=cluster.nodes + 1)
         total = None if batches.total is None else batches.total * more // ranks
         with_node = estimates.all(more, larger, replace(batches, total=total))
         yield f"with one more node, of {more} devices: {_compared(_best(with_node, budget), best)} per sample"
