@@ -35,7 +35,7 @@ from shardgraph.passes.placing import place
 from shardgraph.passes.program import Program, schedule
 from shardgraph.passes.recompute.recompute import Recompute
 from shardgraph.passes.schedule.merge import MergeCollectives
-from shardgraph.passes.schedule.overlap import OverlapCollectives, OverlapCopies
+from shardgraph.passes.schedule.schedule import Schedule
 from shardgraph.passes.sharding.remove_constraints import RemoveConstraints
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
@@ -78,8 +78,7 @@ RANK_PASSES: tuple[Pass, ...] = (
 )
 SCHEDULE_PASSES: tuple[GraphsPass, ...] = (
     MergeCollectives(),  # small collectives become few
-    OverlapCollectives(),  # start gathers early, await reductions late
-    OverlapCopies(),  # likewise for copies between host and device
+    Schedule(),  # collectives and copies run beside the computation
 )
 
 

@@ -16,8 +16,8 @@ from shardgraph.passes.base import Context, Pass, run_passes
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.passes.parameters.shard_parameters import ShardParameters
-from shardgraph.passes.schedule import lookahead, overlap
-from shardgraph.passes.schedule.merge import wait_of
+from shardgraph.passes.schedule import lookahead
+from shardgraph.passes.schedule.transfers import gathers_of, wait_of
 from shardgraph.plans.presets import preset as with_buckets
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.step import program_memory
@@ -102,7 +102,7 @@ def test_an_unused_parameter_is_not_gathered():
 
 
 def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited(monkeypatch):
-    monkeypatch.setattr(overlap, "_FURTHER", 1)
+    monkeypatch.setattr(lookahead, "FURTHER", 1)
 
     def started_ahead(prefetch):
         deepest = under_way = 0
@@ -117,7 +117,7 @@ def test_prefetch_starts_gathers_before_the_one_ahead_is_awaited(monkeypatch):
 @pytest.mark.parametrize("bucket", [0, 64 * 1024])
 def test_gathers_start_further_ahead_where_the_peak_has_room(monkeypatch, bucket):
     def built(further):
-        monkeypatch.setattr(overlap, "_FURTHER", further)
+        monkeypatch.setattr(lookahead, "FURTHER", further)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)))
         plan = replace(preset("fsdp", {"dp": 2}), prefetch=2, bucket=bucket)
         return build_program(model, plan, (torch.zeros(64, 64),))
@@ -125,15 +125,15 @@ def test_gathers_start_further_ahead_where_the_peak_has_room(monkeypatch, bucket
     def ahead(gm):
         """The nodes between the starts of gathers and their waits."""
         index = {node: i for i, node in enumerate(gm.graph.nodes)}
-        return sum(index[wait_of(start)] - index[start] for start in lookahead.gathers_of(gm))
+        return sum(index[wait_of(start)] - index[start] for start in gathers_of(gm))
 
     near, far = built(1), built(4)
     peaks = [program_memory(program, "sgd", gloo=False).peak_bytes for program in (far, near)]
     assert peaks[0] <= peaks[1]
     for mine, others in zip(far.graphs.values(), near.graphs.values(), strict=True):
         assert ahead(mine) > ahead(others)
-        assert [str(SUBJECT.get(n)) for n in lookahead.gathers_of(mine)] == [
-            str(SUBJECT.get(n)) for n in lookahead.gathers_of(others)
+        assert [str(SUBJECT.get(n)) for n in gathers_of(mine)] == [
+            str(SUBJECT.get(n)) for n in gathers_of(others)
         ]
 
 

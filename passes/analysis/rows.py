@@ -138,7 +138,7 @@ def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices:
                 read=cost.read,
                 written=cost.written,
                 sent=prices.sent(node) if collective else 0,
-                seconds=_seconds(node, cost, prices) + views[node] * prices.view,
+                seconds=node_seconds(node, cost, prices) + views[node] * prices.view,
                 memory={kind: line[i] for kind, line in memory.compositions.items() if line[i]},
                 waits=index[node] - index[node.args[0]] if is_wait(node) else 0,
                 known=cost.known,
@@ -159,7 +159,8 @@ def _views_before(gm: fx.GraphModule, costs: Mapping[fx.Node, NodeCost]) -> Coun
     return views
 
 
-def _seconds(node: fx.Node, cost: NodeCost, prices: Prices) -> float:
+def node_seconds(node: fx.Node, cost: NodeCost, prices: Prices) -> float:
+    """Seconds of one node on its stream, with the errors of :class:`Prices`."""
     if cost.kind == "free":
         return 0.0
     if cost.kind == "copy":

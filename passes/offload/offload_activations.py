@@ -43,7 +43,7 @@ class OffloadActivations(GraphsPass):
     """
 
     name = "offload-activations"
-    requires = frozenset({"split", "marked-offloaded", "overlapped-copies"})
+    requires = frozenset({"split", "marked-offloaded", "scheduled"})
     provides = frozenset({"offloaded-activations"})
     excludes = frozenset({"offloaded-activations"})
 

@@ -24,7 +24,7 @@ class GatherOnce(GraphsPass):
     name = "gather-once"
     requires = frozenset({"split", "sharded-parameters"})
     provides = frozenset({"gathered-once"})
-    excludes = frozenset({"gathered-once", "overlapped"})
+    excludes = frozenset({"gathered-once", "scheduled"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "forward"):
@@ -41,7 +41,7 @@ class ReduceOnce(GraphsPass):
     name = "reduce-once"
     requires = frozenset({"split", "reduced-gradients"})
     provides = frozenset({"reduced-once"})
-    excludes = frozenset({"reduced-once", "local-gradients", "overlapped"})
+    excludes = frozenset({"reduced-once", "local-gradients", "scheduled"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         for name in of_kind(graphs, "backward"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardgraph.ir.attributes import MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJ
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.schedule.members import bucket_of
+from shardgraph.passes.schedule.transfers import is_computed, made_ready, reached, wait_of
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ class MergeCollectives(GraphsPass):
     name = "merge-collectives"
     requires = frozenset({"split"})
     provides = frozenset({"merged-collectives"})
-    excludes = frozenset({"merged-collectives", "overlapped"})
+    excludes = frozenset({"merged-collectives", "scheduled"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         bucket = bucket_of(context)
@@ -148,11 +149,6 @@ def _erase(nodes: Iterable[fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def wait_of(start: fx.Node) -> fx.Node:
-    """The wait of a started collective."""
-    return next(user for user in start.users if user.target is ir.WAIT)
-
-
 def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
@@ -162,34 +158,11 @@ def _subjects(members: Sequence[fx.Node]) -> str:
     return f"{first}, {second}" + (f" and {len(others)} more" if others else "")
 
 
-def made_ready(start: fx.Node) -> list[fx.Node]:
-    """The nodes that prepare shards for their gather, last first: padding, before it a cast, before that a copy."""
-    return sorted(_reached(start, lambda node: node.all_input_nodes, _computed), reverse=True)
-
-
 def _before(start: fx.Node) -> set[fx.Node]:
     """The nodes that reduce a gradient up to this one."""
-    return _reached(start, lambda node: node.all_input_nodes, lambda node: node in REDUCES)
+    return reached(start, lambda node: node.all_input_nodes, lambda node: node in REDUCES)
 
 
 def _after(start: fx.Node) -> set[fx.Node]:
     """All nodes that depend on a node, but for the output."""
-    return _reached(start, lambda node: node.users, _computed)
-
-
-def _computed(node: fx.Node) -> bool:
-    return node.op == "call_function"
-
-
-def _reached(
-    start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], among: Callable[[fx.Node], bool]
-) -> set[fx.Node]:
-    """The nodes that are reached from one, without it, over those that are ``among`` some."""
-    found: set[fx.Node] = set()
-    pending = list(following(start))
-    while pending:
-        node = pending.pop()
-        if node not in found and among(node):
-            found.add(node)
-            pending += following(node)
-    return found
+    return reached(start, lambda node: node.users, is_computed)

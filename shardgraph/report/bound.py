@@ -6,12 +6,16 @@ it, since one machine computes. Of all orders of one machine's jobs, even if it 
 ``max over S of (least head in S + work of S + least tail in S)``, which J. R. Jackson's rule attains (J. Carlier, "The
 one-machine sequencing problem", European J. of Operational Research 11(1), 1982). The largest of these is the bound. It
 contains what a link alone tells: its bytes, less all computation that does not depend on them.
+
+Where a collective slows the computation beside it, that time is work of the machine that computes, too. And what needs a
+collective's result comes after it with all computation in between, which depends on the one and is needed for the other.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +39,7 @@ class Job(NamedTuple):
 def least_exposed(program: Program, cluster: Cluster) -> float:
     """Seconds of communication in forward and backward that no order of a program's operations can hide.
 
-    A collective slows the computation beside it (``cluster.overlap``), so a part of it is always exposed.
+    That it slows computation (``cluster.overlap``) counts as exposed.
     """
     halves, memory = program_halves(program), program_memory(program, "adamw")
     rows = list(rows_of(halves, memory, Prices(cluster, program.plan.mesh), fused=False))
@@ -45,50 +49,62 @@ def least_exposed(program: Program, cluster: Cluster) -> float:
         work = {node: own[node.name] for node in gm.graph.nodes if node.name in own}
         machines = {node: row.link or row.stream or COMPUTE for node, row in work.items()}
         seconds = {node: row.seconds for node, row in work.items()}
-        computed, sent = (
-            sum(row.seconds for row in work.values() if bool(row.link) is of_link and (row.link or not row.stream))
-            for of_link in (False, True)
-        )
-        idle = least_seconds(gm, seconds, machines) - computed
-        total += max(idle, (1 - cluster.overlap) * sent)
+        slowed = {node: (1 - cluster.overlap) * row.seconds for node, row in work.items() if row.link}
+        computed = sum(row.seconds for node, row in work.items() if machines[node] == COMPUTE)
+        total += max(0.0, least_seconds(gm, seconds, machines, slowed) - computed)
     return total
 
 
-def least_seconds(gm: fx.GraphModule, seconds: Mapping[fx.Node, float], machines: Mapping[fx.Node, str]) -> float:
+def least_seconds(
+    gm: fx.GraphModule,
+    seconds: Mapping[fx.Node, float],
+    machines: Mapping[fx.Node, str],
+    slowed: Mapping[fx.Node, float] = MappingProxyType({}),
+) -> float:
     """The least seconds in which a graph runs, given those of its nodes and on which machine each runs.
 
-    Other nodes take no time.
+    Other nodes take no time. ``slowed`` is by how much a node on another machine slows the computation.
     """
     nodes = list(gm.graph.nodes)
-    heads = _paths(nodes, [node.all_input_nodes for node in nodes], seconds, machines)
-    tails = _paths(nodes[::-1], [list(node.users) for node in reversed(nodes)], seconds, machines)
-    jobs: dict[str, list[Job]] = {}
-    for node, machine in machines.items():
-        jobs.setdefault(machine, []).append(Job(heads[node], seconds[node], tails[node]))
-    return max(map(one_machine, jobs.values()), default=0.0)
+    computed = {node: seconds[node] for node in nodes if machines.get(node) == COMPUTE} | dict(slowed)
+    beside = {node: seconds[node] for node in nodes if machines.get(node, COMPUTE) != COMPUTE}
+    heads = _paths(nodes, [node.all_input_nodes for node in nodes], computed, beside)
+    tails = _paths(nodes[::-1], [list(node.users) for node in reversed(nodes)], computed, beside)
+    jobs = {COMPUTE: [Job(heads[node], more, tails[node]) for node, more in computed.items()]}
+    for node, took in beside.items():
+        jobs.setdefault(machines[node], []).append(Job(heads[node], took, tails[node]))
+    return max(map(one_machine, jobs.values()))
 
 
 def _paths(
     nodes: Sequence[fx.Node],
     before: Sequence[Iterable[fx.Node]],
-    seconds: Mapping[fx.Node, float],
-    machines: Mapping[fx.Node, str],
+    computed: Mapping[fx.Node, float],
+    beside: Mapping[fx.Node, float],
 ) -> dict[fx.Node, float]:
     """The least time before each of ``nodes``, which come after those that are ``before`` them."""
     index = {node: i for i, node in enumerate(nodes)}
-    computed = np.array([seconds[node] if machines.get(node) == COMPUTE else 0.0 for node in nodes])
-    reached: list[int] = []  # the nodes before each one, as bits
+    work = np.array([computed.get(node, 0.0) for node in nodes])
+    reached = np.zeros((len(nodes), len(nodes) // 8 + 1), np.uint8)  # the nodes before each one, as bits
     found: dict[fx.Node, float] = {}
-    for node, earlier in zip(nodes, before, strict=True):
-        bits = 0
+    # Of the nodes beside the computation that are before each one, the one that ends last, if any, and when.
+    latest: list[tuple[float, int]] = []
+    for i, (node, earlier) in enumerate(zip(nodes, before, strict=True)):
+        longest, last = 0.0, (0.0, -1)
         for each in earlier:
-            bits |= reached[index[each]] | 1 << index[each]
-        reached.append(bits)
-        longest = max((found[each] + seconds.get(each, 0.0) for each in earlier), default=0.0)
-        if machines.get(node, COMPUTE) != COMPUTE:
-            packed = np.frombuffer(bits.to_bytes(len(nodes) // 8 + 1, "little"), np.uint8)
-            longest = max(longest, float(np.unpackbits(packed, bitorder="little")[: len(nodes)] @ computed))
+            j = index[each]
+            reached[i] |= reached[j]
+            reached[i, j // 8] |= 1 << j % 8
+            longest = max(longest, found[each] + (beside[each] if each in beside else computed.get(each, 0.0)))
+            last = max(last, latest[j])
+        end, c = last
+        needed = np.unpackbits(reached[i], count=len(nodes), bitorder="little").astype(bool)
+        longest = max(longest, float(needed @ work))
+        if c >= 0:
+            dependent = (reached[c:i, c // 8] >> c % 8 & 1).astype(bool)
+            longest = max(longest, end + float((needed[c:i] & dependent) @ work[c:i]))
         found[node] = longest
+        latest.append(max(last, (longest + beside[node], i)) if node in beside else last)
     return found
 
 
