@@ -53,11 +53,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Span:
-    """When a task ran: ``start`` and ``end`` in seconds from the start of the timeline."""
+    """When a task ran: ``start`` and ``end`` in seconds from the start of the timeline.
+
+    ``waited`` is how long its stream was idle before it, for the tasks that it comes after.
+    """
 
     task: Task
     start: float
     end: float
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,11 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
     spans: list[Span] = []
     for task in tasks:
         taken = (task.stream, f"link {task.link}") if task.link else (task.stream,)
-        start = max([*(free.get(each, 0.0) for each in taken), *(spans[i].end for i in task.after)])
+        ready = max(free.get(each, 0.0) for each in taken)
+        start = max([ready, *(spans[i].end for i in task.after)])
         if task.stream not in (COMPUTE, *COPIES) and overlap < 1:
             # The cores that move the bytes are not available to the computation.
             free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
         free.update(dict.fromkeys(taken, start + task.seconds))
-        spans.append(Span(task, start, start + task.seconds))
+        spans.append(Span(task, start, start + task.seconds, start - ready))
     return Timeline(tuple(spans))

@@ -137,5 +137,8 @@ from .tracking import (
 from .tracking import (
     MemoryTracker as MemoryTracker,
 )
+from .tracking import (
+    WaitTracker as WaitTracker,
+)
 
 __version__: str

@@ -67,8 +67,7 @@ WITHOUT = {
     "check-program": "changes nothing: it refuses programs",
     "mark-scores": "marks the losses that may be computed in chunks; another choice gives the same values",
     "mark-offloaded": "marks what is moved to the host if it is saved; another choice gives the same values",
-    "overlap-collectives": "reorders: a graph that is valid in two orders has the same values in both",
-    "overlap-copies": "reorders, likewise",
+    "schedule": "reorders: a graph that is valid in two orders has the same values in both",
     "measure-gradients": "adds results that verify does not compare; prove does, and tests compare their numbers",
     "synchronize-batch-norms": (
         "its mutants are in `tests/test_synchronized_batch_norm.py`; the judge of this page calls a model with one "

@@ -132,9 +132,7 @@ def test_gathers_start_further_ahead_where_the_peak_has_room(monkeypatch, bucket
     assert peaks[0] <= peaks[1]
     for mine, others in zip(far.graphs.values(), near.graphs.values(), strict=True):
         assert ahead(mine) > ahead(others)
-        assert [str(SUBJECT.get(n)) for n in gathers_of(mine)] == [
-            str(SUBJECT.get(n)) for n in gathers_of(others)
-        ]
+        assert [str(SUBJECT.get(n)) for n in gathers_of(mine)] == [str(SUBJECT.get(n)) for n in gathers_of(others)]
 
 
 def test_reductions_are_awaited_behind_later_ones():

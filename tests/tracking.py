@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import shardgraph
+from shardgraph.report.analysis import analyze_program
 from shardgraph.report.step import program_memory
 
 
@@ -92,3 +95,21 @@ def of_shards(plan: str) -> tuple[int, int, dict[str, dict[str, int]]]:
     trace = min((traced(sharded) for _ in range(3)), key=lambda each: each.peak.live)
     predicted = program_memory(sharded.program, "adamw", dist.get_rank()).peak_bytes
     return predicted, trace.peak.live, {module: dict(own) for module, own in trace.modules.items()}
+
+
+def of_waits(plan: str) -> tuple[list[str], list[tuple[str, float]], str, bool]:
+    """The program's waits, those measured with their seconds, their table, and whether a measured step is the same."""
+    models = [shardgraph.compile(Net(), plan), shardgraph.compile(Net(), plan)]
+    tracker = shardgraph.WaitTracker(models[1])
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, batch())
+        with tracker if model is models[1] else nullcontext():
+            for _ in range(2):
+                step(model, optimizer, batch())
+    ours, measured = ([p.to_local() for p in model.parameters()] for model in models)
+    analysis = analyze_program(models[1].program, shardgraph.Cluster.detect())
+    table = analysis.transfer_table(tracker.times)
+    waits = [f"{each.half} {each.wait}" for each in analysis.transfers]
+    times = [(f"{half} {wait}", seconds) for (half, wait), seconds in tracker.times.items()]
+    return waits, times, table, all(map(torch.equal, ours, measured))

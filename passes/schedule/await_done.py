@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -22,7 +21,7 @@ def await_done(gm: fx.GraphModule, memory: Memory, times: Times, depth: int) -> 
 
     A wait that another collective follows, over the next axis of a gradient, comes as early as it takes no time even if
     its transfer takes twice what is expected: so the next link is not idle. Any other comes later than it is, where it
-    would take time, while no more than ``depth`` are late in a stream and their bytes are under the limit.
+    would take time, while no more than ``depth`` are late and their bytes are under the limit.
     """
     tails = {tail[0]: tail for chain in reductions_of(gm) for tail in map(_to_copy, chain.tails)}
     if tails:
@@ -31,9 +30,9 @@ def await_done(gm: fx.GraphModule, memory: Memory, times: Times, depth: int) -> 
 
 
 def _to_copy(tail: Sequence[fx.Node]) -> Tail:
-    """A tail up to the wait of a copy to the host, which has a place of its own."""
-    later = next((i for i, node in enumerate(tail) if i and ir.is_wait(node)), len(tail))
-    return tuple(tail[:later])
+    """A tail up to a copy to the host, which has a place of its own."""
+    copy = next((i for i, node in enumerate(tail) if ir.is_copy(node)), len(tail))
+    return tuple(tail[:copy])
 
 
 @dataclass
@@ -70,37 +69,28 @@ class _Walk:
         self.memory, self.clock, self.tails, self.depth = memory, clock, tails, depth
         self.part_of = {node: wait for wait, tail in tails.items() for node in tail}
         self.put: dict[fx.Node, None] = {}  # in order
-        # Waits in each stream: those that another collective follows, and those that are put off.
-        self.followed: dict[str, deque[fx.Node]] = {}
-        self.late: dict[str, deque[fx.Node]] = {}
-        self.held = 0  # the bytes that live until the latter
+        self.followed: dict[fx.Node, None] = {}  # waits, of what has started, that another collective follows
+        self.late: dict[fx.Node, int] = {}  # waits that are put off, and the bytes that live until then
 
     def over(self, gm: fx.GraphModule) -> list[fx.Node]:
         for node in gm.graph.nodes:
             if self.part_of.get(node, node) is not node or node in self.put:
                 continue  # a tail is put as a whole
-            self._catch_up(self.memory.peak - self.memory.live[node])
-            if node.op == "output":
-                self._put_late(lambda queue: True)
+            self._catch_up(0 if node.op == "output" else self.memory.peak - self.memory.live[node])
             if node in self.tails and self._can_be_late(node):
-                self.late.setdefault(self._stream(node), deque()).append(node)
-                self.held += _operand(node)
+                self.late[node] = nbytes(node.args[0].args[0])
             else:
                 self._put(node)
         return list(self.put)
 
     def _catch_up(self, room: int) -> None:
-        """Put the waits whose time has come, and those whose bytes there is no room for."""
-        for queue in self.followed.values():
-            while queue and (queue[0] in self.put or self.clock.is_done(queue[0], more=1.0)):
-                self._put(queue.popleft())
-        self._put_late(lambda q: self.clock.is_done(q[0]) or self.held > room or len(q) > self.depth)
-
-    def _put_late(self, is_over: Callable[[deque[fx.Node]], bool]) -> None:
-        for queue in self.late.values():
-            while queue and is_over(queue):
-                self.held -= _operand(queue[0])
-                self._put(queue.popleft())
+        """Put the waits whose time has come, and those whose bytes there is no ``room`` for."""
+        for wait in [wait for wait in self.followed if self.clock.is_done(wait, more=1.0)]:
+            self._put(wait)
+        for wait in [wait for wait in self.late if self.clock.is_done(wait)]:
+            self._put(wait)
+        while self.late and (sum(self.late.values()) > room or len(self.late) > self.depth):
+            self._put(next(iter(self.late)))
 
     def _can_be_late(self, wait: fx.Node) -> bool:
         return not self.clock.is_done(wait) and self._is_returned(wait)
@@ -114,18 +104,10 @@ class _Walk:
         """Put a node, a wait with its tail, behind the start of what it waits for."""
         if ir.is_wait(node) and node.args[0] not in self.put:
             self._put(self.part_of[node.args[0]])
+        self.late.pop(node, None)
+        self.followed.pop(node, None)
         for each in self.tails.get(node, (node,)):
-            if each in self.put:
-                continue
             self.put[each] = None
             self.clock.run(each)
-            if ir.is_started(each) and any(map(ir.is_started, self.tails.get(wait_of(each), ()))):
-                self.followed.setdefault(self._stream(wait_of(each)), deque()).append(wait_of(each))
-
-    def _stream(self, wait: fx.Node) -> str:
-        return self.clock.times.taken_by(wait.args[0])[0]
-
-
-def _operand(wait: fx.Node) -> int:
-    """The bytes of what is being sent, which live until the wait."""
-    return nbytes(wait.args[0].args[0])
+            if ir.is_collective(each) and any(map(ir.is_collective, self.tails.get(wait_of(each), ()))):
+                self.followed[wait_of(each)] = None

@@ -8,16 +8,19 @@ a pipeline's bubbles (P. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:24
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from shardgraph import ir
-from shardgraph.ir.attributes import MEMORY_KIND, REDUCES
+from shardgraph.ir.attributes import MEMORY_KIND, REDUCES, ROLE
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context
 from shardgraph.passes.schedule.memory import Memory, memory_of
 from shardgraph.passes.schedule.times import Times
-from shardgraph.passes.schedule.transfers import nbytes, reorder, wait_of
+from shardgraph.passes.schedule.transfers import wait_of
 
 
 def compute_behind(step: Sequence[fx.GraphModule], times: Times, context: Context) -> None:
@@ -51,24 +54,33 @@ def _await_at_use(start: fx.Node) -> None:
 
 def _move_behind(start: fx.Node, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
     wait = wait_of(start)
-    left = seconds[start] - sum(seconds[node] for node in _between(start, wait))
-    needed, moved = {start, *start.all_input_nodes}, dict[fx.Node, None]()
+    beside = list(_between(start, wait))
+    left = seconds[start] - sum(seconds[node] for node in beside)
+    most = max(memory.live[each] for each in (start, *beside))
+    needed, moved, held = {start, *start.all_input_nodes}, dict[fx.Node, None](), dict[Any, int]()
     node = start.prev
-    limit = memory.peak - max((memory.live[each] for each in _between(start, wait)), default=memory.live[start])
-    held = 0
     while left > 0 and node.op == "call_function" and not (ir.is_wait(node) and _is_of_operators(node.args[0])):
-        limit = min(limit, memory.peak - memory.live[node])
+        most = max(most, memory.live[node])
         if node in needed or not _may_move(node, moved, wait):
             needed |= {node, *node.all_input_nodes}
         else:
-            held += sum(nbytes(each) for each in node.all_input_nodes if each not in moved)
-            if held > limit:
+            for operand in node.all_input_nodes:
+                held |= _held_until(wait, operand)
+            if most + sum(held.values()) > memory.peak:
                 break
             moved[node] = None
             left -= seconds[node]
         node = node.prev
     for node in reversed(moved):
         wait.prepend(node)
+
+
+def _held_until(wait: fx.Node, operand: fx.Node) -> dict[Any, int]:
+    """The storages of an operand, with their bytes, that something behind ``wait`` does not hold anyway."""
+    if any(user > wait for user in operand.users) or isinstance(ROLE.get(operand), (ir.Parameter, ir.Input, ir.Buffer)):
+        return {}
+    tensors = (leaf for leaf in tree_leaves(operand.meta["val"]) if isinstance(leaf, torch.Tensor))
+    return {tensor.untyped_storage(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _between(start: fx.Node, wait: fx.Node) -> Iterator[fx.Node]:

@@ -26,9 +26,9 @@ def memory_of(step: Sequence[fx.GraphModule], context: Context) -> Memory:
 
     Without what gloo takes: the order must not depend on the device that the model was captured on.
     """
-    forward, *backward = step
-    called = [_as_called(forward, gm, context) for gm in backward]
-    profile = profile_step(forward, *(called or [None]), gloo=False)
+    forward, *rest = step
+    backward = _as_called(forward, rest[0], context) if rest else None
+    profile = profile_step(forward, backward, gloo=False)
     at = dict(zip(profile.nodes, profile.timeline, strict=True))
     halves = zip(("forward", "backward"), step, strict=False)
     live = {node: at.get((half, node.name), 0) for half, gm in halves for node in gm.graph.nodes}

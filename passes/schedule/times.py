@@ -1,8 +1,8 @@
 """What the schedule expects each node to take.
 
-These are the prices of one described device, whatever the program runs on: what a rank measured or detected would differ
-between ranks, and so would their orders; and the program that is analysed is the one that is compiled. An order needs no
-more than how long computation and communication take beside each other, in which accelerators are much alike.
+These are the prices of one described device, whatever the program runs on: what a rank measured or detected would
+differ between ranks, and so would their orders; and the program that is analysed is the one that is compiled. An order
+needs no more than how long computation and communication take beside each other, in which accelerators are alike.
 """
 
 from __future__ import annotations

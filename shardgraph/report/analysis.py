@@ -18,6 +18,7 @@ from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.report.step import batch_of, program_halves, program_memory, tasks_of, trained_shards, update_rows
+from shardgraph.report.transfers import Transfer, table_of, transfers_of
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 
@@ -163,6 +164,23 @@ class Analysis(StepCosts):
         communication = sum(row.seconds for row in self.rows if row.stream)
         compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer
         return StepTime(compute, optimizer, communication, max(0.0, self.timeline.exposed))
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The collectives, and the copies between host and device, in the order in which they are awaited."""
+        return tuple(transfers_of(self.rows, self.timeline))
+
+    def transfer_table(self, measured: Mapping[tuple[str, str], float] | None = None, limit: int = 20) -> str:
+        """The ``limit`` transfers that are waited for longest, as text: how long each is expected to be waited for.
+
+        Args:
+            measured: the seconds that were waited for each, ``times`` of a :class:`shardgraph.WaitTracker`.
+            limit: how many.
+
+        Raises:
+            ShardGraphError: another program was measured.
+        """
+        return table_of(self.transfers, measured, limit)
 
     @property
     def unpriced(self) -> dict[str, int]:

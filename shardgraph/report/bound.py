@@ -7,8 +7,8 @@ it, since one machine computes. Of all orders of one machine's jobs, even if it 
 one-machine sequencing problem", European J. of Operational Research 11(1), 1982). The largest of these is the bound. It
 contains what a link alone tells: its bytes, less all computation that does not depend on them.
 
-Where a collective slows the computation beside it, that time is work of the machine that computes, too. And what needs a
-collective's result comes after it with all computation in between, which depends on the one and is needed for the other.
+Where a collective slows the computation beside it, that time is work of the machine that computes, too. And what needs
+a collective's result comes after it and all computation in between, which depends on it and is needed for the other.
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""The order of a program: what is hidden behind what, within which memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from shardgraph import Cluster, ir, preset
+from shardgraph.ir.attributes import REDUCES
+from shardgraph.passes.analysis.random_state import draws
+from shardgraph.passes.lowering import build_program
+from shardgraph.passes.program import Program
+from shardgraph.passes.schedule.transfers import Lane, reductions_of, wait_of
+from shardgraph.report.analysis import analyze_program
+from shardgraph.report.step import program_memory
+
+H100 = Cluster.of("H100")
+
+
+class Blocks(nn.Module):
+    """Residual blocks whose matrix products take long, each with a sum over tensor-parallel ranks."""
+
+    def __init__(self, layers: int = 4, width: int = 2048) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def built(plan: str, mesh: dict[str, int], **fields: object) -> Program:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.zeros(4096, 2048)
+    return build_program(model, replace(preset(plan, mesh), **fields), (x,))
+
+
+def names(gm: fx.GraphModule) -> list[str]:
+    return [node.name for node in gm.graph.nodes]
+
+
+def exposed(program: Program) -> float:
+    return sum(each.exposed for each in analyze_program(program, H100).transfers if each.half == "backward")
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Leave out one of the scheduler's steps."""
+    monkeypatch.setattr("shardgraph.passes.schedule.schedule." + name, lambda *arguments: None)
+
+
+def test_a_lane_has_no_more_in_flight_than_its_limit() -> None:
+    lane = Lane(starts=(), sizes=(4, 1, 2, 4, 3), limit=4, relayed=False)
+    assert lane.first_beside() == [0, 1, 1, 3, 4]
+    assert lane.first_beside(2) == [0, 0, 0, 1, 3]
+    assert replace(lane, starts=tuple(range(5))).next_after() == [1, 3, 3, 4, 5]
+
+
+def test_weight_gradients_are_computed_behind_sums_over_tensor_parallel_ranks(monkeypatch) -> None:
+    moved = built("tp", {"tp": 4})
+    leave_out(monkeypatch, "compute_behind")
+    plain = built("tp", {"tp": 4})
+    assert sorted(names(moved.backward)) == sorted(names(plain.backward))
+    assert exposed(moved) < 0.5 * exposed(plain)
+
+
+def test_what_is_computed_behind_collectives_takes_no_more_memory(monkeypatch) -> None:
+    moved = program_memory(built("tp", {"tp": 4}), "sgd", gloo=False).peak_bytes
+    leave_out(monkeypatch, "compute_behind")
+    assert moved <= program_memory(built("tp", {"tp": 4}), "sgd", gloo=False).peak_bytes
+
+
+def test_what_draws_random_numbers_stays_where_it_is() -> None:
+    class Dropped(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(nn.functional.dropout(x, 0.5))
+
+    program = build_program(Dropped(2, 64), preset("tp", {"tp": 4}), (torch.zeros(64, 64),))
+    drawn = [node for node in program.forward.graph.nodes if draws(node)]
+    assert drawn and drawn == sorted(drawn)
+
+
+def test_the_sum_over_the_next_axis_starts_when_the_first_is_expected_to_be_done(monkeypatch) -> None:
+    """A gradient is reduced over one axis, then over the other: the second link is not idle for four more gradients."""
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    moved = built("hsdp", mesh, bucket=0)
+    leave_out(monkeypatch, "await_done")
+    plain = built("hsdp", mesh, bucket=0)
+
+    def later(program: Program) -> list[int]:
+        """How many reductions start between the two of each gradient."""
+        order = [node for node in program.backward.graph.nodes if ir.is_collective(node) and node in REDUCES]
+        seconds = [
+            next(n for n in tail if ir.is_collective(n))
+            for chain in reductions_of(program.backward)
+            for tail in chain.tails[:1]
+        ]
+        firsts = [chain.start for chain in reductions_of(program.backward)]
+        return [order.index(second) - order.index(first) for first, second in zip(firsts, seconds, strict=True)]
+
+    assert sum(later(moved)) < sum(later(plain))
+    assert exposed(moved) <= exposed(plain)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "zero2", "hsdp"])
+def test_waits_that_are_put_off_take_no_more_memory(monkeypatch, plan) -> None:
+    mesh = {"dp_replicate": 2, "dp_shard": 2} if plan == "hsdp" else {"dp": 4}
+    moved = program_memory(built(plan, mesh), "sgd", gloo=False).peak_bytes
+    leave_out(monkeypatch, "await_done")
+    assert moved <= program_memory(built(plan, mesh), "sgd", gloo=False).peak_bytes
+
+
+def test_each_wait_follows_its_start() -> None:
+    for gm in built("hsdp", {"dp_replicate": 2, "dp_shard": 2}).graphs.values():
+        assert all(start < wait_of(start) for start in ir.collectives(gm))

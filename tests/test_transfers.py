@@ -1,0 +1,68 @@
+"""What a step waits for: expected by the schedule, and measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph import ShardGraphError, WaitTracker, preset
+from shardgraph.cost_models.timeline import COMPUTE, Task, simulate
+from shardgraph.passes.lowering import build_program
+from shardgraph.report.analysis import analyze_program
+from tests import tracking
+from tests.machines import toy_cluster
+from tests.standing import on_ranks
+
+
+def analysed(overlap: float = 1.0) -> shardgraph.report.analysis.Analysis:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    program = build_program(model, preset("fsdp", {"dp": 4}), (torch.zeros(64, 64),))
+    return analyze_program(program, toy_cluster(overlap=overlap))
+
+
+def test_a_task_waited_for_what_it_comes_after() -> None:
+    gather, beside = Task("gather", "dp", 2.0), Task("c", COMPUTE, 0.5)
+    timeline = simulate([gather, beside, Task("wait", COMPUTE, 0.0, (0,)), Task("c", COMPUTE, 1.0)])
+    assert [span.waited for span in timeline.spans] == [0.0, 0.0, 1.5, 0.0]
+
+
+def test_what_is_waited_for_is_all_exposed_time_where_nothing_slows_the_computation() -> None:
+    analysis = analysed()
+    assert sum(each.exposed for each in analysis.transfers) == pytest.approx(analysis.time.exposed)
+    assert sum(each.seconds for each in analysis.transfers) == pytest.approx(analysis.time.communication)
+
+
+def test_a_collective_that_slows_the_computation_is_not_waited_for_longer() -> None:
+    slowed = analysed(overlap=0.5)
+    assert sum(each.exposed for each in slowed.transfers) <= slowed.time.exposed
+
+
+def test_the_table_has_the_longest_waits_and_the_sums() -> None:
+    analysis = analysed()
+    header, longest, *_, total = analysis.transfer_table(limit=3).splitlines()
+    most = max(analysis.transfers, key=lambda each: each.exposed)
+    assert header.split()[-2:] == ["takes", "expected"] and most.label in longest
+    assert total.startswith(f"all {len(analysis.transfers)} ")
+
+
+def test_waits_of_another_program_are_refused() -> None:
+    with pytest.raises(ShardGraphError, match="analyse the program that was measured"):
+        analysed().transfer_table({("forward", "wait_tensor"): 1.0})
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "zero2"])
+def test_every_wait_of_a_program_is_measured(plan: str) -> None:
+    for waits, times, table, same in on_ranks(tracking.of_waits, args=(plan,)):
+        assert sorted(waits) == sorted(name for name, _ in times) and all(seconds > 0 for _, seconds in times)
+        assert table.splitlines()[0].split()[-1] == "measured"
+        assert same
+
+
+def test_what_was_not_measured_is_said() -> None:
+    tracker = WaitTracker(shardgraph.compile(tracking.Net(), "single"))
+    with pytest.raises(ShardGraphError, match="nothing has been measured yet"):
+        _ = tracker.times
+    with tracker, pytest.raises(ShardGraphError, match="one tracker measures at a time"), tracker:
+        pass
