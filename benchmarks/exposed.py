@@ -21,13 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import shardgraph
 from benchmarks.training_jobs import JOBS, Job
 from shardgraph import preset
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.passes.lowering import lower
-from shardgraph.plans.precision import AS_STORED
+from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import analyze_program
 from shardgraph.report.bound import least_exposed
@@ -95,9 +94,8 @@ def main() -> None:
         for name in case.plans:
             if case.name not in options.jobs or name not in options.plans:
                 continue
-            plan = replace(
-                preset(name, case.mesh(name)), precision=shardgraph.Precision.of(case.precision or AS_STORED)
-            )
+            precision = Precision.of(case.precision or AS_STORED)
+            plan = replace(preset(name, case.mesh(name)), precision=precision)
             for bucket in dict.fromkeys((0, case.bucket)):
                 program = lower(captures.take(case.call, plan), replace(plan, bucket=bucket), shapes)
                 for cluster in case.clusters:

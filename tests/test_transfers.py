@@ -34,16 +34,17 @@ def test_what_is_waited_for_is_all_exposed_time_where_nothing_slows_the_computat
     assert sum(each.seconds for each in analysis.transfers) == pytest.approx(analysis.time.communication)
 
 
-def test_a_collective_that_slows_the_computation_is_not_waited_for_longer() -> None:
+def test_what_is_waited_for_and_what_slows_the_computation_is_all_exposed_time() -> None:
     slowed = analysed(overlap=0.5)
-    assert sum(each.exposed for each in slowed.transfers) <= slowed.time.exposed
+    assert sum(each.slows for each in slowed.transfers) == pytest.approx(0.5 * slowed.time.communication)
+    assert sum(each.exposed for each in slowed.transfers) == pytest.approx(slowed.time.exposed)
 
 
 def test_the_table_has_the_longest_waits_and_the_sums() -> None:
     analysis = analysed()
     header, longest, *_, total = analysis.transfer_table(limit=3).splitlines()
     most = max(analysis.transfers, key=lambda each: each.exposed)
-    assert header.split()[-2:] == ["takes", "expected"] and most.label in longest
+    assert header.split()[-2:] == ["slows", "waits"] and most.label[:40] in longest
     assert total.startswith(f"all {len(analysis.transfers)} ")
 
 

@@ -58,8 +58,8 @@ class Plan:
         The stages and schedule of a pipeline, whose axis is outside of ``mesh``; None for none.
     ``prefetch``
         The number of parameter all-gathers that may be in flight ahead of the computation, and of gradient reductions
-        behind it. More overlaps more and holds more memory. Twice as many all-gathers may be in flight where the step's
-        peak of live bytes has room for them; 0: nothing is reordered.
+        behind it. More overlaps more and holds more memory. Twice as many of either may be in flight where the step's
+        peak of live bytes has room for them; 0: nothing is reordered. See :mod:`shardgraph.passes.schedule.schedule`.
     ``bucket``
         Bytes at most of a buffer in which all-gathers of several parameters, or reductions of several gradients, are
         one collective; 0: each has its own. See :mod:`shardgraph.passes.schedule.merge`.

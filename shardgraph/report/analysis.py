@@ -168,10 +168,10 @@ class Analysis(StepCosts):
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """The collectives, and the copies between host and device, in the order in which they are awaited."""
-        return tuple(transfers_of(self.rows, self.timeline))
+        return tuple(transfers_of(self.rows, self.timeline, self.cluster.overlap))
 
     def transfer_table(self, measured: Mapping[tuple[str, str], float] | None = None, limit: int = 20) -> str:
-        """The ``limit`` transfers that are waited for longest, as text: how long each is expected to be waited for.
+        """The ``limit`` transfers of which most is exposed, as text: what each takes, slows and is waited for.
 
         Args:
             measured: the seconds that were waited for each, ``times`` of a :class:`shardgraph.WaitTracker`.
