@@ -50,6 +50,8 @@ class Schedule(GraphsPass):
             compute_behind(step, times, context)
             for gm in step:
                 _fill_windows(gm, depth)
+            if not any(gathers_of(gm) or reductions_of(gm) for gm in step):
+                continue
             memory = memory_of(step, context)
             for gm in step:
                 fill_memory(gm, memory, depth)
