@@ -11,6 +11,7 @@ from torch import fx, nn
 from shardgraph import Cluster, ir, preset
 from shardgraph.ir.attributes import REDUCES
 from shardgraph.passes.analysis.random_state import draws
+from shardgraph.passes.analysis.sized import Sizes, size_program
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.passes.schedule.transfers import Lane, reductions_of, wait_of
@@ -118,3 +119,20 @@ def test_waits_that_are_put_off_take_no_more_memory(monkeypatch, plan) -> None:
 def test_each_wait_follows_its_start() -> None:
     for gm in built("hsdp", {"dp_replicate": 2, "dp_shard": 2}).graphs.values():
         assert all(start < wait_of(start) for start in ir.collectives(gm))
+
+
+def test_expressions_hold_for_programs_that_other_sizes_order_otherwise() -> None:
+    """They are those of the order at the present sizes."""
+
+    def program(rows: int) -> Program:
+        plan = replace(preset("fsdp", {"dp": 2}), bucket=0)
+        return build_program(Blocks(4, 64), plan, (torch.zeros(rows, 64),))
+
+    samples = [program(rows) for rows in (4, 5, 6)]
+    first = next(start for start in ir.collectives(samples[1].backward) if start in REDUCES)
+    first.append(wait_of(first))
+    halves = [{"backward": each.backward} for each in samples]
+    assert names(samples[1].backward) != names(samples[0].backward)
+    points, context = [(4, 0), (5, 0), (6, 0)], replace(samples[0].context, parameters={})
+    sized = size_program(halves, points, Sizes((("dp", 2),), []), context)
+    assert names(sized["backward"]) == names(samples[0].backward)

@@ -156,7 +156,7 @@ def size_program(
     sized: dict[str, fx.GraphModule] = {}
     for name, first in samples[0].items():
         copy = copy_graph(first)
-        columns = [list(each[name].graph.nodes) for each in samples]
+        columns = [_in_order_of(first, each[name]) for each in samples]
         if any([n.target for n in column] != [n.target for n in columns[0]] for column in columns):
             raise NotSizedError("the model runs other operations at another batch size or sequence length")
         parts = _parts(first, context, sizes, saved)
@@ -166,6 +166,16 @@ def size_program(
         saved |= {role: parts[value] for role, value in outputs(first) if role is not None and value in parts}
         sized[name] = copy
     return sized
+
+
+def _in_order_of(first: fx.GraphModule, gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a graph in the order of those of the first sample, if they have the same names.
+
+    What is scheduled by times and sizes may come elsewhere in a program of other sizes.
+    """
+    named = {node.name: node for node in gm.graph.nodes}
+    names = [node.name for node in first.graph.nodes]
+    return [named[name] for name in names] if named.keys() == set(names) else list(gm.graph.nodes)
 
 
 def _sized(
