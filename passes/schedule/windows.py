@@ -31,14 +31,19 @@ def start_early(lane: Lane, earliest: fx.Node) -> None:
 def await_late(gm: fx.GraphModule, chains: Sequence[Chain], lane: Lane) -> None:
     """Await each at the first later one that would be too many in flight, a second part as much later again."""
     until = [*lane.next_after(), len(chains)]
-    points = [start.next if lane.relayed else start for start in lane.starts]
-    points.append(gm.graph.output_node())
+    points = [*lane.starts, gm.graph.output_node()]
+    ends = list(lane.starts)  # the last node that is put behind each start of a relayed lane
     at = list(range(len(chains)))
     for number in range(max((len(chain.tails) for chain in chains), default=0)):
         at = [until[i] for i in at]
         for chain, i in zip(chains, at, strict=True):
             for tail in chain.tails[number : number + 1]:
                 users = [user for node in tail for user in node.users if user not in tail and not is_wait(user)]
-                point = min([points[i], *users])
-                for node in tail:
-                    point.prepend(node)
+                used = min(users, default=points[-1])
+                if lane.relayed and i < len(ends) and ends[i] < used:
+                    for node in tail:
+                        ends[i].append(node)
+                        ends[i] = node
+                else:
+                    for node in tail:
+                        min(points[i], used).prepend(node)
