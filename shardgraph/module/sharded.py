@@ -22,6 +22,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
 from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.garbage import collected_later
 from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
@@ -416,6 +417,7 @@ class ShardedModule(nn.Module):
         """The communication of calls of these programs, in order."""
         return [text for each in compiled if (text := each.executor.program.communication)]
 
+    @collected_later()
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
         self._state.layout.look_up()
         with self._setup.agreement.on_all_ranks("the compiled program") as lines:
