@@ -147,9 +147,9 @@ class _RowTyping(Typing):
         if any(isinstance(held, Held) and held.dims and held.partial for held in operands.values()):
             self.mixed[node] = "it reduces what was summed over rows before: reduce over rows and elements at once"
 
-    def _checked(self, node: fx.Node, value: Any) -> Any:
+    def _checked(self, node: fx.Node, value: Any, original: fx.Node | None) -> Any:
         """A microbatch of one row does not say which of leading dimensions of size 1 is the batch's: the first is."""
-        value = super()._checked(node, value)
+        value = super()._checked(node, value, original)
         if self.rows > 1 or not isinstance(value, Held) or ROWS not in value.marks:
             return value
         lead = next(k for k, dim in enumerate(value.dims) if dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardgraph.plans.parameter_plan import unsharded
 from shardgraph.proof.definitions import added, filled
 from shardgraph.proof.held import Held, UntypedError, of_term
 from shardgraph.proof.norms import Squared
+from shardgraph.proof.recall import Recall, between_layers
 from shardgraph.proof.shards import stored, undivided
 from shardgraph.proof.terms import Terms
 from shardgraph.proof.typing import Typing
@@ -86,14 +87,19 @@ def prove(program: Program) -> Proof:
 
     What is only numeric (a dtype, the order of a sum) is not proved: see :func:`shardgraph.verify`.
     """
+    if cuts := between_layers(program.joint.module):
+        proof = _Proving(program, cuts).proof()
+        if proof.ok:
+            return proof
     return _Proving(program).proof()
 
 
 class _Proving:
-    def __init__(self, program: Program) -> None:
-        self.program, self.mesh = program, program.plan.mesh
+    def __init__(self, program: Program, cuts: Collection[fx.Node] = ()) -> None:
+        self.program, self.mesh, self.cuts = program, program.plan.mesh, cuts
         self.data = {axis: size for axis, size in program.plan.data_mesh if size > 1}
         self.terms = Terms()
+        self.recall = Recall(self.terms) if cuts else None
         self.wrong: list[Unproved] = []
         self.unknown: list[Unproved] = []
         self.results = 0
@@ -101,7 +107,7 @@ class _Proving:
     def proof(self) -> Proof:
         joint = self.program.joint.module
         whole = self._typing({})
-        self.captured = whole.run(joint, self._captured)
+        self.captured = whole.run(joint, self._captured, self.cuts)
         self.unknown += [self._of_node(node, why) for node, why in whole.untyped]
         if not self.unknown:
             self.originals = {node.name: node for node in joint.graph.nodes}
@@ -114,7 +120,8 @@ class _Proving:
         return Proof(self.results, len(self.terms), tuple(self.wrong), tuple(self.unknown))
 
     def _typing(self, originals: Mapping[str, fx.Node]) -> Typing:
-        return Typing(self.terms, lambda group: size_along(self.mesh, group), frozenset(self.data), originals)
+        data = frozenset(self.data)
+        return Typing(self.terms, lambda group: size_along(self.mesh, group), data, originals, recall=self.recall)
 
     def _captured(self, role: ir.Role, node: fx.Node) -> Any:
         """What an input of the captured graph is."""
@@ -155,7 +162,7 @@ class _Proving:
             return filled(self, node.meta["val"].shape, 0) if role in absent else self._captured(role, node)
 
         captured, typing = self._typing({}), self._typing(self.originals)
-        expected = captured.run(self.program.joint.module, inputs)
+        expected = captured.run(self.program.joint.module, inputs, self.cuts)
         saved = self._run(typing, self.program.forward, {})
         results = self._run(typing, self.program.graph("backward", absent), saved)
         totals: dict[str, Any] = {}

@@ -8,7 +8,7 @@ a :class:`View` shows one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ class Atom(NamedTuple):
     axis: str | None = None
 
 
+_CUT = "cut"
+
 Dims = tuple[tuple[Atom, ...], ...]
 """For each dimension of a tensor the digits that its index consists of, from the most significant one."""
 
@@ -42,6 +44,11 @@ class Term:
     operands: tuple[Any, ...]
     shape: tuple[int, ...]
     varies: frozenset[str]
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is not known what it consists of: any value may stand for it."""
+        return self.operation in ("input", _CUT)
 
     def __repr__(self) -> str:
         operation = self.operation[0] if isinstance(self.operation, tuple) else self.operation
@@ -68,6 +75,8 @@ class Terms:
 
     def __init__(self) -> None:
         self._known: dict[Any, Term] = {}
+        self._cuts: dict[Term, Term] = {}
+        self._whole: dict[Term, Term] = {}
 
     def make(
         self,
@@ -81,12 +90,37 @@ class Terms:
 
         It varies along the axes of its operands and those that are given, but for ``fixed`` ones.
         """
-        key = (operation, _key(operands), tuple(shape))
+        key = (operation, key_of(operands), tuple(shape))
         if key not in self._known:
-            views = list(_views(operands))
+            views = list(views_of(operands))
             varying = frozenset(varies).union(*(view.term.varies for view in views)) - frozenset(fixed)
             self._known[key] = Term(len(self._known), operation, tuple(operands), tuple(shape), varying)
         return self._known[key]
+
+    def like(self, term: Term, operands: Sequence[Any]) -> Term:
+        """The operation of ``term`` on other operands, which vary as its own do."""
+        key = (term.operation, key_of(operands), term.shape)
+        if key not in self._known:
+            self._known[key] = Term(len(self._known), term.operation, tuple(operands), term.shape, term.varies)
+        return self._known[key]
+
+    def cut(self, term: Term) -> Term:
+        """The term that stands for ``term`` from now on and does not say what that is; a leaf stands for itself."""
+        if term.is_leaf or term in self._cuts:
+            return self.current(term)
+        key = (term.operation, key_of(term.operands), term.shape)
+        made = Term(len(self._known), _CUT, (term.number,), term.shape, term.varies)
+        self._known[_CUT, term.number] = self._known[key] = self._cuts[term] = made
+        self._whole[made] = term
+        return made
+
+    def current(self, term: Term) -> Term:
+        """The term, or what it has been cut to."""
+        return self._cuts.get(term, term)
+
+    def before_cut(self, term: Term) -> Term:
+        """The term, or what has been cut to it."""
+        return self._whole.get(term, term)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -153,23 +187,25 @@ def _part(atom: Atom, stride: int, size: int) -> Atom:
     return Atom(atom.source, 1 if atom.source is None else stride, size, atom.axis)
 
 
-def _key(value: Any) -> Any:
+def key_of(value: Any, of_view: Callable[[View], Any] | None = None) -> Any:
+    """Operands as what can be compared; views by what ``of_view`` says of them."""
     if isinstance(value, View):
-        return value.term.number, rounded(value.factor), value.dims
+        return (value.term.number, rounded(value.factor), value.dims) if of_view is None else of_view(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
+        return tuple([key_of(each, of_view) for each in value])
     if isinstance(value, dict):
-        return tuple((name, _key(each)) for name, each in sorted(value.items()))
+        return tuple((name, key_of(each, of_view)) for name, each in sorted(value.items()))
     if isinstance(value, float):
         return rounded(value) if math.isfinite(value) else repr(value)
     return type(value).__name__, str(value)
 
 
-def _views(value: Any) -> Iterable[View]:
+def views_of(value: Any) -> Iterable[View]:
+    """The views among operands, in order."""
     if isinstance(value, View):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _views(each)
+            yield from views_of(each)
     elif isinstance(value, dict):
-        yield from _views(list(value.values()))
+        yield from views_of([each for _, each in sorted(value.items())])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from shardgraph.proof.held import Held, UntypedError, of_term, sized, tidy
 from shardgraph.proof.labels import apply, lifted
 from shardgraph.proof.moves import MOVES
 from shardgraph.proof.packed import Packed, packed
+from shardgraph.proof.recall import Recall
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.terms import Terms
 from shardgraph.torch_api import pytree
@@ -60,9 +61,12 @@ class Typing:
     originals: Mapping[str, fx.Node] = field(default_factory=dict)
     untyped: list[tuple[fx.Node, str]] = field(default_factory=list)
     drawn: int = 0
+    recall: Recall | None = None
 
-    def run(self, gm: fx.GraphModule, inputs: Callable[[Role, fx.Node], Held]) -> dict[Role, Typed]:
-        """What ranks hold of a graph's results, by role."""
+    def run(
+        self, gm: fx.GraphModule, inputs: Callable[[Role, fx.Node], Held], cuts: Collection[fx.Node] = ()
+    ) -> dict[Role, Typed]:
+        """What ranks hold of a graph's results, by role. What the nodes in ``cuts`` give is cut."""
         known: dict[fx.Node, Typed] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -75,6 +79,8 @@ class Typing:
             except Exception as error:  # arguments that a rule was not written for are no proof either
                 self.untyped.append((node, f"its rule raises {type(error).__name__}: {error}"))
                 known[node] = None
+            if node in cuts and isinstance(value := known[node], Held):
+                known[node] = replace(value, term=self.terms.cut(value.term))
         return {role: known.get(value) if isinstance(value, fx.Node) else value for role, value in outputs(gm) if role}
 
     def _typed(
@@ -89,10 +95,17 @@ class Typing:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and not fake.numel():  # which is all that there is to know of it
             return of_term(self.terms.make("no elements", [], fake.shape))
-        operands = self._operands(node, known)
+        original = self.originals.get(definitions.captured(node))
+        operands = {each: known[each] for each in node.all_input_nodes}
+        call = self.recall and self.recall.call(node, original, list(operands.values()))
+        if self.recall and call and (recalled := self.recall.result(call)) is not None:
+            return recalled
+        operands = _placed_as(original, node, operands)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
-        value = self._called(node, args, kwargs)
-        return self._checked(node, value)
+        value = self._checked(node, self._called(node, args, kwargs), original)
+        if self.recall and call:
+            self.recall.keep(call, value)
+        return value
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Typed:
         target: Any = node.target
@@ -160,23 +173,22 @@ class Typing:
         text = str(value.tolist()) if value.numel() < 10_000 else id(value)
         return self.terms.make("constant", [str(value.dtype), text], value.shape)
 
-    def _operands(self, node: fx.Node, known: Mapping[fx.Node, Typed]) -> dict[fx.Node, Typed]:
-        """What the node is computed from, placed as where the captured graph computes the same."""
-        operands = {each: known[each] for each in node.all_input_nodes}
-        original = self.originals.get(definitions.captured(node))
-        if original is None or original.target != node.target or len(original.all_input_nodes) != len(operands):
-            return operands
-        pairs = zip(operands.items(), original.all_input_nodes, strict=True)
-        return {each: _placed(value, whole) for (each, value), whole in pairs}
-
-    def _checked(self, node: fx.Node, value: Typed) -> Typed:
+    def _checked(self, node: fx.Node, value: Typed, original: fx.Node | None) -> Typed:
         """The value, if its sizes are the node's; what ranks share is put where the captured graph had it."""
         if not isinstance(value, Held):
             return value
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and tuple(fake.shape) != value.shape:
             raise UntypedError(f"it is {list(fake.shape)}, and {list(value.shape)} would be right")
-        return _placed(settled(value), self.originals.get(definitions.captured(node)))
+        return _placed(settled(value), original)
+
+
+def _placed_as(original: fx.Node | None, node: fx.Node, operands: dict[fx.Node, Typed]) -> dict[fx.Node, Typed]:
+    """What the node is computed from, placed as where the captured graph computes the same."""
+    if original is None or original.target != node.target or len(original.all_input_nodes) != len(operands):
+        return operands
+    pairs = zip(operands.items(), original.all_input_nodes, strict=True)
+    return {each: _placed(value, whole) for (each, value), whole in pairs}
 
 
 def _placed(value: Typed, original: fx.Node | None) -> Typed:
