@@ -190,7 +190,9 @@ def _compositions(storages: list[Storage], points: int) -> dict[str, tuple[int, 
     """Live bytes at each point, by kind."""
     lines: dict[str, list[int]] = {}
     for storage in storages:
-        line = lines.setdefault(storage.kind, [0] * (points + 1))
+        if storage.kind not in lines:
+            lines[storage.kind] = [0] * (points + 1)
+        line = lines[storage.kind]
         line[storage.birth] += storage.nbytes
         line[storage.death + 1] -= storage.nbytes
     return {kind: tuple(accumulate(line[:-1])) for kind, line in lines.items()}
