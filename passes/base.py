@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -90,7 +91,7 @@ class Context:
         """Mesh axis sizes by name."""
         return dict(self.plan.mesh)
 
-    @property
+    @cached_property
     def values(self) -> Propagation:
         """Computes the values of new nodes."""
         return Propagation(self.fake_mode, self.plan.mesh)

@@ -6,8 +6,9 @@ rule, registered next to their definition. Values are those of rank 0, which has
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -37,17 +38,57 @@ def fake(target: Any) -> Callable[[R], R]:
 
 @dataclass(frozen=True)
 class Propagation:
-    """Computes values of nodes in ``fake_mode``, on a rank of ``mesh``."""
+    """Computes values of nodes in ``fake_mode``, on a rank of ``mesh``.
+
+    An operation runs once for operands of one layout, and later results are laid out as its own: equal layers need the
+    same operations.
+    """
 
     fake_mode: Any
     mesh: Mesh
+    _made: dict[Any, Callable[[list[torch.Tensor]], Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` for arguments in which nodes stand for their values."""
-        operands, named = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
+        operands = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
+        if target is operator.getitem:
+            return self._run(target, *operands)
+        leaves, spec = pytree.tree_flatten(operands)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = target, spec, tuple([_placed(leaf, tensors) for leaf in leaves])
+        if key in self._made:
+            return self._made[key](tensors)
+        value = self._run(target, *operands)
+        if (again := self._again(value, tensors)) is not None:
+            self._made[key] = again
+        return value
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self.fake_mode, torch_api.no_autocast():
             rule = _RULES.get(target)
-            return target(*operands, **named) if rule is None else rule(self.ranks, *operands, **named)
+            return target(*args, **kwargs) if rule is None else rule(self.ranks, *args, **kwargs)
+
+    def _again(self, value: Any, operands: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any] | None:
+        """What makes the same of other operands, in memory of theirs where ``value`` is in theirs; None if nothing."""
+        leaves, spec = pytree.tree_flatten(value)
+        if not all(torch_api.is_plain_fake(leaf) for leaf in leaves):
+            return None
+        memories = [leaf.untyped_storage()._cdata for leaf in (*operands, *leaves)]
+        own = memories[len(operands) :]
+        places = [(memories.index(each), leaf) for each, leaf in zip(own, leaves, strict=True)]
+
+        def make(others: list[torch.Tensor]) -> Any:
+            storages = {place: other.untyped_storage() for place, other in enumerate(others)}
+            for place, leaf in places:
+                if place not in storages:
+                    storages[place] = torch_api.meta_memory(leaf.untyped_storage().nbytes())
+            return pytree.tree_unflatten(
+                [torch_api.fake_like(self.fake_mode, storages[place], leaf) for place, leaf in places], spec
+            )
+
+        return make
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """A contiguous value of the given shape, otherwise like ``like``."""
@@ -64,6 +105,16 @@ class Propagation:
     def ranks(self, axis: str) -> int:
         """The number of ranks along an axis, or along several together."""
         return size_along(self.mesh, axis)
+
+
+def _placed(leaf: Any, tensors: list[torch.Tensor]) -> Any:
+    """An argument as what a result depends on: of a tensor its layout, and which of ``tensors`` has its memory."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    memory = leaf.untyped_storage()
+    shared = next(i for i, each in enumerate(tensors) if each.untyped_storage()._cdata == memory._cdata)
+    layout = leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad
+    return *layout, memory.nbytes(), shared
 
 
 def layout_of(value: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from shardgraph.torch_api.execution import (
     tracer_settings,
     will_accumulate,
 )
-from shardgraph.torch_api.fakes import Fakes
+from shardgraph.torch_api.fakes import Fakes, fake_like, is_plain_fake, meta_memory
 from shardgraph.torch_api.groups import (
     all_gather,
     group_along,

@@ -31,8 +31,35 @@ class Fakes:
     ) -> torch.Tensor:
         """A fake tensor at ``offset`` of a ``storage`` of ``size`` bytes."""
         if (memory := self._storages.get(storage)) is None:
-            memory = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
-            self._storages[storage] = memory
-        meta: Any = torch.empty(0, dtype=dtype, device="meta")
-        meta.set_(memory, offset, shape, strides)
-        return FakeTensor(self.mode, meta, torch.device(device))
+            memory = self._storages[storage] = meta_memory(size)
+        return fake_in(self.mode, memory, shape, strides, dtype, torch.device(device), offset)
+
+
+def fake_in(
+    mode: FakeTensorMode,
+    memory: torch.UntypedStorage,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+) -> torch.Tensor:
+    """A fake tensor of ``mode`` in a storage on ``meta``."""
+    meta: Any = torch.empty(0, dtype=dtype, device="meta")
+    meta.set_(memory, offset, shape, strides)
+    return FakeTensor(mode, meta, device)
+
+
+def fake_like(mode: FakeTensorMode, memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A fake tensor laid out as another one, in a storage of its own."""
+    return fake_in(mode, memory, like.shape, like.stride(), like.dtype, like.device, int(like.storage_offset()))
+
+
+def is_plain_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor, and its layout all that there is to know of it."""
+    return type(value) is FakeTensor and value.constant is None and not value.requires_grad and not value.is_conj()
+
+
+def meta_memory(nbytes: int) -> torch.UntypedStorage:
+    """A storage for fake tensors."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
