@@ -41,20 +41,23 @@ from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 
 LLAMAS = {
-    "Llama 3 8B": {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
-    "Llama 3 70B": {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
-    "Llama 3 405B": {
-        "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
-    },
-}  # fmt: skip
+    "Llama 3 8B": (32, 4096, 14336, 32),
+    "Llama 3 70B": (80, 8192, 28672, 64),
+    "Llama 3 405B": (126, 16384, 53248, 128),
+}
+"""Layers, width, width of the feed-forward networks, and heads."""
 PUBLISHED = Path(__file__).parent / "groundtruth" / "training_runs.csv"
 
 
 def llama(name: str) -> nn.Module:
     """A model of ``LLAMAS`` on ``meta``, in bfloat16."""
-    shared = {"num_key_value_heads": 8, "vocab_size": 128256, "use_cache": False, "tie_word_embeddings": False}
+    layers, width, inner, heads = LLAMAS[name]
+    config = LlamaConfig(
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=128256, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**LLAMAS[name], **shared)).to(torch.bfloat16)
+        return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def gpt2() -> nn.Module:
@@ -170,7 +173,8 @@ def report_published(limit: int) -> None:
               f"{best.seconds:>9.2f}{ratio:>7.2f}", flush=True)  # fmt: skip
     if ratios:
         print(
-            f"{len(ratios)} runs, the found plan takes {min(ratios):.2f} to {max(ratios):.2f} of the published one's time"
+            f"{len(ratios)} runs: the found plan takes {min(ratios):.2f} to {max(ratios):.2f} of the time of the "
+            "published one"
         )
 
 

@@ -277,13 +277,13 @@ def test_after_a_hit_a_change_of_a_layer_that_was_not_traced_is_seen_at_the_next
 
 
 def test_a_decided_plan_is_remembered(captured, monkeypatch):
-    decided, decide = [], search.decide
+    decided, decide = [], search.answer
 
     def counting(question, captures):
         decided.append(question)
         return decide(question, captures)
 
-    monkeypatch.setattr(search, "decide", counting)
+    monkeypatch.setattr(search, "answer", counting)
 
     def plan(**options):
         question = Question.of(gpt2(), "auto", lambda _: (("dp", 2),), cluster="A100", **options)

@@ -182,14 +182,14 @@ def two_ranks() -> dict[str, Any]:
     """What each rank captured and decided for every plan, and what it saw of rank 0 failing and of it being late."""
     deciding = [importlib.import_module(f"shardgraph.{name}") for name in ("api.compile", "search.remembered")]
     traced, decided = count_traces(), []
-    decide = deciding[0].decide
+    decide = deciding[0].answer
 
     def counted(*args: Any) -> Plan:
         decided.append(args)
         return decide(*args)
 
     for module in deciding:
-        module.decide = counted
+        module.answer = counted
     seen: dict[str, Any] = {"captures": {}, "decisions": {}, "plans": {}}
     for plan, mesh in PLANS.items():
         traced.clear()
@@ -212,7 +212,7 @@ def two_ranks() -> dict[str, Any]:
         return preset("fsdp", {"dp": 2})
 
     for module in deciding:
-        module.decide = late
+        module.answer = late
     dist.barrier()
     seen["late"] = outcome(memory="1GiB", timeout=1.0)
     return seen

@@ -265,7 +265,8 @@ def test_annotated_modules_are_left_to_their_annotations():
 
 def test_auto_takes_what_fits_only_with_recomputation():
     def choose(memory: int | None, **options: str) -> Plan:
-        return shardgraph.plan(Deep(), (rows(),), cluster=toy_cluster(), devices=2, memory=memory, **options)
+        given = {"mesh": {"dp": 2}, "cluster": toy_cluster(), "memory": memory}
+        return shardgraph.analyze(Deep(), (rows(),), "auto", **given, **options).plan
 
     smallest = min(candidate.memory for candidate in choose(None, recompute="none").considered)
     with pytest.raises(PlanError, match="no plan fits"):

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardgraph.calibration import this_machine
 from shardgraph.capture.capture import own_loss
+from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.plans.dtype_support import check_described
@@ -89,17 +90,17 @@ def analyze(
     )
     question.machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, question.machine.device)
-    kwargs = dict(example_kwargs or {})
+    kwargs, captures = dict(example_kwargs or {}), Captures()
     if question.automatic:
         call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None, training)
-        source = Source(call, fused, fold)
-        question = question.settled(choose_plan(source, pipelines=source.call.loss_fn is not None))
+        source = Source(call, fused, fold, captures)
+        question = question.settled(choose_plan(source, own_batches=True))
     if question.plan.pipeline is None:
-        return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold))
+        return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold, captures))
     if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
     loss = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
-    return analyze_pipeline_source(Source(question.about(example_inputs, kwargs, loss), fused, fold))
+    return analyze_pipeline_source(Source(question.about(example_inputs, kwargs, loss), fused, fold, captures))
 
 
 def is_fused(backend: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardgraph.api.tune import fastest
 from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.fingerprint import fingerprint
 from shardgraph.module.parameters import tied_names
 from shardgraph.module.pipelined import PipelinedModule
@@ -55,6 +57,7 @@ def compile(
     loss_chunk: int | str | None = None,
     offload: str | Offload | None = None,
     gradient_statistics: bool = False,
+    tune: float | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
     progress: bool | None = None,
@@ -104,6 +107,8 @@ def compile(
             too. Without a process group the device is then an accelerator, if there is one.
         gradient_statistics: also measure gradients before and after they are reduced over data-parallel ranks, for
             :class:`shardgraph.AdaScale`; as ``gradient_statistics`` of the plan.
+        tune: with ``plan="auto"`` and example inputs: seconds for which the best candidates are run on the ranks, with
+            copies of the model and AdamW, to take the one whose measured step is fastest. Compiling them comes on top.
         initialize: run the model's own initialisation for tensors on ``meta``. False: a checkpoint is loaded next.
         timeout: seconds that a rank waits for rank 0 to choose the plan, and for the others to compile the program.
         progress: show a progress line on standard error; None: on a terminal only.
@@ -135,8 +140,24 @@ def compile(
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
         lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model)]
+    if tune is not None:
+        positive = isinstance(tune, (int, float)) and not isinstance(tune, bool) and tune > 0
+        expect(positive, "tune", tune, "a number of seconds above 0")
+        expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
     setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs)
     chosen = _decided(agreement, question, setup.captures)
+    if tune is not None and inputs is not None:
+
+        def build(candidate: Plan) -> ShardedModule:
+            options: Any = {"loss_fn": loss_fn, "loss_weight": loss_weight, "backend": backend, "timeout": timeout}
+            args, kwargs = inputs
+            return compile(
+                copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
+            )
+
+        chosen = fastest(chosen, build, *inputs, tune)
+        question = question.settled(chosen)
+        chosen = _decided(agreement, question, setup.captures)
 
     whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
     kind = ShardedModule if chosen.pipeline is None else PipelinedModule

@@ -57,6 +57,8 @@ class Propagation:
             return self._run(target, *operands)
         leaves, spec = pytree.tree_flatten(operands)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not all(map(_is_known, leaves)):  # a number that is read from a tensor cannot be compared
+            return self._run(target, *operands)
         key = target, spec, tuple([_placed(leaf, tensors) for leaf in leaves])
         if key in self._made:
             return self._made[key](tensors)
@@ -105,6 +107,12 @@ class Propagation:
     def ranks(self, axis: str) -> int:
         """The number of ranks along an axis, or along several together."""
         return size_along(self.mesh, axis)
+
+
+def _is_known(leaf: Any) -> bool:
+    """Whether an argument has no number that is known only when the program runs."""
+    numbers = (leaf, *leaf.shape, *leaf.stride()) if isinstance(leaf, torch.Tensor) else (leaf,)
+    return not any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) for number in numbers)
 
 
 def _placed(leaf: Any, tensors: list[torch.Tensor]) -> Any:

@@ -31,6 +31,7 @@ from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
 from shardgraph.module.proved import check_proved
 from shardgraph.module.replaced import adopt, current
+from shardgraph.module.shared_batch import check_shared
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
@@ -109,7 +110,7 @@ class ShardedModule(nn.Module):
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
-        self._own(gradient_norm=None)
+        self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
 
     def _own(self, **attributes: Any) -> None:
@@ -329,6 +330,9 @@ class ShardedModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
+        if not self._shared:
+            check_shared(self.plan, self.mesh, leaves)
+            self._own(_shared=True)
         return executor, self._numbers.lift(leaves, spec)
 
     def _set_attributes(self) -> None:

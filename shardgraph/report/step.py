@@ -62,8 +62,11 @@ def update_memory(
     cost = optimizer_cost(optimizer)
     state = (0 if in_files else cost.states * sum(shards)) + cost.counters * 4 * len(shards)
     largest = max(shards, key=magnitude, default=0)
-    if least:
-        largest = max(largest, min(least, sum(shards)))
+    size = magnitude or int
+    if shards and least >= size(sum(shards)):
+        largest = sum(shards)
+    elif least > size(largest):
+        largest = least
     return UpdateMemory(state, cost.temporaries * largest)
 
 

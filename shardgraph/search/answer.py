@@ -15,8 +15,8 @@ from shardgraph.search.source import Source
 def answer(question: Question, captures: Captures, show: Callable[[str], None] = lambda stage: None) -> Plan:
     """The plan for a question, with all open choices decided.
 
-    ``"auto"`` is searched (:mod:`.planner`), with pipelines if the call has its loss: a step of stages is more than a
-    call of a module. ``show`` is called with the name of each step of the search.
+    ``"auto"`` is searched (:mod:`.planner`), but for layouts whose ranks share a batch while another one fits: the
+    caller's loop gives each rank a batch of its own. ``show`` is called with the name of each step of the search.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -24,5 +24,5 @@ def answer(question: Question, captures: Captures, show: Callable[[str], None] =
     """
     if question.automatic and question.call is not None:
         source = Source(question, captures=captures)
-        question = question.settled(choose_plan(source, pipelines=question.call.loss_fn is not None, show=show))
+        question = question.settled(choose_plan(source, own_batches=True, show=show))
     return decide(question, captures)

@@ -60,12 +60,14 @@ def search(
     budget: int,
     *,
     pipelines: bool,
+    own_batches: bool = False,
     limit: float | None = None,
     show: Callable[[str], None] = lambda stage: None,
 ) -> Found:
     """Search all layouts of the question's ranks.
 
-    ``budget`` are the bytes that a rank may use. With ``pipelines``, layouts may have stages. After ``limit`` seconds
+    ``budget`` are the bytes that a rank may use. With ``pipelines``, layouts may have stages. If
+    ``own_batches``, ranks share a batch only where nothing else fits. After ``limit`` seconds
     no more layouts are priced. ``show`` is called with the name of each step as it begins.
 
     Raises:
@@ -77,7 +79,7 @@ def search(
         source = replace(source, depths=Depths(source.question.model, stack))
     show("what a layer costs")
     question = source.question
-    estimates = Estimates(source, budget, pipelines)
+    estimates = Estimates(source, budget, pipelines, own_batches)
     ranks, machine = question.plan.world_size, question.machine
     estimated = estimates.all(ranks, machine, batches)
     show("the best layouts")

@@ -26,10 +26,12 @@ _DEGREES = (8, 4, 2)
 
 class Estimates:
     """Estimates for the call of ``source``, in which a rank may use ``budget`` bytes; with ``pipelines``, layouts may
-    have stages. ``remarks`` are what was left out, and why."""
+    have stages. If ``own_batches``, ranks share a batch only where nothing else fits. ``remarks`` are what was left
+    out, and why."""
 
-    def __init__(self, source: Source, budget: int, pipelines: bool) -> None:
+    def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
         self._question, self._budget, self._pipelines = source.question, budget, pipelines
+        self._own_batches = own_batches
         self._layers = 0 if source.depths is None else source.depths.stack.layers
         machine = source.question.machine
         ranks = source.question.plan.world_size
@@ -47,10 +49,10 @@ class Estimates:
             divided = (layout for layout in every if layout.tp in self._degrees)
             estimated += self._estimated(divided, machine, batches)
         elif self._degrees:
-            self.remarks[
-                "operators were not divided: ranks that divide the batch alone spend at least "
-                f"{1 / _IDLE:.0%} of a step on its computation"
-            ] = None
+            reason = f"ranks that divide the batch alone spend at least {1 / _IDLE:.0%} of a step on its computation"
+            if self._own_batches:
+                reason = "each rank keeps a batch of its own where that fits; shardgraph.plan searches the rest"
+            self.remarks[f"operators were not divided: {reason}"] = None
         return sorted(estimated, key=lambda pair: (pair[1].seconds / pair[0].samples, pair[1].memory))
 
     def costs(self, layout: Layout) -> LayerCosts:
@@ -99,5 +101,7 @@ class Estimates:
         """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the
         computation, divided evenly."""
         fitting = [guess.seconds / layout.samples for layout, guess in undivided if guess.memory <= self._budget]
+        if self._own_batches:
+            return not fitting
         floor = min((guess.compute / layout.samples for layout, guess in undivided), default=0.0)
         return not fitting or min(fitting) > floor * _IDLE

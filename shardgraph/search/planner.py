@@ -27,6 +27,7 @@ def choose_plan(
     *,
     total: int | None = None,
     pipelines: bool = False,
+    own_batches: bool = False,
     limit: float | None = None,
     show: Callable[[str], None] = lambda stage: None,
 ) -> Plan:
@@ -44,7 +45,7 @@ def choose_plan(
     budget = question.budget
     if question.free_mesh:
         batches = Batches(max(1, source.call.batch), total)
-        found = search(source, batches, budget, pipelines=pipelines, limit=limit, show=show)
+        found = search(source, batches, budget, pipelines=pipelines, own_batches=own_batches, limit=limit, show=show)
     else:
         show("the presets")
         found = _on(source, _presets(question.plan.mesh), budget)

@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 from sympy.polys.rings import PolyElement
 
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.analysis.liveness import profile_step
@@ -198,7 +199,11 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         """The number of bytes on the present mesh; those of a parameter do not depend on the inputs."""
         return int(sizes.expression(size).subs({sizes.axes[axis]: ranks for axis, ranks in mesh}))
 
-    updates = (update_memory(shards, question.optimizer, magnitude) for shards in (on_device, on_host))
+    least = UPDATED_TOGETHER if first.plan.world_size > 1 and not on_host else 0
+    updates = (
+        update_memory(on_device, question.optimizer, magnitude, least=least),
+        update_memory(on_host, question.optimizer, magnitude),
+    )
     memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates, gloo=question.machine.device.is_cpu)
     yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
     yield from update_rows((on_device, on_host), question.optimizer, question.machine.device, memory, sizes.expression)

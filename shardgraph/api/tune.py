@@ -1,0 +1,97 @@
+"""``tune=``: the best candidates of a search run for some steps on the real ranks, and the fastest is taken."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardgraph.capture.capture import own_loss
+from shardgraph.module.sharded import ShardedModule
+from shardgraph.plans.plan import Plan
+from shardgraph.sizes import format_seconds
+from shardgraph.torch_api import pytree
+
+_CANDIDATES = 4
+_WARM = 2
+_LEAST = 3  # measured steps of a candidate at least
+
+
+def fastest(
+    chosen: Plan,
+    build: Callable[[Plan], ShardedModule],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    seconds: float,
+) -> Plan:
+    """The candidate of ``chosen`` and its alternatives whose measured step takes least per sample.
+
+    All ranks call it, with the same plan. ``build(plan)`` compiles a copy of the model; ``seconds`` are those that all
+    candidates are run for together, without compiling them. A step is that of the slowest rank, with AdamW.
+    """
+    candidates = (chosen, *chosen.alternatives)[:_CANDIDATES]
+    if len(candidates) == 1:
+        return chosen
+    inputs = pytree.tree_map_only(torch.Tensor, _real, (args, dict(kwargs)))
+    measured = [measured_step(build(plan), inputs, seconds / len(candidates)) for plan in candidates]
+    per_sample = [value / plan.data_size for value, plan in zip(measured, candidates, strict=True)]
+    best = min(range(len(candidates)), key=per_sample.__getitem__)
+    remarks = tuple(
+        f"measured: {plan.name} on {dict(plan.whole_mesh)} takes {format_seconds(value)} a step"
+        for plan, value in zip(candidates, measured, strict=True)
+    )
+    note = f"{chosen.note}; of the {len(candidates)} best by prediction the fastest as measured, "
+    note += f"{format_seconds(measured[best])} a step"
+    return replace(candidates[best], note=note, considered=chosen.considered, remarks=(*chosen.remarks, *remarks))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Values for an input that has none."""
+    if not tensor.is_meta:
+        return tensor
+    made = torch.zeros if not tensor.is_floating_point() else torch.randn
+    return made(tensor.shape, dtype=tensor.dtype)
+
+
+def measured_step(sharded: ShardedModule, inputs: tuple[Any, Any], seconds: float) -> float:
+    """The median seconds of a step on the slowest rank."""
+    args, kwargs = inputs
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.0)
+    taken: list[float] = []
+    left = _WARM + _LEAST
+    while left:
+        started = time.perf_counter()
+        _step(sharded, args, kwargs)
+        optimizer.step()
+        optimizer.zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(_slowest(time.perf_counter() - started))
+        left -= 1
+        if len(taken) == _WARM + 1:  # as many as the slowest rank has time for, so all ranks run as many
+            left = max(left, int(seconds / max(taken[-1], 1e-6)))
+    return statistics.median(taken[_WARM:])
+
+
+def _step(sharded: ShardedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if sharded.plan.pipeline is not None or "target" in kwargs:
+        sharded.train_step(*args, **kwargs)
+        return
+    output = own_loss(sharded(*args, **kwargs))
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.autograd.backward([leaf.float().square().mean() for leaf in leaves])
+
+
+def _slowest(seconds: float) -> float:
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor(seconds, dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        value = value.cuda()
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)

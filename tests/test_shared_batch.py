@@ -1,0 +1,34 @@
+"""Ranks that share a batch under a plan of operators, and plan="auto" that is tuned on the real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph import PlanError
+from tests import shared_batches
+from tests.standing import on_ranks
+
+
+def test_ranks_that_share_a_batch_may_be_called_with_it():
+    assert on_ranks(shared_batches.first_call, 2, args=("same",)) == ["", ""]
+
+
+@pytest.mark.parametrize("kind", ["other", "shuffled"])
+def test_ranks_that_share_a_batch_are_told_if_each_has_its_own(kind):
+    for error in on_ranks(shared_batches.first_call, 2, args=(kind,)):
+        assert "the 2 ranks along 'dp' share a batch" in error and "plan.data_rank(r)" in error
+
+
+def test_tuning_takes_the_candidate_that_is_measured_fastest():
+    (name, measured, same), (other, _, _) = on_ranks(shared_batches.tuned, 2, timeout=200)
+    assert name == other and same
+    assert len(measured) >= 2 and any(name in line for line in measured)
+
+
+@pytest.mark.parametrize(("plan", "tune"), [("single", 1.0), ("auto", -1), ("auto", "long")])
+def test_tuning_needs_a_choice_and_a_time(plan, tune):
+    with pytest.raises(PlanError, match="tune is"):
+        shardgraph.compile(nn.Linear(2, 2), plan, example_inputs=(torch.ones(1, 2),), tune=tune)
