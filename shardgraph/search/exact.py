@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
@@ -51,7 +50,9 @@ class Priced:
             self.memory <= budget,
             max(1, plan.data_size) * self.microbatches,
             self.samples,
-            *(parts[kind] for kind in ("compute", "exposed", "bubble")),
+            compute=parts["compute"],
+            exposed=parts["exposed"],
+            bubble=parts["bubble"],
             recompute=plan.recompute if isinstance(plan.recompute, str) else "some",
             plan=replace(plan, considered=(), note="") if full else None,
         )
@@ -95,12 +96,12 @@ def _analysed(source: Source, plan: Plan, budget: int) -> tuple[Plan, Analysis |
         if plan.pipeline is None:
             return plan, analyze_source(settled)
         return plan, analyze_pipeline_source(settled)
-    options: Any = question.shapes, question.machine
+    shapes, machine = question.shapes, question.machine
     settled_question = question.settled(plan)
     joint = source.captures.joint(settled_question.captured, plan)
     if plan.pipeline is not None:
-        plan = place_stages(joint, plan, *options)
-    recomputations, choice = nearest_to(budget, Recomputations(joint, plan, *options, question.optimizer))
+        plan = place_stages(joint, plan, shapes, machine)
+    recomputations, choice = nearest_to(budget, Recomputations(joint, plan, shapes, machine, question.optimizer))
     program = recomputations.program(choice)
     analyze = analyze_program if plan.pipeline is None else analyze_pipeline
     priced = analyze(program, question.machine, optimizer=question.optimizer, fused=source.fused)
