@@ -19,6 +19,11 @@ from shardgraph.search.symbolic import Symbolic, symbolic
 
 def analyze_source(source: Source) -> Analysis:
     """The analysis of one rank's step under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
+    return folded(source) or _whole(source)
+
+
+def folded(source: Source) -> Analysis | None:
+    """The same from a few of the model's equal layers; None if there are not enough, or they are not done alike."""
     if (stack := source.stack) is not None:
         depths = source.depths_of(stack)
         for shallow in (each for each in SHALLOW if each[-1] <= stack.layers):
@@ -26,7 +31,7 @@ def analyze_source(source: Source) -> Analysis:
                 few = [_whole(each) for each in source.shallow(depths, shallow)]
                 rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))
                 return replace(few[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
-    return _whole(source)
+    return None
 
 
 def analyze_pipeline_source(source: Source) -> PipelineAnalysis:

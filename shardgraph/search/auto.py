@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from shardgraph.capture.capture import own_loss
@@ -37,8 +38,11 @@ price are not priced. ``benchmarks/search.py`` prints the ratios."""
 _MEMORY_DOUBT = 1.25
 """Likewise of memory: estimates were at most so much above the exact peaks."""
 
-_FINALISTS = 4
+_FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the plain ones of a small model."""
+
+_TRIES = 12
+"""Layouts that are priced exactly before those with the least memory are, if none of them fits."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,14 @@ class _Finals:
                 slower = guess.seconds / layout.samples > best.per_sample * _DOUBT
                 if slower or count >= _FINALISTS or self._late():
                     break
+            elif count >= _TRIES:
+                break
             self._price(layout)
+        if self._best is None and fitting and not any(self._priced.values()):
+            self._price(fitting[0][0], whole=True)
         if self._best is None:  # for the message, what takes least
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
-                self._price(layout)
+                self._price(layout, whole=True)
         elif self._deep and not self.cut:
             self._refine(self._best)
 
@@ -138,16 +146,19 @@ class _Finals:
                 f"{format_seconds(min(left))} per sample, if it fits"
             )
 
-    def _price(self, layout: Layout) -> None:
-        if layout in self._priced:
+    def _price(self, layout: Layout, whole: bool = False) -> None:
+        if self._priced.get(layout) is not None or (layout in self._priced and not whole):
             return
         try:
             accumulated = layout.microbatches if layout.stages == 1 else 1
-            priced = price if self._deep else cheapest
-            self._priced[layout] = priced(self._source_of(layout), self._plan(layout), self._budget, accumulated)
+            of, plan = self._source_of(layout), self._plan(layout)
+            if self._deep:
+                self._priced[layout] = price(of, plan, self._budget, accumulated, whole=whole)
+            else:
+                self._priced[layout] = cheapest(of, plan, self._budget, accumulated)
         except (PlanError, CaptureError) as error:
             self._priced[layout] = None
-            self.remarks[f"{layout.name} on {dict(layout.mesh)} cannot be: {error}"] = None
+            self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
 
     def _source_of(self, layout: Layout) -> Source:
         """The source of the layout's batch, whose call has the loss if stages need it."""
@@ -172,7 +183,8 @@ class _Finals:
         accumulated = layout.microbatches if layout.stages == 1 else 1
         if (size := bucket_bytes(best.plan, self._machine)) != best.plan.bucket:
             plan = replace(self._plan(layout), bucket=size)
-            self._refined.append(price(self._source_of(layout), plan, self._budget, accumulated))
+            with suppress(PlanError):
+                self._refined.append(price(self._source_of(layout), plan, self._budget, accumulated, whole=False))
 
     def _late(self) -> bool:
         self.cut = self.cut or time.monotonic() > self._deadline

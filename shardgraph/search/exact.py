@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shardgraph.errors import PlanError
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.search.analysis import analyze_pipeline_source, analyze_source
+from shardgraph.search.analysis import analyze_pipeline_source, analyze_source, folded
 from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
@@ -58,16 +59,16 @@ class Priced:
         )
 
 
-def price(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
+def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whole: bool = True) -> Priced:
     """The price of ``plan`` for the call of ``source``; a step has ``accumulated`` calls on each rank.
 
     If the plan's recomputation is ``"budget"``, it is the fastest whose peak is within ``budget`` bytes, else the one
-    with the smallest peak.
+    with the smallest peak. Without ``whole``, deep models that cannot be analysed from a few of their layers are not.
 
     Raises:
         PlanError: the plan does not fit the model.
     """
-    plan, analysis = _analysed(source, plan, budget)
+    plan, analysis = _analysed(source, plan, budget, whole)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
     once = parts["optimizer"]
     seconds = accumulated * (analysis.time.total - once) + once
@@ -89,12 +90,17 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
     return min(alone, merged, key=lambda each: each.rank(budget))
 
 
-def _analysed(source: Source, plan: Plan, budget: int) -> tuple[Plan, Analysis | PipelineAnalysis]:
+def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis]:
     question = source.question
     if source.depths is not None and plan.recompute != "budget":
         settled = replace(source, question=question.settled(plan))
         if plan.pipeline is None:
-            return plan, analyze_source(settled)
+            if (analysis := folded(settled)) is None and not whole:
+                raise PlanError(
+                    "not priced: its equal layers are not scheduled alike, which takes an analysis of all of them; "
+                    "shardgraph.analyze makes one"
+                )
+            return plan, analysis or analyze_source(settled)
         return plan, analyze_pipeline_source(settled)
     shapes, machine = question.shapes, question.machine
     settled_question = question.settled(plan)

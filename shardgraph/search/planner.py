@@ -66,7 +66,7 @@ def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
             try:
                 each = cheapest(source, replace(question.with_options(plan), recompute=recompute), budget)
             except PlanError as error:
-                refused.append(f"{plan.name} on {dict(plan.mesh)} cannot be: {error}")
+                refused.append(f"{plan.name} on {dict(plan.mesh)}: {error}")
                 break
             priced.append(each)
             if each.memory <= budget:
