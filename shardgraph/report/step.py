@@ -65,7 +65,7 @@ def update_memory(
     size = magnitude or int
     if shards and least >= size(sum(shards)):
         largest = sum(shards)
-    elif least > size(largest):
+    elif shards and least > size(largest):
         largest = least
     return UpdateMemory(state, cost.temporaries * largest)
 

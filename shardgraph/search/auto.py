@@ -120,7 +120,7 @@ class _Finals:
         for count, (layout, guess) in enumerate(fitting):
             if (best := self._best) is not None:
                 slower = guess.seconds / layout.samples > best.per_sample * _DOUBT
-                if slower or count >= _FINALISTS or self._late():
+                if self._late() or slower or count >= _FINALISTS:
                     break
             elif count >= _TRIES:
                 break
