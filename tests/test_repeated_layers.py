@@ -183,16 +183,21 @@ class Wide(nn.Module):
         return self.down(self.up(x))
 
 
+def asked(case: Case, precision: Precision, annotations: Any) -> room.Asked:
+    _, *call = case
+    return room.Asked(*call, torch.device("cpu"), None, annotations, precision)
+
+
 def of_whole(case: Case, precision: Precision = AS_STORED, annotations: Any = ()) -> JointGraph:
     """The graph of a trace of the whole model."""
-    return room._traced(*case, torch.device("cpu"), None, annotations, precision)[0]
+    return room._traced(case[0], asked(case, precision, annotations))[0]
 
 
 def of_few(case: Case, precision: Precision = AS_STORED, annotations: Any = ()) -> JointGraph | None:
     """The graph from a trace of few layers, if it was made so."""
-    options: Any = (*case[1:], torch.device("cpu"), None, annotations, precision)
+    what = asked(case, precision, annotations)
     return room.from_few_layers(
-        case[0], lambda few: room._traced(few, *options), lambda *run: room._recorded(*run, *options)
+        case[0], lambda few: room._traced(few, what), lambda few, stacks: room._recorded(few, stacks, what)
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,30 @@ def _check_loss(joint: ir.JointGraph) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a model is captured for; see :func:`capture`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    annotations: Sequence[Annotated] = ()
+    precision: Precision = AS_STORED
+
+    def inputs(self, fake_mode: FakeTensorMode) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as fake tensors."""
+        return _fake_inputs(fake_mode, self.args, self.kwargs, self.device)
+
+    def dtypes(self, model: nn.Module) -> Any:
+        """The dtypes in which parameters of ``model`` are computed with."""
+        return computed_dtypes(model, self.precision, self.annotations)
+
+    def casting(self, copied: nn.Module, model: nn.Module) -> Any:
+        """The context in which ``copied``, a stand-in of ``model``, computes in the dtypes asked for."""
+        return casting(copied, self.precision, self.annotations, stored=model)
+
+
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -82,44 +106,36 @@ def capture(
             has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
-    options: Any = (args, kwargs, device, loss_fn, annotations, precision)
-    few = from_few_layers(model, lambda few: _traced(few, *options), lambda *run: _recorded(*run, *options))
-    joint = few or _traced(model, *options)[0]
+    asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
+    few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
+    joint = few or _traced(model, asked)[0]
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
-    joint.row_numbers = later_rows(joint.rows, model, *options)
+    joint.row_numbers = later_rows(joint.rows, model, asked)
     return joint
 
 
-def _traced(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    annotations: Sequence[Annotated],
-    precision: Precision,
-) -> tuple[ir.JointGraph, Callable[..., str]]:
+def _traced(model: nn.Module, asked: Asked) -> tuple[ir.JointGraph, Callable[..., str]]:
     """The joint graph of a model as it is, and what tells which layers were not read alike."""
     fake_mode = FakeTensorMode()
-    fake_args, fake_kwargs = _fake_inputs(fake_mode, args, kwargs, device)
-    dtypes = computed_dtypes(model, precision, annotations)
+    fake_args, fake_kwargs = asked.inputs(fake_mode)
+    dtypes, loss_fn = asked.dtypes(model), asked.loss_fn
     with ExitStack() as stack:
 
         def private() -> nn.Module:
-            copied = _stand_in(model, fake_mode, device, dtypes)
-            stack.enter_context(casting(copied, precision, annotations, stored=model))
-            stack.enter_context(constraints.constrained(copied, annotations))
+            copied = _stand_in(model, fake_mode, asked.device, dtypes)
+            stack.enter_context(asked.casting(copied, model))
+            stack.enter_context(constraints.constrained(copied, asked.annotations))
             return copied
 
         stack.enter_context(same_kernels())
         stack.enter_context(fake_mode)
         exported = export(private, partial(present, fake_mode), loss_fn, fake_args, fake_kwargs)
     gm = exported.lowered.graph_module
-    constraints.check_met(gm, annotations)
+    constraints.check_met(gm, asked.annotations)
     _name_modules(gm)
     mark_synchronized(gm, model)
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = pytree.tree_leaves((asked.args, asked.kwargs))
     joint = _joint_graph(exported, fake_mode, leaves)
     drop_known_masks(joint.module)
     joint.guards = partial(_guards, exported, loss_fn)
@@ -127,7 +143,8 @@ def _traced(
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     check_products(joint.module)
-    check_numbers(joint.module, args, kwargs, {each.fqn for each in joint.results if each.number}, joint.returned)
+    numbers = {each.fqn for each in joint.results if each.number}
+    check_numbers(joint.module, asked.args, asked.kwargs, numbers, joint.returned)
     if loss_fn is not None:
         _check_loss(joint)
     return joint, partial(_unequal, exported, loss_fn)
@@ -156,47 +173,28 @@ def _in_traced(repeated: Repeated) -> Repeated:
     return [((PREFIX + path).rstrip("."), numbers) for path, numbers in repeated]
 
 
-def _recorded(
-    model: nn.Module,
-    stacks: Sequence[Stack],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    annotations: Sequence[Annotated],
-    precision: Precision,
-) -> Record:
+def _recorded(model: nn.Module, stacks: Sequence[Stack], asked: Asked) -> Record:
     """What a call of the model does, as it would be traced."""
     fake_mode = FakeTensorMode()
-    inputs = _fake_inputs(fake_mode, args, kwargs, device)
-    copied = _stand_in(model, fake_mode, device, computed_dtypes(model, precision, annotations))
+    inputs = asked.inputs(fake_mode)
+    copied = _stand_in(model, fake_mode, asked.device, asked.dtypes(model))
     with ExitStack() as stack:
-        stack.enter_context(casting(copied, precision, annotations, stored=model))
-        stack.enter_context(constraints.constrained(copied, annotations))
+        stack.enter_context(asked.casting(copied, model))
+        stack.enter_context(constraints.constrained(copied, asked.annotations))
         stack.enter_context(same_kernels())
         stack.enter_context(fake_mode)
-        traced = Traced(copied, loss_fn)
+        traced = Traced(copied, asked.loss_fn)
         return record(lambda: run_as_traced(traced, *inputs), copied, pytree.tree_leaves(inputs), stacks)
 
 
-def later_rows(
-    rows: int,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    annotations: Sequence[Annotated],
-    precision: Precision,
-) -> Callable[[], list[ir.RowNumber] | None]:
+def later_rows(rows: int, model: nn.Module, asked: Asked) -> Callable[[], list[ir.RowNumber] | None]:
     """What finds the numbers that forward computes from the ``rows`` of its inputs, when they are asked for."""
 
     def found() -> list[ir.RowNumber] | None:
         mode = FakeTensorMode()
-        copied = _stand_in(model, mode, device, computed_dtypes(model, precision, annotations))
-        with casting(copied, precision, annotations, stored=model), same_kernels():
-            traced = Traced(copied, loss_fn)
-            inputs = _fake_inputs(mode, args, kwargs, device)
+        copied = _stand_in(model, mode, asked.device, asked.dtypes(model))
+        with asked.casting(copied, model), same_kernels():
+            traced, inputs = Traced(copied, asked.loss_fn), asked.inputs(mode)
             return row_numbers(lambda call: traced(*call[0], **call[1]), inputs, rows, mode)
 
     return found

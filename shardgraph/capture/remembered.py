@@ -21,7 +21,7 @@ from shardgraph.cache.code import Names, check_calls, check_described, digest_of
 from shardgraph.cache.digests import Digest, NoDigest
 from shardgraph.cache.graphs import graph_data, graph_of
 from shardgraph.cache.values import NotStorable, Reader, Writer, spec_data, spec_of
-from shardgraph.capture.capture import capture, later_rows
+from shardgraph.capture.capture import Asked, capture, later_rows
 from shardgraph.capture.export import Traced
 from shardgraph.capture.numbers import is_number
 from shardgraph.torch_api import (
@@ -145,7 +145,9 @@ def _read(
             repeats=repeats,
             guards=_once(guards, call),
             rows=rows,
-            row_numbers=later_rows(rows, call.model, call.args, dict(call.kwargs), device, call.loss_fn, **options),
+            row_numbers=later_rows(
+                rows, call.model, Asked(call.args, dict(call.kwargs), device, call.loss_fn, **options)
+            ),
             kept=f"{key} {parts['looked up']}",
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
