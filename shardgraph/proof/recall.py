@@ -67,17 +67,14 @@ class Recall:
         schema = getattr(target, "_schema", None)
         if schema is not None and schema.is_mutable:  # which depends on what else reads the value
             return None
-        read, places = [], dict[Any, int]()
-        for operand in operands:
-            written = self._write(operand)
-            if written is None:
-                return None
-            read.append((written.number, places_of(written.leaves, places)))
+        if (read := self._read(operands)) is None:
+            return None
+        numbers, leaves = read
         kinds = [self._kind(each.meta.get("val")) for each in (node, *node.all_input_nodes)]
         before = {each: number for number, each in enumerate(node.all_input_nodes)}
         arguments = _argument(node.args, before), _argument(node.kwargs, before) if node.kwargs else ()
-        key = target, arguments, tuple(kinds), self._placing(node, original), tuple(read), _order(operands)
-        return Call(self._forms.number(key), tuple(places))
+        key = target, arguments, tuple(kinds), self._placing(node, original), numbers, _order(operands)
+        return Call(self._forms.number(key), leaves)
 
     def result(self, call: Call) -> Any:
         """What has been derived for an equal call, for this one's inputs; None if nothing has."""
@@ -113,13 +110,20 @@ class Recall:
         return None
 
     def _written_list(self, kind: Any, values: Sequence[Any]) -> _Written | None:
+        if (read := self._read(values)) is None:
+            return None
+        numbers, leaves = read
+        return _Written(self._forms.number((kind, numbers)), leaves)
+
+    def _read(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+        """Several values: the number of each with the places of its inputs among those of all, and these inputs."""
         read, places = [], dict[Any, int]()
         for each in values:
             written = self._write(each)
             if written is None:
                 return None
             read.append((written.number, places_of(written.leaves, places)))
-        return _Written(self._forms.number((kind, tuple(read))), tuple(places))
+        return tuple(read), tuple(places)
 
     def _template(self, value: Any, places: Mapping[Any, int]) -> Template | None:
         """A value as a function of the inputs of a call; None if it is none."""
