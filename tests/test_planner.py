@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Plan, PlanError
@@ -18,6 +17,7 @@ from shardgraph.search.planner import _presets
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.standing import on_ranks
+from tests.test_analysis import llama, text
 from tests.zoo import make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -28,25 +28,6 @@ def chosen(memory: int = GIB, nodes: int = 1) -> Plan:
     model, (args, kwargs) = make("tied-transformer", 2)
     cluster = toy_cluster(nodes, devices_per_node=4, memory=memory)
     return shardgraph.plan(model, args, example_kwargs=kwargs, cluster=cluster)
-
-
-def llama(layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=128,
-        num_hidden_layers=layers,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config).train()
-
-
-def text(batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids}
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -127,17 +108,8 @@ def test_estimates_of_deep_models_are_those_of_the_exact_prices(gpus):
     """What decides which layouts are priced is within the doubt that the search allows for."""
     from benchmarks.search import compared
 
-    config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=32000,
-        num_hidden_layers=12,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+    model = llama(12, vocab_size=32000, **sizes).to(torch.bfloat16)
     for layout, guess, exact in compared(model, text(1, 2048), Cluster.of("H100", nodes=gpus // 8)):
         assert guess.seconds / exact.seconds == pytest.approx(1, abs=0.06), layout
         assert 0.85 < guess.memory / exact.memory < 1.3, layout

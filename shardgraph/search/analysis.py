@@ -19,7 +19,7 @@ from shardgraph.search.symbolic import Symbolic, symbolic
 
 def analyze_source(source: Source) -> Analysis:
     """The analysis of one rank's step under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
-    return folded(source) or _whole(source)
+    return folded(source) or unfolded(source)
 
 
 def folded(source: Source) -> Analysis | None:
@@ -28,7 +28,7 @@ def folded(source: Source) -> Analysis | None:
         depths = source.depths_of(stack)
         for shallow in (each for each in SHALLOW if each[-1] <= stack.layers):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
-                few = [_whole(each) for each in source.shallow(depths, shallow)]
+                few = [unfolded(each) for each in source.shallow(depths, shallow)]
                 rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))
                 return replace(few[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
     return None
@@ -54,7 +54,8 @@ def _stages(source: Source, whole: Plan) -> PipelineAnalysis:
     return analyze_pipeline(source.program(), machine, optimizer=optimizer, fused=source.fused, whole=whole)
 
 
-def _whole(source: Source) -> Analysis:
+def unfolded(source: Source) -> Analysis:
+    """The same from all of the model's layers."""
     program, question = source.program(), source.question
     sizes = SizesOf(replace(source, question=question.settled(program.plan)))
     return analyze_program(

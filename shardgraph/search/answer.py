@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shardgraph.capture.captures import Captures
 from shardgraph.plans.plan import Plan
 from shardgraph.search.decide import decide
@@ -12,11 +10,11 @@ from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 
 
-def answer(question: Question, captures: Captures, show: Callable[[str], None] = lambda stage: None) -> Plan:
+def answer(question: Question, captures: Captures) -> Plan:
     """The plan for a question, with all open choices decided.
 
     ``"auto"`` is searched (:mod:`.planner`), but for layouts whose ranks share a batch while another one fits: the
-    caller's loop gives each rank a batch of its own. ``show`` is called with the name of each step of the search.
+    caller's loop gives each rank a batch of its own.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -24,5 +22,5 @@ def answer(question: Question, captures: Captures, show: Callable[[str], None] =
     """
     if question.automatic and question.call is not None:
         source = Source(question, captures=captures)
-        question = question.settled(choose_plan(source, own_batches=True, show=show))
+        question = question.settled(choose_plan(source, own_batches=True))
     return decide(question, captures)

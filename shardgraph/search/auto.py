@@ -70,9 +70,9 @@ def search(
 ) -> Found:
     """Search all layouts of the question's ranks.
 
-    ``budget`` are the bytes that a rank may use. With ``pipelines``, layouts may have stages. If
-    ``own_batches``, ranks share a batch only where nothing else fits. After ``limit`` seconds
-    no more layouts are priced. ``show`` is called with the name of each step as it begins.
+    ``budget`` are the bytes that a rank may use. With ``pipelines``, layouts may have stages. If ``own_batches``, ranks
+    share a batch only where nothing else fits. After ``limit`` seconds no more layouts are priced. ``show`` is called
+    with the name of each step as it begins.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -150,12 +150,8 @@ class _Finals:
         if self._priced.get(layout) is not None or (layout in self._priced and not whole):
             return
         try:
-            accumulated = layout.microbatches if layout.stages == 1 else 1
-            of, plan = self._source_of(layout), self._plan(layout)
-            if self._deep:
-                self._priced[layout] = price(of, plan, self._budget, accumulated, whole=whole)
-            else:
-                self._priced[layout] = cheapest(of, plan, self._budget, accumulated)
+            asked = self._source_of(layout), self._plan(layout), self._budget, layout.accumulated
+            self._priced[layout] = price(*asked, whole=whole) if self._deep else cheapest(*asked)
         except (PlanError, CaptureError) as error:
             self._priced[layout] = None
             self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
@@ -180,11 +176,11 @@ class _Finals:
     def _refine(self, best: Priced) -> None:
         """Price the best plan with collectives merged to the size that the cluster asks for."""
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
-        accumulated = layout.microbatches if layout.stages == 1 else 1
         if (size := bucket_bytes(best.plan, self._machine)) != best.plan.bucket:
             plan = replace(self._plan(layout), bucket=size)
             with suppress(PlanError):
-                self._refined.append(price(self._source_of(layout), plan, self._budget, accumulated, whole=False))
+                source = self._source_of(layout)
+                self._refined.append(price(source, plan, self._budget, layout.accumulated, whole=False))
 
     def _late(self) -> bool:
         self.cut = self.cut or time.monotonic() > self._deadline
@@ -192,8 +188,8 @@ class _Finals:
 
     @property
     def _best(self) -> Priced | None:
-        fitting = [priced for priced in self._priced.values() if priced is not None and priced.memory <= self._budget]
-        return min(fitting, key=lambda priced: (priced.per_sample, priced.memory), default=None)
+        fitting = (priced for priced in self._priced.values() if priced is not None and priced.memory <= self._budget)
+        return min(fitting, key=lambda priced: priced.rank(self._budget), default=None)
 
     def ranked(self) -> list[Priced]:
         """What was priced: the fastest that fit, then the smallest."""

@@ -29,19 +29,15 @@ class CostTable:
 
     def of(self, layout: Layout) -> LayerCosts | None:
         """The costs with operators divided and activations recomputed as in a layout; None if they cannot be."""
-        if layout.tp not in self._known_degrees:
-            one, divided = (self._priced(replace(layout, tp=degree)) for degree in self._known_degrees)
-            return one and divided and one.divided_by(layout.tp, divided, self.degree)
-        return self._priced(layout)
-
-    @property
-    def _known_degrees(self) -> tuple[int, int]:
-        return 1, self.degree
+        if layout.tp in (1, self.degree):
+            return self._priced(layout)
+        one, divided = (self._priced(replace(layout, tp=degree)) for degree in (1, self.degree))
+        return one and divided and one.divided_by(layout.tp, divided, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
-        key = layout.tp, layout.tp > 1 and layout.sequence, layout.recompute
+        key = layout.tp, layout.recompute
         if key not in self._known:
-            alone = Layout(tp=layout.tp, sequence=layout.sequence, data="ddp", recompute=layout.recompute)
+            alone = Layout(tp=layout.tp, data="ddp", recompute=layout.recompute)
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
                 self._known[key] = self._analysed(plan)

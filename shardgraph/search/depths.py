@@ -80,7 +80,7 @@ class _Repeated(Captures):
         traced = self._depths.captures(TRACED).joint(replace(call, model=few), plan)
         if id(traced) not in self._made:
             self._traced.append(traced)
-            self._made[id(traced)] = self._repeated(traced, call) or super().joint(call, plan)
+            self._made[id(traced)] = self._repeated(traced) or super().joint(call, plan)
         joint = self._made[id(traced)]
         if placing_passes(plan) and joint.guards is None:
             self._take_placements(traced, joint, plan)
@@ -89,7 +89,7 @@ class _Repeated(Captures):
     def take(self, call: Call, plan: Plan) -> JointGraph:
         return self.joint(call, plan)
 
-    def _repeated(self, traced: JointGraph, call: Call) -> JointGraph | None:
+    def _repeated(self, traced: JointGraph) -> JointGraph | None:
         if traced.attributes or traced.results or traced.replaced:
             return None  # what forward leaves behind may be of any layer
         stored = {name: parameter.dtype for name, parameter in self._depths.model(self._layers).named_parameters()}
@@ -111,8 +111,7 @@ class _Repeated(Captures):
         with suppress(UnequalLayersError):
             module, context = repeat(_without_names(placed.module), stack), placed.context
             records = {name: _of_more(getattr(context, name), more, stack) for name in ("parameters", "shapes", "sums")}
-            stored = {name: dtype for name, dtype in joint.stored.items()}
-            joint.placed[key] = Placed(module, replace(context.copy(), stored=stored, **records), placed.axes)
+            joint.placed[key] = Placed(module, replace(context.copy(), stored=joint.stored, **records), placed.axes)
 
 
 _NAMES = (EQUALS, PART_OF, SHARD_OF, GIVEN_BY, MEAN_OF, CAST_OF, REDUCES)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
-from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.plans.presets import BUCKET
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -115,26 +114,21 @@ class _Estimate:
             return update
         return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)
 
-    def _group(self, axis: str) -> Group:
-        return self.cluster.group_of(self.layout.mesh, axis)
-
-    def _collective(self, operation: str, nbytes: float, part: Part, *axes: str) -> float:
+    def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:
         """Seconds to gather, scatter or reduce tensors of a part, in buckets, of ``nbytes`` in full."""
-        seconds = 0.0
-        for axis in axes:
-            if dict(self.layout.mesh).get(axis, 1) > 1:
-                group = self._group(axis)
-                count = min(part.tensors, math.ceil(nbytes / BUCKET) + 1) if part.tensors else 0
-                whole, shard = int(nbytes), int(nbytes / group.ranks)
-                sizes = {
-                    "all_gather_into_tensor": (shard, whole),
-                    "reduce_scatter_tensor": (whole, shard),
-                    "all_reduce": (whole, whole),
-                }
-                args = group, self.cluster.efficiency
-                started = collective_seconds(operation, 0, 0, *args)
-                seconds += collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
-        return seconds
+        if dict(self.layout.mesh).get(axis, 1) == 1:
+            return 0.0
+        group = self.cluster.group_of(self.layout.mesh, axis)
+        count = min(part.tensors, math.ceil(nbytes / BUCKET) + 1) if part.tensors else 0
+        whole, shard = int(nbytes), int(nbytes / group.ranks)
+        sizes = {
+            "all_gather_into_tensor": (shard, whole),
+            "reduce_scatter_tensor": (whole, shard),
+            "all_reduce": (whole, whole),
+        }
+        args = group, self.cluster.efficiency
+        started = collective_seconds(operation, 0, 0, *args)
+        return collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
 
     def _gather(self, part: Part) -> float:
         if self.layout.data == "ddp":
@@ -142,13 +136,11 @@ class _Estimate:
         return self._collective("all_gather_into_tensor", part.gathered, part, self._sharding)
 
     def _reduction(self, part: Part) -> float:
-        """Gradients: over the ranks of a batch's parts, then over data ranks."""
-        nbytes = part.reduced
-        seconds = self._collective("all_reduce", nbytes, part, "cp")
+        """Gradients, over data ranks."""
         if self.layout.data == "ddp":
-            return seconds + self._collective("all_reduce", nbytes, part, "dp")
-        seconds += self._collective("reduce_scatter_tensor", nbytes, part, self._sharding)
-        return seconds + self._collective("all_reduce", nbytes / self.layout.shard, part, "dp_replicate")
+            return self._collective("all_reduce", part.reduced, part, "dp")
+        seconds = self._collective("reduce_scatter_tensor", part.reduced, part, self._sharding)
+        return seconds + self._collective("all_reduce", part.reduced / self.layout.shard, part, "dp_replicate")
 
     @property
     def _sharding(self) -> str:
@@ -157,7 +149,7 @@ class _Estimate:
     def _messages(self, scale: float) -> float:
         """Seconds of a microbatch's two messages between stages, which the next microbatch's computation hides half."""
         nbytes = int(self.costs.crossing * scale)
-        group = replace(self._group("pp"), ranks=2)
+        group = replace(self.cluster.group_of(self.layout.mesh, "pp"), ranks=2)
         return collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency) * self.layout.chunks
 
     # Bytes

@@ -31,7 +31,7 @@ class Estimates:
 
     def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
         self._question, self._budget, self._pipelines = source.question, budget, pipelines
-        self._own_batches = own_batches
+        self._own_batches, self._recomputations = own_batches, source.recomputations
         self._layers = 0 if source.depths is None else source.depths.stack.layers
         machine = source.question.machine
         ranks = source.question.plan.world_size
@@ -88,14 +88,6 @@ class Estimates:
                     yield layout, guess
                     if guess.memory <= self._budget * _ROOMY:
                         break  # the next one recomputes more
-
-    @property
-    def _recomputations(self) -> Sequence[str]:
-        """What backward may recompute: what is asked for; else, in a model that is captured whole, what an integer
-        program finds."""
-        if self._question.recompute is not None:
-            return [self._question.recompute]
-        return ["none", "selective", "full"] if self._layers else ["budget"]
 
     def _may_pay(self, undivided: Sequence[Estimated]) -> bool:
         """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the

@@ -10,7 +10,7 @@ from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.search.analysis import analyze_pipeline_source, analyze_source, folded
+from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
@@ -94,21 +94,20 @@ def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Pla
     question = source.question
     if source.depths is not None and plan.recompute != "budget":
         settled = replace(source, question=question.settled(plan))
-        if plan.pipeline is None:
-            if (analysis := folded(settled)) is None and not whole:
-                raise PlanError(
-                    "not priced: its equal layers are not scheduled alike, which takes an analysis of all of them; "
-                    "shardgraph.analyze makes one"
-                )
-            return plan, analysis or analyze_source(settled)
-        return plan, analyze_pipeline_source(settled)
+        if plan.pipeline is not None:
+            return plan, analyze_pipeline_source(settled)
+        if (analysis := folded(settled)) is None and not whole:
+            raise PlanError(
+                "not priced: its equal layers are not scheduled alike, which takes an analysis of all of them; "
+                "shardgraph.analyze makes one"
+            )
+        return plan, analysis or unfolded(settled)
     shapes, machine = question.shapes, question.machine
-    settled_question = question.settled(plan)
-    joint = source.captures.joint(settled_question.captured, plan)
+    joint = source.captures.joint(question.settled(plan).captured, plan)
     if plan.pipeline is not None:
         plan = place_stages(joint, plan, shapes, machine)
     recomputations, choice = nearest_to(budget, Recomputations(joint, plan, shapes, machine, question.optimizer))
     program = recomputations.program(choice)
     analyze = analyze_program if plan.pipeline is None else analyze_pipeline
-    priced = analyze(program, question.machine, optimizer=question.optimizer, fused=source.fused)
+    priced = analyze(program, machine, optimizer=question.optimizer, fused=source.fused)
     return recomputations.chosen(choice), priced

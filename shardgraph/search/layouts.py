@@ -21,17 +21,15 @@ class Layout:
     """Numbers of ranks along each kind of axis, and what goes with them.
 
     ``stages`` pipeline ranks, each with ``chunks`` stages; ``replicate`` times ``shard`` data ranks, over the latter of
-    which ``data`` shards; ``cp`` and ``tp`` ranks share a batch. ``sequence``: activations between divided products are
-    sharded along the sequence. A data rank computes ``microbatches`` of ``batch`` samples in a step.
+    which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
+    sequence. A data rank computes ``microbatches`` of ``batch`` samples in a step.
     """
 
     stages: int = 1
     chunks: int = 1
     replicate: int = 1
     shard: int = 1
-    cp: int = 1
     tp: int = 1
-    sequence: bool = True
     data: str = "fsdp"
     recompute: str = "none"
     batch: int = 1
@@ -48,13 +46,15 @@ class Layout:
         return self.data_ranks * self.microbatches * self.batch
 
     @property
+    def accumulated(self) -> int:
+        """Calls of a data rank in a step: a pipeline has all microbatches in one."""
+        return self.microbatches if self.stages == 1 else 1
+
+    @property
     def name(self) -> str:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
-        operators = "+".join(
-            [*(["cp"] if self.cp > 1 else []), *(["tp" + "+sp" * self.sequence] if self.tp > 1 else [])]
-        )
-        parts = [*(["pp"] if self.stages > 1 else []), *([data] if self.data_ranks > 1 else []), operators]
+        parts = ["pp" * (self.stages > 1), data * (self.data_ranks > 1), "tp+sp" * (self.tp > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -62,14 +62,14 @@ class Layout:
         """Its mesh, outermost axis first."""
         shards = [("dp_replicate", self.replicate), ("dp_shard", self.shard)]
         data = shards if self.replicate > 1 else [("dp", self.shard)] if self.shard > 1 else []
-        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp)]
+        axes = [("pp", self.stages), *data, ("tp", self.tp)]
         return tuple(axis for axis in axes if axis[1] > 1)
 
-    def plan(self, schedule: str = "1f1b", balance: tuple[int, ...] = ()) -> Plan:
+    def plan(self, balance: tuple[int, ...] = ()) -> Plan:
         """The plan, whose stages have ``balance`` layers; if empty, stages are still to be chosen."""
         pipeline = None
         if self.stages > 1:
-            schedule = schedule if self.chunks == 1 else "interleaved-1f1b"
+            schedule = "1f1b" if self.chunks == 1 else "interleaved-1f1b"
             pipeline = Pipeline(self.microbatches, schedule, balance=balance, ranks=self.stages)
         return replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
 

@@ -55,14 +55,11 @@ def choose_plan(
 def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
     """The prices of plans, each with the least recomputation with which it fits."""
     question, stack = source.question, source.stack_of_equal_layers
-    recomputations = ["budget"] if stack is None else ["none", "selective", "full"]
-    if question.recompute is not None:
-        recomputations = [question.recompute]
     if stack is not None:
         source = replace(source, depths=Depths(question.model, stack))
     priced, refused = [], []
     for plan in plans:
-        for recompute in recomputations:
+        for recompute in source.recomputations:
             try:
                 each = cheapest(source, replace(question.with_options(plan), recompute=recompute), budget)
             except PlanError as error:

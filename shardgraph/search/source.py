@@ -53,6 +53,14 @@ class Source:
         stack = find_stack(question.model) if self.fold else None
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
 
+    @property
+    def recomputations(self) -> Sequence[str]:
+        """What a search tries that backward recomputes: what is asked for; else from nothing to all, of a model that is
+        captured whole what an integer program finds."""
+        if self.question.recompute is not None:
+            return [self.question.recompute]
+        return ["budget"] if self.stack_of_equal_layers is None else ["none", "selective", "full"]
+
     def program(self) -> Program:
         """The call under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
         plan = decide(self.question, self.captures)
