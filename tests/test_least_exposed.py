@@ -36,28 +36,28 @@ def test_one_machine_waits_for_what_comes_late():
     assert one_machine([Job(3.0, 2.0, 1.0), Job(0.0, 1.0, 0.0)]) == 6.0
 
 
-def test_what_does_not_depend_on_a_collective_hides_it_in_any_order():
+def beside() -> tuple[fx.GraphModule, tuple[fx.Node, fx.Node, fx.Node], dict[fx.Node, str]]:
+    """A gather, an operation that does not depend on it and one that does, and the machine of each."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     start, other = graph.call_function(ir.ALL_GATHER, (x, 2, "dp")), graph.call_function(torch.neg, (x,))
     last = graph.call_function(torch.add, (graph.call_function(ir.WAIT, (start,)), other))
     graph.output(last)
     gm = fx.GraphModule({}, graph)
-    machines = {start: "link", other: COMPUTE, last: COMPUTE}
+    return gm, (start, other, last), {start: "link", other: COMPUTE, last: COMPUTE}
+
+
+def test_what_does_not_depend_on_a_collective_hides_it_in_any_order():
+    gm, (start, other, last), machines = beside()
     assert least_seconds(gm, {start: 2.0, other: 1.5, last: 1.0}, machines) == 3.0
     assert least_seconds(gm, {start: 1.0, other: 1.5, last: 1.0}, machines) == 2.5
 
 
 def test_what_slows_the_computation_is_work_of_its_machine():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    start, other = graph.call_function(ir.ALL_GATHER, (x, 2, "dp")), graph.call_function(torch.neg, (x,))
-    last = graph.call_function(torch.add, (graph.call_function(ir.WAIT, (start,)), other))
-    graph.output(last)
-    machines = {start: "link", other: COMPUTE, last: COMPUTE}
+    gm, (start, other, last), machines = beside()
     seconds = {start: 1.0, other: 2.0, last: 1.0}
-    assert least_seconds(fx.GraphModule({}, graph), seconds, machines) == 3.0
-    assert least_seconds(fx.GraphModule({}, graph), seconds, machines, {start: 0.5}) == 3.5
+    assert least_seconds(gm, seconds, machines) == 3.0
+    assert least_seconds(gm, seconds, machines, {start: 0.5}) == 3.5
 
 
 def test_all_computation_between_two_collectives_comes_after_the_first():
