@@ -230,6 +230,7 @@ class Growing(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_repeat_are_analysed_one_by_one():
     model = Growing(13)
     folded, whole = (

@@ -463,6 +463,7 @@ def test_compile_takes_annotations_up():
         torch.testing.assert_close(parameter.grad, grad)
 
 
+@pytest.mark.slow
 def test_auto_leaves_out_plans_that_cannot_be_so():
     model, args = net()
     annotate(model, {"part": output(shard(1, "tp"))})

@@ -218,6 +218,7 @@ def test_no_sync_and_losses_that_reach_some_parameters_reduce_as_without_buckets
         assert gradients["worst"] < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_memory_of_a_step_with_buckets_is_predicted():
     plans = ["fsdp merged", "zero2 merged", "ddp merged"]
@@ -247,6 +248,7 @@ def test_a_bucket_is_a_number_of_bytes(bucket):
         replace(preset("fsdp", {"dp": 2}), bucket=bucket)
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "zero1", "ddp"])
 def test_sizes_of_a_program_with_buckets_are_known_as_symbols(plan):
     def analysis(rows: int, dp: int) -> shardgraph.Analysis:

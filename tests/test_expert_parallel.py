@@ -263,7 +263,7 @@ def test_a_mesh_that_does_not_suit_is_refused(name, mesh, message):
     ("implementation", "plan", "mesh"),
     [
         ("batched_mm", "fsdp+tp+sp", {"dp": 2, "tp": 2}),
-        ("grouped_mm", "tp", {"tp": 2}),
+        pytest.param("grouped_mm", "tp", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("batched_mm", "tp", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("grouped_mm", "fsdp+tp+sp", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],

@@ -31,6 +31,7 @@ def test_the_example_of_oss_has_the_losses_of_one_rank_and_half_of_its_state():
     assert 0.25 * total < held < 0.75 * total
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_the_example_of_adascale_has_the_losses_and_gains_of_the_paper_on_whole_gradients():
     example, printed = loaded("adascale"), printed_by("adascale")

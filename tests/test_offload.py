@@ -257,6 +257,7 @@ def trained(
     return losses, meter, sharded.program
 
 
+@pytest.mark.slow
 def test_training_state_of_four_times_the_memory_of_the_device_trains_within_it():
     state = 16 * sum(parameter.numel() for parameter in Wide().parameters())
     budget = state // 4
@@ -317,6 +318,7 @@ def test_layers_that_are_folded_are_analysed_as_all_of_them_are(plan):
     assert folded.time.total == pytest.approx(every.time.total)
 
 
+@pytest.mark.slow
 def test_expressions_know_what_is_on_the_device():
     rates = Host(Link(1e10, 0.0), Rate(1e10))
     cluster = replace(toy_cluster(), device=replace(toy_device(), host=rates))

@@ -30,6 +30,7 @@ def test_sections_run_or_say_why_not(tmp_path):
     assert (sections["streams"]["status"], sections["streams"]["cause"]) == ("skipped", "needs CUDA")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_a_section_that_takes_too_long_is_ended_and_reported(tmp_path):
     code, sections = run(tmp_path / "found.json", "--only", "gloo-2", "--limit", "6")

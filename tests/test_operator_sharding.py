@@ -67,7 +67,7 @@ def test_training_equals_the_unsharded_model(model, plan):
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        ("llama", "fsdp+tp+sp"),
+        pytest.param("llama", "fsdp+tp+sp", marks=pytest.mark.slow),  # on real processes: gpt2, below
         pytest.param("gpt2", "zero2+tp+sp", marks=pytest.mark.slow),
         pytest.param("bert", "hsdp+tp", marks=pytest.mark.slow),
         pytest.param("vit", "fsdp+tp", marks=pytest.mark.slow),

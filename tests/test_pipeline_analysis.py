@@ -125,7 +125,13 @@ def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule, vocabula
     ("plan", "mesh", "pipeline"),
     [
         pytest.param("pp+fsdp", {"dp": 2}, Pipeline(8, balance=(3, 4, 4, 3)), id="1f1b"),
-        pytest.param("pp+tp", {"tp": 2}, Pipeline(8, "interleaved-1f1b", balance=(2, 2, 2, 1) * 2), id="interleaved"),
+        pytest.param(
+            "pp+tp",
+            {"tp": 2},
+            Pipeline(8, "interleaved-1f1b", balance=(2, 2, 2, 1) * 2),
+            id="interleaved",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("pp", {}, Pipeline(8, "zbv", balance=(2, 2, 2, 1) * 2), id="zbv"),
         pytest.param("pp", {}, Pipeline(8, checkpoint="always", balance=(3, 4, 4, 3)), id="checkpoint"),
     ],

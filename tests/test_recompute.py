@@ -263,6 +263,7 @@ def test_annotated_modules_are_left_to_their_annotations():
     assert rules and not any(pattern.startswith(("layers.0", "layers.1.2")) for pattern in rules)
 
 
+@pytest.mark.slow
 def test_auto_takes_what_fits_only_with_recomputation():
     def choose(memory: int | None, **options: str) -> Plan:
         given = {"mesh": {"dp": 2}, "cluster": toy_cluster(), "memory": memory}
