@@ -370,18 +370,6 @@ def _accumulation_error(plan: str, mesh: dict[str, int]) -> float:
     return max(worst, difference(sharded, original, gradients=False))
 
 
-def submodule_by_itself(plan: str) -> str:
-    """What a call of one layer of a compiled model comes to."""
-    model = layers()
-    shardgraph.compile(model, plan, progress=False)
-    layer = model[0]
-    try:
-        layer(torch.ones(2, 4)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "it ran"
-
-
 def compiled_again(plan: str, of: str) -> str:
     """What is said of a model that is compiled a second time."""
     model = layers()

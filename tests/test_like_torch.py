@@ -73,12 +73,6 @@ def test_microbatches_accumulate_with_and_without_reductions_under_every_plan_of
         assert max(errors.values()) < EXACT, errors
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_submodule_that_is_called_by_itself_is_an_error(plan):
-    for told in on_ranks(like_torch.submodule_by_itself, 2, args=(plan,)):
-        assert "mixed torch.Tensor and DTensor" in told
-
-
 @pytest.mark.parametrize("of", ["the model", "the compiled module"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_model_is_compiled_once(plan, of):

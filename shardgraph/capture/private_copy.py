@@ -26,7 +26,8 @@ def private_copy(model: nn.Module, stand_ins: Mapping[int, torch.Tensor] = _NONE
     memo |= stand_ins
     memo[id(memo)] = []  # where deepcopy keeps what it has copied alive; see _deep_copy
     for module in modules:
-        memo[id(module)].__dict__.update({key: _deep_copy(value, memo) for key, value in vars(module).items()})
+        copied = {key: _deep_copy(value, memo) for key, value in vars(module).items() if key != "_compiled_call_impl"}
+        memo[id(module)].__dict__.update(copied)  # without what replaces its call, as torch's own copies
     return memo[id(model)]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgraph.errors import CheckpointError, nearest
-from shardgraph.torch_api import local_tensor, placed
+from shardgraph.torch_api import BatchNorm, local_tensor, placed
 
 Whole = Callable[[str, Tensor, bool], Tensor]
 
@@ -40,12 +40,15 @@ def full_state_dict(module: nn.Module, whole: Whole | None = None, *, everywhere
 
     ``whole(name, tensor, keep)`` returns the unsharded tensor in CPU memory if ``keep``; by default :func:`gathered`.
     All ranks must call this. Parameters are gathered one at a time, so that only rank 0 ever holds them all. Tied names
-    share one copy. State that is not a tensor (``get_extra_state``) is omitted.
+    share one copy. State that is not a tensor (``get_extra_state``) is rank 0's own.
     """
     keep = everywhere or _rank() == 0
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
     copies: dict[int, Tensor] = {}
-    for name, tensor in tensors_of(module).items():
+    for name, tensor in _state_of(module).items():
+        if not isinstance(tensor, Tensor):
+            state |= {name: tensor} if keep else {}
+            continue
         if id(tensor) not in copies:
             copies[id(tensor)] = gathered(tensor, keep) if whole is None else whole(name, tensor, keep)
         if keep:
@@ -62,11 +65,20 @@ def save_safetensors(module: nn.Module, path: str | Path, whole: Whole | None = 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write the file.
     """
-    state = full_state_dict(module, whole)
+    state = {name: value for name, value in full_state_dict(module, whole).items() if isinstance(value, Tensor)}
+    written_by_first_rank(path, lambda: _write(state, Path(path)))
+
+
+def written_by_first_rank(path: str | Path, write: Callable[[], Any]) -> None:
+    """Return once rank 0 has written a checkpoint. All ranks must call it.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not.
+    """
     failure: list[str | None] = [None]
     if _rank() == 0:
         try:
-            _write(state, Path(path))
+            write()
         except Exception as error:  # of any kind: the other ranks wait for the outcome
             failure = [f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
@@ -101,6 +113,23 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
             if name in own and not own[name].is_meta:  # on meta: on the ranks of another pipeline stage
                 local_tensor(own[name]).copy_(_own_part(value.detach(), own[name]))
     return keys
+
+
+@torch.no_grad()
+def load_as_written(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadedKeys:
+    """``model.load_state_dict`` of unsharded tensors into whole parameters; DTensors are gathered first.
+
+    Raises:
+        CheckpointError: the model does not take it; its parameters and buffers are as before.
+    """
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        return LoadedKeys(*model.load_state_dict(whole, strict=strict))
+    except RuntimeError as error:
+        for tensor, values in before:
+            tensor.copy_(values)
+        raise CheckpointError(f"the checkpoint is of another model, and nothing was loaded: {error}") from error
 
 
 def compared(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> tuple[LoadedKeys, list[str]]:
@@ -150,9 +179,28 @@ def _rank() -> int:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers by name, whatever kind of module it is."""
-    # keep_vars: the parameters themselves, so that tied names are recognised. Also those of other pipeline stages.
-    state = nn.Module.state_dict(module, keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return {name: tensor for name, tensor in _state_of(module).items() if isinstance(tensor, Tensor)}
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """The state as the model itself gives it, of all pipeline stages."""
+    # keep_vars: the parameters themselves, so that tied names are recognised.
+    return getattr(module, "original", module).state_dict(keep_vars=True)
+
+
+_LOADING = ("_load_from_state_dict", "set_extra_state", "load_state_dict")
+_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def loads_its_own_way(model: nn.Module) -> bool:
+    """Whether loading ``model`` does more than copy values by name: hooks, extra state, methods of its own."""
+    for module in model.modules():
+        kind = BatchNorm if isinstance(module, BatchNorm) else nn.Module  # which only adds what old files lack
+        if any(getattr(type(module), method) is not getattr(kind, method) for method in _LOADING):
+            return True
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return True
+    return False
 
 
 @torch.no_grad()

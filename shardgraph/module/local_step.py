@@ -3,7 +3,8 @@
 An operation on a DTensor takes tens of microseconds more than one on its shard, and a step is ten of them for each
 parameter: for small parameters that is most of a training step. torch's classes whose update of an element depends on
 that element alone give the same numbers either way. Those that compute with whole tensors step on these
-(:mod:`shardgraph.module.whole_tensor_step`); all others, and subclasses, step on DTensors as before.
+(:mod:`shardgraph.module.whole_tensor_step`), L-BFGS on all of them (:mod:`shardgraph.module.all_parameters_step`); all
+others, and subclasses, step on DTensors as before.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
+from shardgraph.module.all_parameters_step import step_on_all
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
-from shardgraph.module.whole_tensor_step import WHOLE, step_on_whole
+from shardgraph.module.whole_tensor_step import step_on_whole, whole_kinds
 from shardgraph.runtime.executor import State
 from shardgraph.torch_api import local_tensor
 
@@ -59,27 +61,45 @@ def step_on_shard(parameter: nn.Parameter) -> None:
         _wrap_steps()
 
 
-@functools.cache
 def _wrap_steps() -> None:
-    for kind in (*_ELEMENTWISE, *WHOLE):
-        original: Any = kind.step
-        hooked = getattr(original, "hooked", False)  # torch has wrapped it in what calls hooks, as the first was made
-        if hooked:
-            original = original.__wrapped__
-        wrapped: Any = _wrapped(kind, original)
-        if hooked:
-            wrapped = optim.Optimizer.profile_hook_step(wrapped)
-            wrapped.hooked = True
-        kind.step = wrapped  # type: ignore[method-assign]
+    for kind in (*_ELEMENTWISE, *whole_kinds(), optim.LBFGS):
+        _wrap_step(kind)
+
+
+@functools.cache
+def _wrap_step(kind: type[optim.Optimizer]) -> None:
+    original: Any = kind.step
+    hooked = getattr(original, "hooked", False)  # torch has wrapped it in what calls hooks, as the first was made
+    if hooked:
+        original = original.__wrapped__
+    wrapped: Any = _wrapped(kind, original)
+    if hooked:
+        wrapped = optim.Optimizer.profile_hook_step(wrapped)
+        wrapped.hooked = True
+    kind.step = wrapped  # type: ignore[method-assign]
 
 
 def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is not None or type(self) is not kind or not _are_ours(self):
+        if type(self) is not kind:
             return original(self, closure)
-        if kind in WHOLE:
-            return step_on_whole(self, original)
+        if isinstance(self, optim.LBFGS):
+            if closure is None or not _are_ours(self):
+                return original(self, closure)
+            return step_on_all(self, original, closure)
+        if closure is not None:  # which these classes call once, before anything else
+            with torch.enable_grad():
+                loss = closure()
+            step(self)
+            return loss
+        if not _are_ours(self):
+            return original(self)
+        if kind not in _ELEMENTWISE:
+            if any(not placement.is_replicate() for p in _parameters_of(self) for placement in p.placements):
+                return step_on_whole(self, original)
+            with _shards(self):  # which are whole
+                return original(self)
         with _together(self) or _shards(self):
             return original(self)
 

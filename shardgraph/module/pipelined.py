@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
@@ -48,6 +51,8 @@ class PipelinedModule(ShardedModule):
         assert plan.pipeline is not None
         running = RunningPipeline(plan, self._state, mesh)
         self._own(pipeline=plan.pipeline, owners={}, _running=running, _written={}, _mergeable={})
+        _PIPELINES.add(self)
+        _watch_optimizers()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward; every rank of the pipeline returns its output.
@@ -141,6 +146,18 @@ class PipelinedModule(ShardedModule):
         self.owners = declared_owners(self.original, self.pipeline)
         self._running.prepare(self.owners)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = super().__deepcopy__(memo)
+        made._own(owners=self.owners, _written=dict(self._written))
+        made._running.prepare(self.owners)
+        return made
+
+    def _why_not_as_written(self) -> str | None:
+        return (
+            "a pipeline has the model's layers on several ranks, so that only its forward runs there: load "
+            "full_state_dict() into a copy of the original to call its methods or submodules"
+        )
+
     def compile_for(self, call: Call) -> None:
         """See :meth:`ShardedModule.compile_for`."""
         with torch.set_grad_enabled(call.training):
@@ -195,3 +212,23 @@ class PipelinedModule(ShardedModule):
     def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
         stages = self.owners.get(name, (self._written.get(name, 0),))
         return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)
+
+
+_PIPELINES: weakref.WeakSet[PipelinedModule] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise ShardGraphError for an optimizer of a pipeline's parameters that needs all of them."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(parameter) in own for module in _PIPELINES for parameter in module.parameters()):
+        raise ShardGraphError(
+            "LBFGS takes products over all parameters of the model, and a pipeline has them on several ranks: use it "
+            "under a plan without a pipeline"
+        )

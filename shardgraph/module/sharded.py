@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import types
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +26,19 @@ from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.garbage import collected_later
 from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
+from shardgraph.module.as_written import AsWritten, without_gradients
+from shardgraph.module.copying import copied_model
+from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
 from shardgraph.module.proved import check_proved
 from shardgraph.module.replaced import adopt, current
+from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
 from shardgraph.module.update_in_backward import updates_of
+from shardgraph.module.whole import whole_parameters
 from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -71,6 +77,10 @@ class Setup:
     loss_weight: str = "ranks"
     backend: Backend = eager.backend
 
+    def again(self) -> Setup:
+        """The same for another module."""
+        return replace(self, captures=Captures(self.device))
+
 
 class ShardedModule(nn.Module):
     """A model compiled under a plan, by :func:`shardgraph.compile`.
@@ -91,6 +101,9 @@ class ShardedModule(nn.Module):
     _numbers: Numbers
     _sync: bool
     gradient_norm: torch.Tensor | None  # of all gradients, before the latest clipping by ``step``
+    _as_written: AsWritten
+    _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
+    _unsharded: ExitStack | None  # within, parameters are whole
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
     _agreed: list[str] | None  # communication of the programs that ranks last agreed on
@@ -100,6 +113,7 @@ class ShardedModule(nn.Module):
         # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
+        self._own(_whole_mesh=mesh, _unsharded=None, _as_written=AsWritten(setup.device, self._why_not_as_written()))
         replicas = mesh.get_group(plan.replicas[0][0]) if mesh is not None and plan.replicas else None
         if mesh is not None and plan.replicas:
             mesh = mesh[plan.axes] if plan.axes else None
@@ -121,7 +135,10 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["original"], name)  # config, and other attributes of the model
+            original = self.__dict__["original"]
+            value = getattr(original, name)  # config, and other attributes of the model
+            own = isinstance(value, types.MethodType) and value.__self__ is original
+            return self._as_written.method(name, value) if own and self.mesh is not None else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in self.__dict__ or hasattr(type(self), name)
@@ -136,11 +153,38 @@ class ShardedModule(nn.Module):
         else:
             delattr(self.__dict__["original"], name)
 
+    def __getitem__(self, key: Any) -> Any:
+        model: Any = self.original  # an nn.Sequential, perhaps
+        return model[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        model: Any = self.original
+        model[key] = value
+
     def __deepcopy__(self, memo: Any) -> Any:
+        """A module of its own with the same values, which compiles its programs at its first call, on all ranks."""
+        if self.plan.offload.parameters:
+            raise ShardGraphError(
+                "a compiled module whose parameters are offloaded cannot be copied: copy the model before "
+                "shardgraph.compile and compile both; state_dict and load_state_dict copy values"
+            )
+        self.reshard()
+        made = type(self)(copied_model(self.original, memo), self.plan, self._whole_mesh, self._setup.again())
+        memo[id(self)] = made
+        made.settle()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardGraphError(
-            "a compiled module cannot be copied, with its programs and its place among the ranks: copy the model "
-            "before shardgraph.compile and compile both; state_dict and load_state_dict copy values"
+            "a compiled module cannot be pickled, with its process groups and programs: save its state, with "
+            "torch.save(sharded.full_state_dict(), ...) or save_safetensors for the original model, or with "
+            "torch.distributed.checkpoint for any number of ranks"
         )
+
+    @torch_api.not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module``; ``torch.compile`` leaves it as it is."""
+        return super().__call__(*args, **kwargs)
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set training mode, as ``nn.Module.train``."""
@@ -152,6 +196,7 @@ class ShardedModule(nn.Module):
         """The original's forward, on this rank's part of the batch; returns its output."""
         return self._run(args, kwargs, None)[-1]
 
+    @torch_api.not_traced
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
 
@@ -177,6 +222,7 @@ class ShardedModule(nn.Module):
             loss = loss * weight_by_elements(reduction.elements(rows, counts), self.plan, self._state)
         return loss if scaler is None else scaler.scale(loss)
 
+    @torch_api.not_traced
     def step(
         self,
         *args: Any,
@@ -301,6 +347,44 @@ class ShardedModule(nn.Module):
         for gradients in self._state.accumulated:
             gradients.clear()
 
+    def unshard(self) -> None:
+        """Put whole, plain parameters in the places of shards, until :meth:`reshard`. All ranks must call it.
+
+        Submodules and methods of the model then compute without communication, and what is written to parameters, or
+        into their places, is kept: each rank takes its part. Nothing is differentiated meanwhile.
+
+        Raises:
+            ShardGraphError: the plan has a pipeline, whose stages are on several ranks.
+        """
+        if (reason := self._why_not_as_written()) is not None:
+            raise ShardGraphError(reason)
+        if self._unsharded is not None or self.mesh is None:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(whole_parameters(self.original))
+            stack.enter_context(without_gradients(self.original.parameters()))
+            self._own(_unsharded=stack.pop_all())
+
+    def reshard(self) -> None:
+        """Put shards in the places of whole parameters again, after :meth:`unshard`."""
+        if self._unsharded is not None:
+            stack = self._unsharded
+            self._own(_unsharded=None)
+            stack.close()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole parameters inside: :meth:`unshard`, and :meth:`reshard` at the end."""
+        self.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    def _why_not_as_written(self) -> str | None:
+        """Why the model's own code cannot run on this rank, if it cannot."""
+        return None
+
     @property
     def gradient_statistics(self) -> GradientStatistics:
         """What has been measured of gradients since they were last cleared, under a plan that measures them."""
@@ -327,6 +411,7 @@ class ShardedModule(nn.Module):
 
     def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
         """What runs the call, and its flattened inputs."""
+        self.reshard()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
@@ -354,11 +439,29 @@ class ShardedModule(nn.Module):
         if not self.plan.offload.optimizer_state:
             step_together(self._state)
         self._state.arrange()
+        if self.mesh is not None or self._why_not_as_written() is not None:
+            self._as_written.intercept(self.original)
         buffers = self._state.layout.buffers
         self._programs = OrderedDict(((buffers, *key[1:]), made) for key, made in self._programs.items())
         if self._latest is not None:
             keys, made = self._latest
             self._latest = [(buffers, *key[1:]) for key in keys], made
+
+    def _shard_added(self, names: Sequence[str]) -> None:
+        """Shard parameters that were added to the model, or replaced, since it was compiled: on all ranks, alike."""
+        parameters = dict(self.original.named_parameters())
+        with self._setup.agreement.on_all_ranks("the parameters that were added after shardgraph.compile") as lines:
+            if self.plan.offload.parameters or self._why_not_as_written() is not None:
+                raise ShardGraphError(
+                    f"the parameter {names[0]!r} was added or replaced after shardgraph.compile, under a plan with a "
+                    "pipeline or offloaded parameters: change the model before, or compile it again"
+                )
+            lines += [f"{name}: {list(parameters[name].shape)} {digest(parameters[name])}" for name in names]
+        with self._setup.agreement.on_all_ranks("their shards"):
+            shard_added(self.original, names, self.plan, self.mesh, self._state.device)
+        self._state.updates.clear()
+        self.forget()
+        self.settle()
 
     def forget(self) -> None:
         """Drop all programs."""
@@ -374,6 +477,9 @@ class ShardedModule(nn.Module):
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
             self._numbers.see(leaves, spec)
+        self._state.layout.refresh()
+        if self._state.layout.strange:
+            self._shard_added(self._state.layout.strange)
         keys = self._keys(calls, spec, loss_fn)
         latest, compiled = self._latest or (None, [])
         if latest == keys and all(each.guards.hold for each in {*compiled}):
@@ -458,7 +564,6 @@ class ShardedModule(nn.Module):
     def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:
         """For each call, all that its program depends on."""
         layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
-        layout.refresh()
         ambient = torch.is_grad_enabled(), autocast, torch.get_default_dtype(), torch_api.global_hooks()
         state = layout.modes, layout.trained, *ambient, loss_fn is not None
         inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
@@ -491,12 +596,12 @@ class ShardedModule(nn.Module):
         return self._latest[1][0].executor
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``.
+        """As the model's own ``state_dict``, with its hooks.
 
         A parameter that is split in several blocks of a dimension, such as a fused projection, is all-gathered along
         that axis, since ``torch.distributed.checkpoint`` cannot express it; all ranks must then call this.
         """
-        state = self._of_stages(super().state_dict(*args, **kwargs))
+        state = self._of_stages(self.original.state_dict(*args, **kwargs))
         return state if kwargs.get("keep_vars") else checkpoint.describable(state)
 
     def _of_stages(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -506,12 +611,32 @@ class ShardedModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or full tensors into the shards, in place.
 
+        A model that does more than copy values by name (hooks, extra state, methods of its own) loads them into whole
+        parameters, as it is written; all ranks must then call this.
+
         Raises:
             CheckpointError: names or shapes do not match the model; nothing has been loaded.
         """
         if assign:
             raise ShardGraphError("load_state_dict(assign=True) would replace the shards; load in place (the default)")
+        if checkpoint.loads_its_own_way(self.original):
+            with self.unsharded():
+                return checkpoint.load_as_written(self.original, state_dict, strict)
         return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """The ``save_pretrained`` of a model of ``transformers`` or ``peft``, of the unsharded state, on rank 0.
+
+        All ranks must call it. ``from_pretrained`` of the original loads what it writes.
+
+        Raises:
+            AttributeError: the model has no such method.
+            CheckpointError: on every rank, if rank 0 could not write.
+        """
+        save: Any = self.original.save_pretrained
+        state = options.pop("state_dict", None) or self.full_state_dict()
+        options.pop("is_main_process", None)
+        checkpoint.written_by_first_rank(save_directory, lambda: save(save_directory, state_dict=state, **options))
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's shards, as plain tensors, for :meth:`load_local_state_dict` on as many ranks."""

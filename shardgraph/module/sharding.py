@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph.capture.casting import cast_buffers
-from shardgraph.errors import OffloadError
+from shardgraph.errors import OffloadError, ShardGraphError
 from shardgraph.module.materialize import is_meta, materialize
 from shardgraph.module.parameter_memory import ParameterMemory, without_values
 from shardgraph.module.parameters import as_dtensor, as_parameter, own_part, tied_names
@@ -72,27 +72,67 @@ def shard_model(
     with unchanged_on_failure(model), agreement.on_all_ranks("the sharded parameters"):
         shards = _shards(model, entries, stages, memory, device, initialize)
         cast_buffers(model, plan.precision, plan.annotations)
-        parameters, replaced = dict(model.named_parameters()), {}
-        for names in tied_names(model):
-            first, mesh = names[0], stages.mesh if stages.has(names[0]) else None
-            parameter = as_parameter(shards.pop(first), parameters[first], entries[first], mesh)
-            for name in names:
-                owner, _, key = name.rpartition(".")
-                model.get_submodule(owner)._parameters[key] = parameter
-            replaced[parameters[first]] = parameter
-        buffers = {
-            id(b): without_values(torch.empty_like(b, device=device)) if b.is_meta else b.to(device)
-            for b in model.buffers()
-        }
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:  # shared ones stay shared
-                    module._buffers[key] = buffers[id(buffer)]
+        meshes = {fqn: stages.mesh if stages.has(fqn) else None for fqn in shards}
+        replaced = _put(model, {fqn: (shard, entries[fqn], meshes[fqn]) for fqn, shard in shards.items()})
+        _move_buffers(model, device)
     remember(replaced)
     if plan.offload.optimizer_state:
         assert plan.offload.disk is not None
         offloaded = (p for fqn, p in model.named_parameters() if entries[fqn].offload)
         keep_state_on_disk(offloaded, plan.offload.disk)
+
+
+def shard_added(
+    model: nn.Module, names: Collection[str], plan: Plan, mesh: DeviceMesh | None, device: torch.device
+) -> None:
+    """Shard the parameters of ``names``, which were added to a sharded model or replaced since, and move buffers.
+
+    Raises:
+        PlanError: the plan says nothing of them.
+        ShardGraphError: one is on ``meta``.
+    """
+    entries, parameters = plan.resolve(named_shapes(model)), dict(model.named_parameters())
+    if on_meta := [name for name in names if parameters[name].is_meta]:
+        raise ShardGraphError(
+            f"the parameter {on_meta[0]!r} was added after shardgraph.compile and is on meta: give it values first, as "
+            "to_empty and the module's reset_parameters do"
+        )
+
+    def shard(name: str) -> torch.Tensor:
+        return own_part(parameters[name].detach().to(device), entries[name], mesh).clone()
+
+    with unchanged_on_failure(model):
+        replaced = _put(model, {name: (shard(name), entries[name], mesh) for name in names})
+        _move_buffers(model, device)
+    remember(replaced)
+
+
+def _put(
+    model: nn.Module, shards: Mapping[str, tuple[torch.Tensor, ParameterPlan, DeviceMesh | None]]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Put parameters of shards in the places of those of these names, and of all names tied to them; returns the new
+    ones by the old ones. A shard has its entry of the plan and its mesh."""
+    parameters, replaced = dict(model.named_parameters()), {}
+    for names in tied_names(model):
+        if names[0] not in shards:
+            continue
+        parameter = as_parameter(shards[names[0]][0], parameters[names[0]], *shards[names[0]][1:])
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._parameters[key] = parameter
+        replaced[parameters[names[0]]] = parameter
+    return replaced
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    buffers = {
+        id(b): without_values(torch.empty_like(b, device=device)) if b.is_meta else b.to(device)
+        for b in model.buffers()
+    }
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:  # shared ones stay shared
+                module._buffers[key] = buffers[id(buffer)]
 
 
 @contextmanager

@@ -30,8 +30,11 @@ def whole_parameters(model: nn.Module, names: Collection[str] | None = None, kee
     try:
         yield
     finally:
-        written = {name: model.get_parameter(name).detach() for name in chosen}
-        _put(model, {whole: sharded for sharded, whole in replaced.items()})
+        # What was removed, or has another shape now, has no shard to go back to.
+        back = {whole: sharded for sharded, whole in replaced.items() if whole.shape == sharded.shape}
+        present = dict(model.named_parameters())
+        written = {name: present[name].detach() for name in chosen if present.get(name) in back}
+        _put(model, back)
         if keep:
             load_full_state_dict(model, written, strict=False)
 

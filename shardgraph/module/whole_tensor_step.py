@@ -7,6 +7,7 @@ gradients and the state of some parameters are gathered, all ranks compute the s
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,14 +23,17 @@ from shardgraph.module.checkpoint import sharded_like
 from shardgraph.runtime.host import is_on_host
 from shardgraph.torch_api import local_tensor
 
-WHOLE = (optim.Adafactor, optim.Muon)
+
+def whole_kinds() -> list[type[optim.Optimizer]]:
+    """The classes of such optimizers, of torch and of what has been imported."""
+    imported = getattr(sys.modules.get("transformers.optimization"), "Adafactor", None)
+    return [optim.Adafactor, optim.Muon, *([imported] if imported else [])]
 
 
 def step_on_whole(optimizer: optim.Optimizer, original: Callable[[optim.Optimizer], Any]) -> None:
-    """The ``original`` step of an optimizer, all of whose parameters are DTensors: on them if they are whole anyway."""
+    """The ``original`` step of an optimizer, all of whose parameters are DTensors; on these in host memory."""
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    sharded = any(not placement.is_replicate() for parameter in parameters for placement in parameter.placements)
-    if not sharded or any(is_on_host(local_tensor(parameter)) for parameter in parameters):
+    if any(is_on_host(local_tensor(parameter)) for parameter in parameters):
         original(optimizer)
         return
     for some in _portions(parameters):

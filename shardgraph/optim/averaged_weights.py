@@ -24,7 +24,7 @@ class AveragedWeights:
         with average.applied():
             evaluate(sharded)
 
-    ``torch.optim.swa_utils.AveragedModel`` copies a model, which a compiled one cannot be. An update is
+    ``torch.optim.swa_utils.AveragedModel`` keeps a copy of the module instead. An update is
 
         average <- decay * average + (1 - decay) * parameter
 

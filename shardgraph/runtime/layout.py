@@ -32,19 +32,20 @@ class Layout:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._sharded: dict[str, Hashable] | None = None
+        self.strange: list[str] = []  # parameters that were added or replaced since they were recorded
         self._set: set[str] = set()  # attributes that programs set, and of all buffers and attributes those they read
         self._read: set[str] = set()
         self._counted: set[str] = set()  # numbers that programs count, which are inputs as buffers are
         self.look_up()
 
     def look_up(self) -> None:
-        """Look up modules, parameters and buffers again.
+        """Look up modules, parameters and buffers again, and what is not as :meth:`settle` recorded it.
 
         Raises:
-            ShardGraphError: a parameter is not as :meth:`settle` recorded it.
+            ShardGraphError: a parameter was replaced by a DTensor that is placed otherwise.
         """
         if self._sharded is not None:
-            _check_same(self._sharded, dict(self._model.named_parameters()))
+            self.strange = _strange(self._sharded, dict(self._model.named_parameters()))
         self._modules = list(self._model.modules())
         self._parameters = list(self._model.parameters())
         self.names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -71,6 +72,7 @@ class Layout:
     def settle(self) -> None:
         """Record the parameters as those that programs are compiled for."""
         self._sharded = None
+        self.strange = []
         self.look_up()
         self._sharded = {name: _kind(parameter) for name, parameter in self._model.named_parameters()}
 
@@ -94,7 +96,8 @@ class Layout:
         """Look up modules, parameters and buffers again if any has changed.
 
         Raises:
-            ShardGraphError: a parameter is not as :meth:`settle` recorded it.
+            ShardGraphError: the values of a parameter are in other memory than its shard, or it was replaced by a
+                DTensor that is placed otherwise.
         """
         addresses = list(map(storage_address, self._distributed))
         if addresses != self._addresses:
@@ -179,16 +182,19 @@ def _kind(tensor: Any) -> Hashable:
     )
 
 
-def _check_same(sharded: dict[str, Hashable], parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ShardGraphError if a parameter was added, or replaced by one of another kind."""
-    for name, parameter in parameters.items():
-        if name not in sharded:
-            change = "added to the model"
-        elif _kind(parameter) != sharded[name]:
-            change = f"replaced by one of shape {list(parameter.shape)} and {parameter.dtype} that is not its shard"
-        else:
-            continue
-        raise ShardGraphError(
-            f"the parameter {name!r} was {change} after shardgraph.compile: change the model before, or compile it "
-            "again; to change values alone, write them in place (parameter.copy_(...) under torch.no_grad())"
-        )
+def _strange(sharded: dict[str, Hashable], parameters: dict[str, nn.Parameter]) -> list[str]:
+    """The parameters that were added, or replaced by whole ones.
+
+    Raises:
+        ShardGraphError: one was replaced by a DTensor of another kind.
+    """
+    strange = [name for name, parameter in parameters.items() if _kind(parameter) != sharded.get(name)]
+    for name in strange:
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor):
+            raise ShardGraphError(
+                f"the parameter {name!r} was replaced after shardgraph.compile by a DTensor of shape "
+                f"{list(parameter.shape)} and {parameter.dtype}, placed {parameter.placements}, that is not its shard: "
+                "assign a whole parameter, which is sharded at the next call, or compile the model again"
+            )
+    return strange

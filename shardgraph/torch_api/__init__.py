@@ -30,6 +30,7 @@ from shardgraph.torch_api.execution import (
     modes_active,
     next_operation,
     no_autocast,
+    not_traced,
     tracer_settings,
     will_accumulate,
 )

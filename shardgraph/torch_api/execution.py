@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_traced(function: F) -> F:
+    """``function``, called as it is by what ``torch.compile`` compiles, with nothing inside of it traced."""
+    untraced = dynamo.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return untraced(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @contextmanager

@@ -1,0 +1,169 @@
+"""The model's own code on a compiled module's parameters: other methods than forward, submodules, the original itself.
+
+Compiled programs are of ``forward``. Everything else runs as it is written, one operation after the other, on whole
+parameters: a call of a module that holds shards gathers those of the module and of its children for the call. Backward
+through it averages the gradients of whole parameters over all ranks and gives each shard its part, as compiled programs
+do. So all ranks must make the same calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardgraph.errors import ShardGraphError
+from shardgraph.module.checkpoint import sharded_like
+from shardgraph.torch_api import local_tensor
+
+_RUN = "_compiled_call_impl"
+"""The attribute of a module that replaces what calling it does, for this instance; torch's copies leave it out."""
+
+
+class AsWritten:
+    """Runs the code of a model whose parameters are shards, on ``device``.
+
+    With a ``refusal`` it cannot, and that is why.
+    """
+
+    def __init__(self, device: torch.device, refusal: str | None = None) -> None:
+        self._device, self._refusal = device, refusal
+        self._whole: dict[DTensor, torch.Tensor] = {}  # what has been gathered and is still needed
+        self._depth = 0
+
+    def intercept(self, model: nn.Module) -> None:
+        """From now on, calls of ``model`` and of its submodules that have shards gather them."""
+        for module in model.modules():
+            if any(map(_is_shard, module.parameters())):
+                before = vars(module).get(_RUN)
+                run = before.run if isinstance(before, _Intercepted) else before
+                vars(module)[_RUN] = _Intercepted(self, weakref.ref(module), run)
+
+    def method(self, name: str, bound: Any) -> Callable[..., Any]:
+        """A method of the model, in which a parameter that several calls need is gathered once."""
+
+        @functools.wraps(bound)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._session():
+                    return bound(*args, **kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise ShardGraphError(
+                    f"{name}() of the model computes with a parameter outside of the call of the module that has it, "
+                    f"and the parameter is a shard: call it inside of `with sharded.unsharded():` ({error})"
+                ) from error
+
+        return run
+
+    def call(self, module: nn.Module, run: Callable[..., Any]) -> Any:
+        """The result of ``run``, with whole parameters in the places of the shards of ``module`` and its children."""
+        shards = list(filter(_is_shard, module.parameters()))
+        if not shards:  # within another call
+            return run()
+        if self._refusal is not None:
+            raise ShardGraphError(self._refusal)
+        with self._session(), self._in_place(module, shards):
+            return run()
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """What is gathered stays so until the outermost session ends; then shards take what was written to it."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                gathered, self._whole = self._whole, {}
+                for parameter, whole in gathered.items():
+                    if whole._version:
+                        with torch.no_grad():
+                            local_tensor(parameter).copy_(local_tensor(sharded_like(whole.detach(), parameter)))
+
+    @contextmanager
+    def _in_place(self, module: nn.Module, shards: list[Any]) -> Iterator[None]:
+        """Whole parameters in the places of a module's and its children's shards."""
+        for parameter in shards:
+            if parameter not in self._whole:
+                self._whole[parameter] = _Whole.apply(parameter, self._device)
+        replaced: list[tuple[dict[str, Any], str, Any]] = [
+            (holder._parameters, key, parameter)
+            for holder in module.modules()
+            for key, parameter in holder._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+        for parameters, key, parameter in replaced:
+            parameters[key] = self._whole[parameter]  # no nn.Parameter, as with torch.func.functional_call
+        try:
+            yield
+        finally:
+            for parameters, key, parameter in replaced:
+                parameters[key] = parameter
+
+
+@dataclass(frozen=True)
+class _Intercepted:
+    """What calling a module does; ``run`` is what it did before, if not what its class says."""
+
+    as_written: AsWritten
+    module: weakref.ref[nn.Module]  # which has this as its attribute
+    run: Callable[..., Any] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        assert module is not None  # it is being called
+        run = module._call_impl if self.run is None else self.run
+        return self.as_written.call(module, functools.partial(run, *args, **kwargs))
+
+
+def _is_shard(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) or parameter.is_meta  # on meta: of another pipeline stage
+
+
+class _Whole(torch.autograd.Function):
+    """A whole parameter from its shards."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, device: torch.device) -> torch.Tensor:
+        """Gather it."""
+        ctx.parameter = parameter
+        whole = parameter.full_tensor().to(device)
+        return whole.clone() if whole._is_view() or whole is local_tensor(parameter) else whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None]:
+        """The mean over all ranks, of which each takes its part."""
+        parameter, mean = ctx.parameter, gradient.clone()
+        mesh = parameter.device_mesh
+        for axis in range(mesh.ndim):
+            dist.all_reduce(mean, group=mesh.get_group(axis))
+        return sharded_like(mean / mesh.size(), parameter), None
+
+
+@contextmanager
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Backward raises where it reaches one of these, which are whole for a while and have no shard to give it to."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ShardGraphError(
+            "backward reached a parameter that is whole inside of unsharded(): its gradient would be lost. Compute "
+            "what is differentiated outside of unsharded(): calls of the module, of its submodules and methods gather "
+            "what they need, and their gradients reach the shards"
+        )
+
+    hooks = [parameter.register_hook(refuse) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

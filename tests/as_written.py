@@ -1,0 +1,343 @@
+"""What runs on each rank of the tests of a compiled module's methods, submodules and state; at module level, so that a
+new process finds it. Models are in double precision, and each rank has its part of one batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.optimization import Adafactor
+
+import shardgraph
+from tests.ranks import difference
+
+
+class Retriever(nn.Module):
+    """Other methods than forward, one of which uses a parameter by itself, and state that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.projection = nn.Parameter(torch.randn(5, 3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x).square().mean()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x) + self.encoder(2 * x)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x) @ self.projection
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def pair(plan: str, make: Callable[[], nn.Module] = Retriever, **options: Any) -> tuple[Any, Any]:
+    """A compiled model, and the original."""
+    torch.manual_seed(0)
+    original = make().double()
+    return shardgraph.compile(copy.deepcopy(original), plan, progress=False, **options), original
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of a batch, and all of it."""
+    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return whole[4 * dist.get_rank() :][:4], whole
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """What the error of a call says."""
+    try:
+        call()
+    except shardgraph.ShardGraphError as error:
+        return str(error)
+    return "it ran"
+
+
+def differentiated(plan: str, of: str) -> float:
+    """The largest error of gradients through a method, a submodule, or the original that was compiled."""
+    sharded, original = pair(plan)
+    compute: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+        "a method": lambda model, x: model.encode(x).square(),
+        "a submodule": lambda model, x: model.encoder(x).square(),
+        "a layer": lambda model, x: model.encoder[0](x).square(),
+        "the original": lambda model, x: getattr(model, "original", model)(x),
+    }
+    part, whole = batch()
+    worst = 0.0
+    for _ in range(2):  # gradients add up
+        for model, x in ((sharded, part), (original, whole)):
+            compute[of](model, x).mean().backward()
+    for name, parameter in original.named_parameters():
+        if parameter.grad is not None:
+            worst = max(worst, (sharded.get_parameter(name).grad.full_tensor() - parameter.grad).abs().max().item())
+    return worst
+
+
+def calls_of_ranks_that_differ(plan: str) -> bool:
+    """A method that calls a submodule more often on one rank than on the other."""
+    sharded, original = pair(plan)
+    part, _ = batch()
+
+    def repeatedly(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 + dist.get_rank()):
+            x = self.encoder[0](x)[:, :6]
+        return x
+
+    Retriever.repeatedly = repeatedly  # type: ignore[attr-defined]
+    return torch.equal(sharded.repeatedly(part), original.repeatedly(part))
+
+
+def with_parameters_by_themselves(plan: str) -> tuple[str, float, str]:
+    """What a method that uses a parameter by itself says, its error inside of ``unsharded``, and backward there."""
+    sharded, original = pair(plan)
+    part, _ = batch()
+    told = raised(lambda: sharded.project(part))
+    with sharded.unsharded():
+        error = (sharded.project(part) - original.project(part)).abs().max().item()
+        refused = raised(lambda: sharded.project(part).sum().backward())
+    return told, error, refused
+
+
+def written_whole(plan: str) -> tuple[float, float]:
+    """Errors after parameters were written, and a call made, inside of ``unsharded``; and of a step after that."""
+    sharded, original = pair(plan)
+    part, whole = batch()
+    with sharded.unsharded(), torch.no_grad():
+        for model in (sharded, original):
+            model.projection.fill_(2.0)
+            model.encoder[0].weight.mul_(3.0)
+    first = difference(sharded, original, gradients=False)
+    optimizers = [model.optimizer() for model in (sharded, original)]
+    sharded.unshard()
+    sharded(part).backward()  # which needs shards
+    original(whole).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return first, difference(sharded, original, gradients=False)
+
+
+def copied(plan: str) -> tuple[float, float, bool]:
+    """The error of a copy while the module trains, that of the module, and whether the copy trains as it does."""
+    sharded, original = pair(plan)
+    part, whole = batch()
+    sharded(part)
+    twin, before = copy.deepcopy(sharded), copy.deepcopy(original)
+    for model, x in ((sharded, part), (original, whole)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(x).backward()
+        optimizer.step()
+    errors = difference(twin, before, gradients=False), difference(sharded, original, gradients=False)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    twin(part).backward()
+    optimizer.step()
+    return *errors, difference(twin, original, gradients=False) < 1e-12
+
+
+def averaged(plan: str) -> float:
+    """The error of torch's averages of a compiled module, and of what they compute."""
+    sharded, original = pair(plan)
+    part, whole = batch()
+    means = [torch.optim.swa_utils.AveragedModel(model) for model in (sharded, original)]
+    for _ in range(3):
+        for model, mean, x in ((sharded, means[0], part), (original, means[1], whole)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean.update_parameters(model)
+    with torch.no_grad():
+        output = (means[0](part) - means[1](part)).abs().item()
+    return max(output, difference(means[0].module, means[1].module, gradients=False))
+
+
+def added(plan: str, how: str) -> tuple[float, bool]:
+    """The error of training after a head was added, and whether it is sharded as the others are."""
+    sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)))
+    part, whole = batch()
+    sharded(part), original(whole)
+    torch.manual_seed(1)
+    head = nn.Linear(7, 9).double()
+    for model in (sharded, original):
+        if how == "replaced":
+            model[1] = copy.deepcopy(head)
+        else:
+            model.append(nn.Linear(5, 3).double())
+            with torch.no_grad():
+                model[2].weight.fill_(0.1), model[2].bias.fill_(0.2)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (sharded, original)]
+    for _ in range(2):
+        for model, optimizer, x in zip((sharded, original), optimizers, (part, whole), strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    alike = {type(parameter).__name__ for parameter in sharded.parameters()}
+    placed = {parameter.placements for parameter in sharded.parameters() if isinstance(parameter, DTensor)}
+    return difference(sharded, original, gradients=False), len(alike) == len(placed) == 1
+
+
+def added_with_other_values() -> str:
+    """What is said of a head that each rank has initialised for itself."""
+    sharded, _ = pair("fsdp", lambda: nn.Sequential(nn.Linear(6, 7)))
+    part, _ = batch()
+    sharded(part)
+    torch.manual_seed(dist.get_rank())
+    sharded.append(nn.Linear(7, 2).double())
+    return raised(lambda: sharded(part))
+
+
+def loaded_its_own_way(plan: str, folder: str) -> tuple[int, float, str, float]:
+    """Extra state after a round trip through a whole checkpoint, errors of its values, what is said of a checkpoint
+    of another model, and what that has changed."""
+    sharded, original = pair(plan)
+    sharded.calls = original.calls = 3
+    state = sharded.full_state_dict()
+    path = Path(folder) / "state.pt"
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+    state = torch.load(path)
+    sharded.calls = 0
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    sharded.load_state_dict(state)
+    error = difference(sharded, original, gradients=False)
+    told = raised(lambda: sharded.load_state_dict({**state, "projection": torch.zeros(9)}))
+    return sharded.calls, error, told, difference(sharded, original, gradients=False)
+
+
+def renamed(plan: str) -> float:
+    """The error after loading a checkpoint with names of before, which the model's hook translates."""
+    sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7)))
+
+    def translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    sharded[0].register_load_state_dict_pre_hook(translate)
+    with torch.no_grad():
+        original[0].weight.fill_(0.5)
+    sharded.load_state_dict({"0.kernel": original[0].weight.detach(), "0.bias": original[0].bias.detach()})
+    return difference(sharded, original, gradients=False)
+
+
+def text() -> torch.Tensor:
+    """Tokens that are this rank's own."""
+    return torch.arange(8).reshape(2, 4) + 3 * dist.get_rank()
+
+
+LANGUAGE: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=50, max_position_embeddings=32, pad_token_id=0, eos_token_id=49,
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=32, pad_token_id=0, eos_token_id=49)
+    ),
+}  # fmt: skip
+
+
+def of_transformers(plan: str, name: str, folder: str) -> dict[str, Any]:
+    """What methods of a model of transformers do after it was compiled."""
+    torch.manual_seed(0)
+    original = LANGUAGE[name]().eval()
+    sharded = shardgraph.compile(copy.deepcopy(original), plan, progress=False)
+    facts: dict[str, Any] = {}
+    ids = text()
+    sharded(input_ids=ids)
+    words = dict(max_new_tokens=2 + 3 * dist.get_rank(), do_sample=False, attention_mask=torch.ones_like(ids))
+    facts["generated"] = torch.equal(sharded.generate(ids, **words), original.generate(ids, **words))
+    embedded = sharded.get_input_embeddings()(ids) - original.get_input_embeddings()(ids)
+    facts["embedded"] = embedded.abs().max().item()
+    with sharded.unsharded():
+        sharded.resize_token_embeddings(57, mean_resizing=False)
+    facts["rows"] = sharded.get_input_embeddings().weight.shape[0]
+    logits = sharded(input_ids=ids).logits
+    sharded.save_pretrained(folder)
+    loaded = type(original).from_pretrained(folder)
+    facts["saved"] = (loaded(input_ids=ids).logits - logits).abs().max().item()
+    facts["files"] = sorted(path.suffix for path in Path(folder).iterdir())
+    return facts
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor of transformers": lambda parameters: Adafactor(parameters),
+    "its first moments": lambda parameters: Adafactor(
+        parameters, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9
+    ),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=1e-2),
+    "LBFGS with a line search": lambda parameters: torch.optim.LBFGS(
+        parameters, lr=0.1, max_iter=5, line_search_fn="strong_wolfe"
+    ),
+}
+
+
+def stepped(plan: str, name: str) -> float:
+    """The error of weights after three steps with closures, of shards that are not even."""
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 5)).double()
+    sharded = shardgraph.compile(copy.deepcopy(original), plan, progress=False)
+    part, whole = batch()
+    for model, x in ((sharded, part), (original, whole)):
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def closure(model: Any = model, x: Any = x, optimizer: Any = optimizer) -> torch.Tensor:
+            with torch.enable_grad():  # transformers' Adafactor calls it without
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    return difference(sharded, original, gradients=False)
+
+
+def lbfgs_of_stages() -> str:
+    """What is said of an optimizer that needs all parameters of a pipeline."""
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 3))
+    x = torch.randn(8, 6)
+    options: dict[str, Any] = {"pipeline": shardgraph.Pipeline(2, balance=(2, 2)), "example_inputs": (x,)}
+    sharded = shardgraph.compile(model, "pp", progress=False, loss_fn=nn.functional.mse_loss, **options)
+    optimizer = torch.optim.LBFGS(sharded.parameters())
+    return raised(lambda: optimizer.step(lambda: sharded.train_step(x, target=torch.zeros(8, 3))))
+
+
+def method_of_stages() -> tuple[str, str]:
+    """What is said of submodules and whole parameters of a pipeline."""
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
+    x = torch.randn(8, 6)
+    options: dict[str, Any] = {"pipeline": shardgraph.Pipeline(2, balance=(1, 1)), "example_inputs": (x,)}
+    sharded = shardgraph.compile(model, "pp", progress=False, **options)
+    return raised(lambda: sharded.original(x)), raised(sharded.unshard)
+
+
+def compiled_by_torch(plan: str) -> float:
+    """The error of a step under ``torch.compile``, of the module and of a function that calls it."""
+    sharded, original = pair(plan)
+    part, whole = batch()
+    loss = torch.compile(sharded)(part)
+    twice = torch.compile(lambda x: 2 * sharded(x))(part)
+    (loss + twice).backward()
+    (3 * original(whole)).backward()
+    return difference(sharded, original, gradients=True)

@@ -1,0 +1,135 @@
+"""A compiled module is used as its model is: methods, submodules, copies, state, new layers, any optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from tests import as_written
+from tests.standing import on_ranks
+
+pytestmark = pytest.mark.timeout(280)
+EXACT = 1e-12  # double precision; what is left is the order of sums
+PLANS = ["fsdp", "ddp", "tp"]
+
+
+@pytest.mark.quick("*-fsdp", "a method-ddp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+@pytest.mark.parametrize("of", ["a method", "a submodule", "a layer", "the original"])
+def test_what_is_called_as_it_is_written_is_differentiated_on_shards(of, plan):
+    assert max(on_ranks(as_written.differentiated, args=(plan, of))) < EXACT
+
+
+def test_within_a_method_parameters_are_gathered_once_however_often_ranks_need_them():
+    assert all(on_ranks(as_written.calls_of_ranks_that_differ, args=("fsdp",), timeout=60))
+
+
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_a_method_with_a_parameter_by_itself_needs_whole_parameters_and_says_so(plan):
+    for told, error, refused in on_ranks(as_written.with_parameters_by_themselves, args=(plan,)):
+        assert "project() of the model computes with a parameter" in told and "sharded.unsharded()" in told
+        assert error == 0
+        assert "its gradient would be lost" in refused
+
+
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_what_is_written_to_whole_parameters_is_kept_and_a_call_shards_them_again(plan):
+    for errors in on_ranks(as_written.written_whole, args=(plan,)):
+        assert max(errors) < EXACT
+
+
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_a_copy_has_values_of_its_own_and_trains(plan):
+    for copied, trained, alike in on_ranks(as_written.copied, args=(plan,)):
+        assert max(copied, trained) < EXACT and alike
+
+
+def test_averages_of_torch_are_those_of_the_unsharded_model():
+    assert max(on_ranks(as_written.averaged, args=("fsdp",))) < EXACT
+
+
+@pytest.mark.quick("replaced-fsdp", "appended-fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+@pytest.mark.parametrize("how", ["replaced", "appended"])
+def test_a_layer_that_is_added_after_a_call_is_sharded(how, plan):
+    for error, alike in on_ranks(as_written.added, args=(plan, how)):
+        assert error < EXACT and alike
+
+
+def test_a_layer_that_ranks_have_initialised_differently_is_refused_on_all():
+    for told in on_ranks(as_written.added_with_other_values):
+        assert "the parameters that were added" in told and "1.weight" in told
+
+
+def test_a_model_that_loads_its_own_way_does_so(tmp_path):
+    for calls, error, told, after in on_ranks(as_written.loaded_its_own_way, args=("fsdp", str(tmp_path))):
+        assert calls == 3 and error < EXACT
+        assert "nothing was loaded" in told and "projection" in told and after < EXACT
+
+
+def test_hooks_that_translate_names_of_a_checkpoint_are_called():
+    assert max(on_ranks(as_written.renamed, args=("fsdp",))) < EXACT
+
+
+@pytest.mark.quick("llama-fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+@pytest.mark.parametrize("name", as_written.LANGUAGE)
+def test_models_of_transformers_generate_resize_and_save(name, plan, tmp_path):
+    for facts in on_ranks(as_written.of_transformers, args=(plan, name, str(tmp_path))):
+        assert facts["generated"] and facts["embedded"] == 0
+        assert facts["rows"] == 57 and facts["saved"] < 1e-5
+        assert ".safetensors" in facts["files"]
+
+
+@pytest.mark.quick("*-fsdp")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", as_written.OPTIMIZERS)
+def test_optimizers_with_closures_give_the_weights_of_the_unsharded_model(name, plan):
+    tolerance = 1e-6 if "line search" in name else EXACT  # which compares losses, and amplifies how they round
+    assert max(on_ranks(as_written.stepped, args=(plan, name))) < tolerance
+
+
+def test_an_optimizer_that_needs_all_parameters_is_refused_under_a_pipeline():
+    for told in on_ranks(as_written.lbfgs_of_stages):
+        assert "LBFGS takes products over all parameters" in told
+
+
+def test_a_pipeline_says_that_its_submodules_are_on_several_ranks():
+    for messages in on_ranks(as_written.method_of_stages):
+        assert all("layers on several ranks" in told and "full_state_dict()" in told for told in messages)
+
+
+def test_torch_compile_leaves_a_compiled_module_as_it_is():
+    assert max(on_ranks(as_written.compiled_by_torch, args=("fsdp",))) < EXACT
+
+
+# -- on one rank -------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_module_is_not_pickled_and_says_what_to_save():
+    sharded = shardgraph.compile(nn.Linear(3, 3), "single")
+    with pytest.raises(shardgraph.ShardGraphError, match=r"cannot be pickled.*full_state_dict"):
+        pickle.dumps(sharded)
+
+
+def test_on_one_rank_a_copy_and_the_original_work_too():
+    model = nn.Linear(3, 3)
+    sharded = shardgraph.compile(model, "single")
+    x = torch.ones(2, 3)
+    assert torch.equal(copy.deepcopy(sharded)(x), model(x)) and torch.equal(sharded(x), model(x))
+    with sharded.unsharded():
+        assert torch.equal(sharded.original(x), model(x))
+
+
+def test_an_optimizer_is_made_by_a_method_of_the_model_from_its_shards():
+    sharded = shardgraph.compile(as_written.Retriever(), "single")
+    optimizer = sharded.optimizer()
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {*map(id, sharded.parameters())}
