@@ -176,6 +176,8 @@ def added(plan: str, how: str) -> tuple[float, bool]:
     for model in (sharded, original):
         if how == "replaced":
             model[1] = copy.deepcopy(head)
+        elif how == "one parameter":
+            model[1].weight = nn.Parameter(head.weight[:5].detach().clone())
         else:
             model.append(nn.Linear(5, 3).double())
             with torch.no_grad():

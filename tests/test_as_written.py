@@ -56,9 +56,9 @@ def test_averages_of_torch_are_those_of_the_unsharded_model():
     assert max(on_ranks(as_written.averaged, args=("fsdp",))) < EXACT
 
 
-@pytest.mark.quick("replaced-fsdp", "appended-fsdp")
+@pytest.mark.quick("*-fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
-@pytest.mark.parametrize("how", ["replaced", "appended"])
+@pytest.mark.parametrize("how", ["replaced", "appended", "one parameter"])
 def test_a_layer_that_is_added_after_a_call_is_sharded(how, plan):
     for error, alike in on_ranks(as_written.added, args=(plan, how)):
         assert error < EXACT and alike

@@ -143,8 +143,12 @@ def export(
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
-            with torch.no_grad():
-                register_types(call(private()))
+            with (
+                torch.no_grad(),
+                as_traced(),
+                FusedOperators(),
+            ):  # what was captured: eagerly, other kernels may be chosen
+                register_types(traced.graph(*args, **kwargs))
             return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error

@@ -27,9 +27,18 @@ def register_types(value: Any) -> None:
 
 
 def _is_child(value: Any) -> bool:
+    """Whether an attribute holds tensors, or is of a type that may. The type of one that does is registered, also where
+    the type of what has the attribute was registered for another model."""
     if isinstance(value, (list, tuple, dict)):
         return any(_is_child(item) for item in pytree.tree_leaves(value))
-    return isinstance(value, torch.Tensor) or type(value) in pytree.SUPPORTED_NODES
+    if isinstance(value, torch.Tensor) or type(value) in pytree.SUPPORTED_NODES:
+        return True
+    if any(
+        isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(list(getattr(value, "__dict__", {}).values()))
+    ):
+        register_types(value)
+        return type(value) in pytree.SUPPORTED_NODES
+    return False
 
 
 def _flatten(value: Any) -> tuple[list[Any], Any]:
