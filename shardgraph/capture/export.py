@@ -143,11 +143,8 @@ def export(
         except (RuntimeError, TypeError) as error:
             if not re.search("not a known type|unhashable type", str(error)):  # torch 2.11 looks it up by its hash
                 raise
-            with (
-                torch.no_grad(),
-                as_traced(),
-                FusedOperators(),
-            ):  # what was captured: eagerly, other kernels may be chosen
+            # Of what was captured: the model's own Python may choose other kernels.
+            with torch.no_grad(), as_traced(), FusedOperators():
                 register_types(traced.graph(*args, **kwargs))
             return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
     except torch_api.DynamoError as error:

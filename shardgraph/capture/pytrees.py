@@ -33,9 +33,8 @@ def _is_child(value: Any) -> bool:
         return any(_is_child(item) for item in pytree.tree_leaves(value))
     if isinstance(value, torch.Tensor) or type(value) in pytree.SUPPORTED_NODES:
         return True
-    if any(
-        isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(list(getattr(value, "__dict__", {}).values()))
-    ):
+    held = pytree.tree_leaves(list(getattr(value, "__dict__", {}).values()))
+    if any(isinstance(leaf, torch.Tensor) for leaf in held):
         register_types(value)
         return type(value) in pytree.SUPPORTED_NODES
     return False

@@ -1,0 +1,105 @@
+"""Model families of transformers that nobody chose: of all text and image models that the installed version lists, by
+name, every fifth; small, and otherwise with their defaults, caches included."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+EVERY = 5
+_KINDS: list[tuple[Any, Any]] = [
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    (AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+]
+_WIDTHS = {32: "hidden_size d_model n_embd dim embedding_size word_embed_proj_dim moe_intermediate_size "
+               "shared_expert_intermediate_size image_size",
+           64: "intermediate_size encoder_ffn_dim decoder_ffn_dim hidden_dim ffn_dim d_ff dim_feedforward "
+               "max_position_embeddings n_positions"}  # fmt: skip
+_COUNTS = {
+    2: "num_hidden_layers encoder_layers decoder_layers n_layer n_layers num_layers num_decoder_layers "
+       "num_key_value_heads num_experts_per_tok",
+    4: "num_attention_heads encoder_attention_heads decoder_attention_heads n_head n_heads num_heads num_experts "
+       "num_local_experts n_routed_experts",
+    8: "head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim patch_size",
+    16: "q_lora_rank kv_lora_rank",
+    1: "n_group topk_group",
+    128: "vocab_size",
+}  # fmt: skip
+_SIZES = {name: size for sizes in (_WIDTHS, _COUNTS) for size, names in sizes.items() for name in names.split()}
+_KEPT = [
+    (), ("head_dim",), ("layer_types",), ("head_dim", "layer_types"), ("hidden_dim", "dim", "image_size", "patch_size"),
+    ("d_kv", "num_layers"), ("vocab_size",),
+]  # fmt: skip
+"""Sizes that stay a family's own, where smaller ones do not fit together: the first that work are taken."""
+
+
+def listed() -> list[str]:
+    """All model types of text and images, by name."""
+    return sorted({name for _, names in _KINDS for name in names})
+
+
+def build(family: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model of a family in training mode, and a call of it with its loss.
+
+    Raises:
+        Exception: the family's own, if it does not train by itself (another package is missing, say).
+    """
+    first: Exception | None = None
+    for kept in (*_KEPT, tuple(_SIZES)):
+        try:
+            model, call = _made(family, kept)
+            model(**call).loss.backward()
+        except ImportError:
+            raise
+        except Exception as error:
+            first = first or error
+            continue
+        model.zero_grad()
+        return model, call
+    assert first is not None
+    raise first
+
+
+def _made(family: str, kept: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]]:
+    default = CONFIG_MAPPING[family]()
+    sizes: dict[str, Any] = {
+        name: size
+        for name, size in _SIZES.items()
+        if name not in kept and hasattr(default, name) and type(getattr(default, name)) in (int, type(None))
+    }
+    if isinstance(getattr(default, "layer_types", None), list) and "layer_types" not in kept:
+        sizes["layer_types"] = default.layer_types[: sizes.get("num_hidden_layers")]
+    config = CONFIG_MAPPING[family](**sizes)
+    kind, _ = next((kind, names) for kind, names in _KINDS if family in names)
+    torch.manual_seed(0)
+    model = kind.from_config(config).train()
+    if kind is AutoModelForImageClassification:
+        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
+        pixels = torch.randn(4, getattr(config, "num_channels", 3), side, side)
+        return model, {"pixel_values": pixels, "labels": torch.arange(4) % config.num_labels}
+    ids = torch.randint(3, min(getattr(config, "vocab_size", 0) or 128, 100), (4, 16))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@cache
+def sample() -> tuple[str, ...]:
+    """The families that are tried."""
+    return tuple(listed()[::EVERY])
