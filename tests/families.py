@@ -63,7 +63,7 @@ def build(family: str) -> tuple[nn.Module, dict[str, Any]]:
         Exception: the family's own, if it does not train by itself (another package is missing, say).
     """
     first: Exception | None = None
-    for kept in (*_KEPT, tuple(_SIZES)):
+    for kept in _KEPT:
         try:
             model, call = _made(family, kept)
             model(**call).loss.backward()
@@ -85,7 +85,7 @@ def _made(family: str, kept: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]
         for name, size in _SIZES.items()
         if name not in kept and hasattr(default, name) and type(getattr(default, name)) in (int, type(None))
     }
-    if isinstance(getattr(default, "layer_types", None), list) and "layer_types" not in kept:
+    if isinstance(vars(default).get("layer_types"), list) and "layer_types" not in kept:
         sizes["layer_types"] = default.layer_types[: sizes.get("num_hidden_layers")]
     config = CONFIG_MAPPING[family](**sizes)
     kind, _ = next((kind, names) for kind, names in _KINDS if family in names)
