@@ -7,6 +7,7 @@ step, and ``stage0/recompute/forward`` and ``.../backward`` for microbatches tha
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -154,6 +155,11 @@ class Program:
     _made: dict[tuple[str, frozenset[ir.Tangent]], fx.GraphModule] = field(default_factory=dict, init=False, repr=False)
 
     @property
+    def differentiable(self) -> bool:
+        """Whether a program without a pipeline has a backward graph."""
+        return "backward" in self.graphs
+
+    @property
     def forward(self) -> fx.GraphModule:
         """The forward graph of a program without a pipeline."""
         return self.graphs["forward"]
@@ -276,9 +282,14 @@ class Program:
 
     @cached_property
     def text(self) -> str:
-        """All graphs as text, the same on every rank: what ranks compare before they run."""
+        """All graphs as text, the same on every rank."""
         graphs = ((f"graph {name}:", *map(fx.Node.format_node, gm.graph.nodes)) for name, gm in self.graphs.items())
         return "\n".join(line or "" for line in itertools.chain.from_iterable(graphs))
+
+    @cached_property
+    def digest(self) -> str:
+        """The number of lines of the text and a digest of it: what ranks compare before they run."""
+        return f"{len(self.text.splitlines())} nodes, digest {hashlib.sha256(self.text.encode()).hexdigest()}"
 
     @cached_property
     def communication(self) -> str:

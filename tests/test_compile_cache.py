@@ -21,7 +21,7 @@ from shardgraph.cache.values import NotStorable, Reader, Writer
 from shardgraph.capture import remembered
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.ir import UnboundGraph
-from shardgraph.module import proved
+from shardgraph.module import remembered as programs_on_disk
 from shardgraph.passes.lowering import lower
 from shardgraph.plans.resolve import resolve_plan
 from shardgraph.plans.shards import named_shapes
@@ -295,13 +295,13 @@ def test_a_decided_plan_is_remembered(captured, monkeypatch):
 
 
 def test_a_proof_is_remembered(captured, monkeypatch):
-    programs, prove = [], proved.prove
+    programs, prove = [], programs_on_disk.prove
 
     def counting(program):
         programs.append(program)
         return prove(program)
 
-    monkeypatch.setattr(proved, "prove", counting)
+    monkeypatch.setattr(programs_on_disk, "prove", counting)
     x = torch.zeros(2, 4)
     for _ in range(2):
         shardgraph.compile(Scaled(), "single", example_inputs=(x,))

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -80,7 +80,27 @@ def write(path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor]) -> 
     _make_room(path.parent)
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+class Parts(Mapping[str, Any]):
+    """The parts of an entry by name, each taken apart when it is asked for."""
+
+    def __init__(self, texts: Mapping[str, bytes]) -> None:
+        self._texts = texts
+
+    def __getitem__(self, name: str) -> Any:
+        text = self._texts[name]
+        try:
+            return json.loads(zlib.decompress(text))
+        except (ValueError, zlib.error) as error:
+            raise NotStorable(f"the part {name!r} of an entry cannot be read: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+def read(path: Path) -> tuple[Parts, list[torch.Tensor]] | None:
     """The parts and tensors of an entry, None if there is none.
 
     Raises:
@@ -102,8 +122,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
             digest.update(each.reshape(-1).view(torch.uint8).numpy().tobytes() if each.numel() else b"")
         if digest.hexdigest() != about["sha256"]:
             raise NotStorable(f"{path.name} is damaged")
-        parts = {name: json.loads(zlib.decompress(text)) for name, text in zip(names, texts, strict=True)}
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, zlib.error, RuntimeError) as error:
+        parts = Parts(dict(zip(names, texts, strict=True)))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise NotStorable(f"{path.name} cannot be read: {error}") from error
     with suppress(OSError):
         os.utime(path)  # lately used

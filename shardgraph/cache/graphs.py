@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.cache.values import NotStorable, Reader, Writer, target_name, target_of
+from shardgraph.cache.values import NotStorable, Reader, Writer, target_name, target_of, well_formed
 from shardgraph.ir import UnboundGraph
 from shardgraph.ir.attributes import REGISTRY, VALUE
+from shardgraph.torch_api import append_node
 
 _PLAIN = ("placeholder", "output")
 
@@ -52,6 +53,7 @@ def graph_data(gm: fx.GraphModule, writer: Writer) -> Any:
     return {"nodes": nodes, "table": list(map(json.loads, table)), "held": held}
 
 
+@well_formed
 def graph_of(data: Any, reader: Reader) -> fx.GraphModule:
     """The graph that :func:`graph_data` wrote.
 
@@ -61,7 +63,8 @@ def graph_of(data: Any, reader: Reader) -> fx.GraphModule:
     graph, root = fx.Graph(), torch.nn.Module()
     table = [reader.read(each) for each in data["table"]]
     targets: dict[str, Any] = {}
-    read, keys, reader.nodes = reader.read, REGISTRY, []
+    read, keys, nodes = reader.read, REGISTRY, []
+    reader.nodes = nodes
     for name, value in data["held"].items():
         setattr(root, name, read(value))
     for op, name, target, args, kwargs, attributes, *value in data["nodes"]:
@@ -73,16 +76,16 @@ def graph_of(data: Any, reader: Reader) -> fx.GraphModule:
             called = target
         else:
             raise NotStorable(f"a node that is a {op}")
-        node = graph.create_node(
-            op, called, tuple(read(each) for each in args), {key: read(each) for key, each in kwargs}, name
-        )
+        arguments = tuple([read(each) for each in args])
+        node = append_node(graph, op, called, arguments, {key: read(each) for key, each in kwargs}, name)
         if node.name != name:
             raise NotStorable(f"two nodes named {name!r}")
+        meta = node.meta
         for key, number in zip(attributes[::2], attributes[1::2], strict=True):
             if key not in keys:
                 raise NotStorable(f"the attribute {key!r}")
-            node.meta[key] = table[number]
+            meta[key] = table[number]
         if value:
-            node.meta[VALUE.key] = read(value[0])
-        reader.nodes.append(node)
+            meta[VALUE.key] = read(value[0])
+        nodes.append(node)
     return UnboundGraph(root, graph)

@@ -1,4 +1,4 @@
-"""Small results that follow from a captured graph on disk: a decided plan, a proof that succeeded."""
+"""Small results that follow from a captured graph on disk, such as a decided plan; and the names of all that do."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Result:
     """The result of a ``question`` about the graph that is ``kept`` on disk; all of the question counts."""
 
     def __init__(self, kept: str, *question: Any) -> None:
-        self._path = _path(kept, question)
+        self._path = entry_path(kept, *question)
 
     def read(self) -> Any:
         """The result, None if there is none."""
         try:
             entry = entries.read(self._path) if self._path is not None else None
+            return None if entry is None else entry[0].get("result")
         except NotStorable as error:
             log.warning("computed again: %s", error)
             return None
-        return None if entry is None else entry[0].get("result")
 
     def write(self, result: Any) -> None:
         """Keep a result that JSON can write."""
@@ -38,7 +38,8 @@ class Result:
             log.warning("a result cannot be kept in %s: %s", self._path.parent, error.strerror)
 
 
-def _path(kept: str, question: tuple[Any, ...]) -> Path | None:
+def entry_path(kept: str, *question: Any) -> Path | None:
+    """The file of what answers a ``question`` about the graph that is ``kept`` on disk; None if nothing is kept."""
     if (folder := entries.directory()) is None or not kept:
         return None
     digest = Digest()

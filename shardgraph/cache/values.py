@@ -6,23 +6,40 @@ Numbers, text and None are themselves; anything else is a list that begins with 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import Part
 from shardgraph.torch_api import Fakes, FakeTensor, FakeTensorMode, OpOverload, pytree
 
+P, R = ParamSpec("P"), TypeVar("R")
 
-class NotStorable(Exception):
+
+class NotStorable(ShardGraphError):
     """A value that the format does not have; or, in reading, a text that is not of the format."""
+
+
+def well_formed(read: Callable[P, R]) -> Callable[P, R]:
+    """``read``, that raises NotStorable for whatever it stumbles over in a text that is not of the format."""
+
+    @functools.wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(*args, **kwargs)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise NotStorable(f"an entry that is not well formed: {type(error).__name__}: {error}") from error
+
+    return reading
 
 
 OPERATORS = ("aten", "prims", "prim", "shardgraph", "_c10d_functional", "c10d", "torchvision", "rngprims")

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from shardgraph import ir
 from shardgraph.cache import entries
 from shardgraph.cache.code import Names, check_calls, check_described, digest_of, names_in, state_of_torch
 from shardgraph.cache.digests import Digest, NoDigest
 from shardgraph.cache.graphs import graph_data, graph_of
-from shardgraph.cache.values import NotStorable, Reader, Writer, spec_data, spec_of
+from shardgraph.cache.values import NotStorable, Reader, Writer, spec_data, spec_of, well_formed
 from shardgraph.capture.capture import Asked, capture, later_rows
 from shardgraph.capture.export import Traced
 from shardgraph.capture.numbers import is_number
@@ -114,13 +114,15 @@ def _write(path: Path, joint: ir.JointGraph, digest: Digest, call: Any) -> None:
         "graph": graph_data(joint.module, writer),
         "result": spec_data(joint.out_spec, writer),
         "about": [writer.write(each) for each in (joint.aliases, joint.stored, joint.rows, joint.repeats)],
+        "buffers": sorted(joint.buffers),
     }
     entries.write(path, parts, writer.tensors)
     joint.kept = f"{path.stem} {looked_up}"
 
 
+@well_formed
 def _read(
-    parts: dict[str, Any],
+    parts: entries.Parts,
     tensors: list[torch.Tensor],
     digest: Digest,
     call: Any,
@@ -128,31 +130,41 @@ def _read(
     options: dict[str, Any],
 ) -> ir.JointGraph | None:
     """The graph of an entry; None if what it was traced from has changed."""
-    try:
-        key, names = digest.text[:40], _names(parts["names"])
-        if digest_of(names, Digest()) != parts["looked up"]:
-            return None
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # as the tracer's
-        reader = Reader(mode, tensors)
-        aliases, stored, rows, repeats = map(reader.read, parts["about"])
-        guards = StoredGuards(parts["guards"], Traced(call.model, call.loss_fn))
-        joint = ir.JointGraph(
-            graph_of(parts["graph"], reader),
-            spec_of(parts["result"], reader),
-            mode,
-            aliases,
-            stored=stored,
-            repeats=repeats,
-            guards=_once(guards, call),
-            rows=rows,
-            row_numbers=later_rows(
-                rows, call.model, Asked(call.args, dict(call.kwargs), device, call.loss_fn, **options)
-            ),
-            kept=f"{key} {parts['looked up']}",
-        )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise NotStorable(f"an entry that is not well formed: {type(error).__name__}: {error}") from error
+    key, names, looked_up = digest.text[:40], _names(parts["names"]), parts["looked up"]
+    if digest_of(names, Digest()) != looked_up:
+        return None
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # as the tracer's
+    reader = Reader(mode, tensors)
+    aliases, stored, rows, repeats = map(reader.read, parts["about"])
+    guards = StoredGuards(parts["guards"], Traced(call.model, call.loss_fn))
+    joint = _Kept(
+        lambda: graph_of(parts["graph"], reader),
+        spec_of(parts["result"], reader),
+        mode,
+        aliases,
+        stored=stored,
+        repeats=repeats,
+        guards=_once(guards, call),
+        rows=rows,
+        row_numbers=later_rows(rows, call.model, Asked(call.args, dict(call.kwargs), device, call.loss_fn, **options)),
+        kept=f"{key} {looked_up}",
+    )
+    joint.buffers = frozenset(parts["buffers"])
     return joint
+
+
+class _Kept(ir.JointGraph):
+    """A captured graph on disk, whose nodes are read when they are first asked for: a program on disk needs none."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        if not isinstance(self._module, fx.GraphModule):
+            self._module = self._module()
+        return self._module
+
+    @module.setter
+    def module(self, module: Any) -> None:
+        self._module: Any = module
 
 
 def _names(data: Any) -> Names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from torch import fx
 
 from shardgraph.ir.attributes import ROLE, ROLES
-from shardgraph.ir.roles import Role, Tangent
+from shardgraph.ir.roles import Buffer, Role, Tangent
+from shardgraph.torch_api import append_node
 
 
 class UnboundGraph(fx.GraphModule):
     """A graph module that is data: it is rewritten, analysed and interpreted, but has no Python code of its own.
 
-    Generating and compiling code takes as long as all else that happens to a graph. The executable graph is made by
-    :func:`shardgraph.runtime.bind.bind`; :attr:`code` and ``print_readable`` generate code on demand, for reading.
+    Generating and compiling code takes as long as all else that happens to a graph. A backend does so once
+    (:mod:`shardgraph.runtime.backends`), when the graph is bound; :attr:`code` and ``print_readable`` generate code on
+    demand, for reading.
     """
 
     def recompile(self) -> Any:
@@ -55,8 +58,12 @@ def set_outputs(gm: fx.GraphModule, results: list[tuple[Role | None, Any]]) -> N
 def copy_graph(gm: fx.GraphModule) -> UnboundGraph:
     """A copy of the graph with the same nodes, names and roles; attributes are shared."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    copy_of = copies.__getitem__
+    for node in gm.graph.nodes:
+        args, kwargs = fx.map_arg(node.args, copy_of), fx.map_arg(node.kwargs, copy_of)
+        copy = copies[node] = append_node(graph, node.op, node.target, args, kwargs, node.name)
+        copy.meta, copy.type = dict(node.meta), node.type
     return UnboundGraph(gm, graph)
 
 
@@ -201,6 +208,12 @@ class JointGraph:
     def differentiable(self) -> bool:
         """Whether the graph has a backward half."""
         return any(isinstance(role, Tangent) for role in placeholders(self.module))
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """The buffers, and attributes that are tensors, whose values it reads."""
+        inputs = placeholders(self.module).items()
+        return frozenset(role.fqn for role, node in inputs if isinstance(role, Buffer) and node.users)
 
     @property
     def returned(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import types
 import warnings
 import weakref
@@ -33,13 +32,13 @@ from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
-from shardgraph.module.proved import check_proved
+from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
-from shardgraph.passes.lowering import STAGES, lower
+from shardgraph.passes.lowering import STAGES
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
@@ -533,8 +532,7 @@ class ShardedModule(nn.Module):
         with self._setup.agreement.on_all_ranks("the compiled program") as lines:
             with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
                 program = self._build(leaves, spec, loss_fn, show)
-            digest = hashlib.sha256(program.text.encode()).hexdigest()
-            lines.append(f"{len(program.text.splitlines())} nodes, digest {digest}")
+            lines.append(program.digest)
             guards = program.joint.take_guards(self.original)
             self._state.layout.note(program.joint)
         return _Compiled(self._bound(program), guards)
@@ -556,10 +554,7 @@ class ShardedModule(nn.Module):
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         show("capture")
         joint = self._setup.captures.take(call, self.plan)
-        program = lower(joint, self.plan, named_shapes(call.model), show)
-        show("prove")
-        check_proved(program)
-        return program
+        return lowered(joint, self.plan, named_shapes(call.model), show)
 
     def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:
         """For each call, all that its program depends on."""

@@ -30,13 +30,13 @@ class Differentiable(Executor):
         self.results = [role for role, _ in self.forward.results]
         needed = [(i, role) for i, role in enumerate(self.inputs) if isinstance(role, ir.Parameter)]
         self.needed = [
-            (i, role.fqn) for i, role in needed if program.backward is not None and role.fqn in program.needed
+            (i, role.fqn) for i, role in needed if program.differentiable and role.fqn in program.needed
         ]
         first = len(list(takewhile(lambda role: isinstance(role, ir.Parameter), self.inputs)))
         self.settable = range(first)  # autograd counts tensors only
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
-        inputs = () if program.backward is None else ir.placeholders(program.backward)
+        inputs = program.reached if program.differentiable else ()
         # The results that the user sees, or a view of them, by position: with their tangents those that autograd
         # returns, and those that require no gradient.
         seen = {
@@ -47,12 +47,12 @@ class Differentiable(Executor):
         self.returned = [(i, tangent) for i, tangent in seen.items() if tangent in inputs]
         self.detached = [i for i, tangent in seen.items() if tangent not in inputs]
         self._known: tuple[Any, list[Any]] = None, []
-        self.optional = [] if program.backward is None else program.optional
+        self.optional = program.optional if program.differentiable else []
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
         """Run on the flattened inputs of a call; returns the model's output. ``sync()`` is called in backward."""
         inputs = self.values(leaves)
-        if self.program.backward is None:
+        if not self.program.differentiable:
             with torch.no_grad():
                 results = self.run_forward(inputs, leaves)
         else:

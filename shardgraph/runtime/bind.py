@@ -23,8 +23,8 @@ SYMBOLIC = (ir.trim_shard, ir.local_chunk, ir.local_part, ir.first_only, ir.firs
 
 
 def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
-    """A copy of ``gm`` that runs on this rank of ``mesh`` (None: one process, and nothing to bind)."""
-    bound = ir.copy_graph(gm)  # without code, until it is bound
+    """A copy of ``gm`` for this rank of ``mesh`` (None: one process, and nothing to bind); a backend makes its code."""
+    bound = ir.copy_graph(gm)
     for node in bound.graph.nodes:
         if node.target in ir.fused.OPERATORS:
             node.target = ir.fused.kernel_on(node.target, node.meta["val"][0].device.type)
@@ -43,7 +43,7 @@ def bind(gm: fx.GraphModule, mesh: DeviceMesh | None) -> fx.GraphModule:
                     bound.graph.erase_node(node)
                 else:
                     node.target, node.args = here
-    return fx.GraphModule(bound, bound.graph)
+    return bound
 
 
 def on_rank(

@@ -13,7 +13,7 @@ from shardgraph.runtime.autograd import Differentiable
 
 def is_direct(executor: Any, leaves: Sequence[Any]) -> bool:
     """Whether a program's output is one loss, whose gradients nobody but parameters wants."""
-    if not isinstance(executor, Differentiable) or executor.program.backward is None:
+    if not isinstance(executor, Differentiable) or not executor.program.differentiable:
         return False
     roles = [executor.results[i] for i, _ in executor.returned]
     if ir.Output(0) not in roles or executor.program.joint.out_spec.num_leaves != 1 or executor.program.joint.results:

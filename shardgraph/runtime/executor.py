@@ -93,7 +93,8 @@ class Executor:
         self._bound: dict[tuple[str, frozenset[ir.Tangent]], Bound] = {}
         # Views are rebuilt by strides, and a pass may have given what they are of another layout than was traced.
         viewed = {alias.base for alias in program.joint.aliases.values() if alias.size is not None}
-        values = ((role, value) for role, value in ir.outputs(program.joint.module) if role in viewed)
+        results = ir.outputs(program.joint.module) if viewed else []
+        values = ((role, value) for role, value in results if role in viewed)
         self._viewed = {role: value.meta["val"].stride() for role, value in values if isinstance(value, fx.Node)}
 
     def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> Bound:

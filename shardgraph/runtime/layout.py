@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph.capture.numbers import as_tensor
 from shardgraph.errors import ShardGraphError
-from shardgraph.ir import Buffer, JointGraph, placeholders
+from shardgraph.ir import JointGraph
 from shardgraph.runtime.host import is_on_host
 from shardgraph.torch_api import local_tensor, storage_address
 
@@ -117,9 +117,7 @@ class Layout:
         """Record the attributes that a new program sets. Those that no program reads are no part of its key."""
         self._set |= {each.fqn for each in joint.results}
         self._counted |= {each.fqn for each in joint.results if each.number}
-        self._read |= {
-            role.fqn for role, node in placeholders(joint.module).items() if isinstance(role, Buffer) and node.users
-        }
+        self._read |= joint.buffers
         if self._set:
             self.look_up()
 

@@ -98,7 +98,9 @@ def modes_active() -> bool:
 
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
     """``gm`` as a function of one list, which it empties: inputs are freed at their last use."""
-    copy = fx.GraphModule(gm, gm.graph)
-    copy.graph.set_codegen(_BoxedCodeGen())
-    copy.recompile()
-    return copy.forward
+    graph, own = gm.graph, gm.graph._codegen
+    graph.set_codegen(_BoxedCodeGen())
+    try:
+        return fx.GraphModule(gm, graph).forward  # which generates the code
+    finally:
+        graph.set_codegen(own)

@@ -86,10 +86,9 @@ class WaitTracker:
 
     def _timed(self, gm: fx.GraphModule, half: str) -> fx.GraphModule:
         """A copy of a graph whose waits are timed."""
-        copy = fx.GraphModule(gm, ir.copy_graph(gm).graph)
+        copy = ir.copy_graph(gm)
         for node in filter(ir.is_wait, copy.graph.nodes):
             node.target = self._timed_wait(node.target, (half, node.name), node.meta["val"].device)
-        copy.recompile()
         return copy
 
     def _timed_wait(self, wait: Any, name: Wait, device: torch.device) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         node.target = IN_PLACE[node.target]
     read_where_stored(gm)
     suit_gloo(gm)
-    gm.recompile()
     return torch_api.boxed(gm)
 
 

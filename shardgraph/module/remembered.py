@@ -1,0 +1,143 @@
+"""Programs of an earlier start: what was lowered from the same captured graph under the same plan, and proved.
+
+Lowering asks nothing but the graph and the plan: the prices that order a schedule are of one described device. An entry
+is written once its program is proved, so one that is read needs no proof. Its graphs are read one by one as they are
+needed, and what is asked of all of them before the first step is beside them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.cache import entries
+from shardgraph.cache.graphs import graph_data, graph_of
+from shardgraph.cache.results import entry_path
+from shardgraph.cache.values import NotStorable, Reader, Writer, well_formed
+from shardgraph.ir import JointGraph
+from shardgraph.passes.base import Context, of_kind
+from shardgraph.passes.lowering import lower
+from shardgraph.passes.pipeline.batch_norm import BatchNorm
+from shardgraph.passes.program import Program, schedule
+from shardgraph.plans.parameter_plan import ParameterPlan
+from shardgraph.plans.plan import Plan
+from shardgraph.proof.prove import prove
+
+log = logging.getLogger(__name__)
+_GRAPH = "graph "
+_RECORDS = ("shapes", "facts", "notes", "sums", "activations")  # of a context, as they are
+
+
+def lowered(
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], show: Callable[[str], None] = lambda stage: None
+) -> Program:
+    """:func:`shardgraph.passes.lowering.lower`, and its proof; or the program on disk that both made before.
+
+    Raises:
+        PlanError, DeadlockError: as :func:`shardgraph.passes.lowering.lower`.
+        GraphInvariantError: :func:`shardgraph.proof.prove.prove` finds the program wrong.
+    """
+    path = entry_path(joint.kept, "program", plan.to_yaml(), dict(shapes))
+    if path is not None:
+        try:
+            if (entry := entries.read(path)) is not None:
+                return _program_of(*entry, joint, plan, shapes)
+        except NotStorable as error:
+            log.warning("lowered again: %s", error)
+    program = lower(joint, plan, shapes, show)
+    show("prove")
+    prove(program).raise_if_wrong()
+    if path is not None:
+        _write(path, program)
+    return program
+
+
+def _write(path: Path, program: Program) -> None:
+    try:
+        writer = Writer()
+        parts = _program_data(program, writer)
+        entries.write(path, parts, writer.tensors)
+    except NotStorable as error:
+        log.info("the program is not kept on disk: %s", error)
+    except OSError as error:
+        log.warning("the program cannot be kept in %s: %s", path.parent, error.strerror)
+
+
+def _program_data(program: Program, writer: Writer) -> dict[str, Any]:
+    """The parts of an entry: each graph, what the passes recorded, and what is asked before all graphs are read."""
+    context, write = program.context, writer.write
+    return {
+        **{_GRAPH + name: graph_data(gm, writer) for name, gm in program.graphs.items()},
+        "facts": {name: write(getattr(program, name)) for name in _facts(program)},
+        "parameters": write({fqn: astuple(entry) for fqn, entry in context.parameters.items()}),
+        "batch norms": write({i: tuple(map(astuple, norms)) for i, norms in context.batch_norms.items()}),
+        "records": [write(getattr(context, name)) for name in _RECORDS],
+    }
+
+
+@well_formed
+def _program_of(
+    parts: entries.Parts,
+    tensors: list[torch.Tensor],
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+) -> Program:
+    reader = Reader(joint.fake_mode, tensors)
+    names = [part.removeprefix(_GRAPH) for part in parts if part.startswith(_GRAPH)]
+    graphs = _Graphs({name: partial(_graph, parts, name, reader) for name in names})
+    context = Context(
+        plan,
+        joint.fake_mode,
+        parameters={fqn: ParameterPlan(*each) for fqn, each in reader.read(parts["parameters"]).items()},
+        stored=MappingProxyType(dict(joint.stored)),
+        batch_norms={
+            i: tuple(BatchNorm(*each) for each in norms) for i, norms in reader.read(parts["batch norms"]).items()
+        },
+        **dict(zip(_RECORDS, map(reader.read, parts["records"]), strict=True)),
+    )
+    actions = schedule(plan, any(of_kind(graphs, "backward")))
+    program = Program(joint, graphs, actions, plan, context.parameters, shapes, context)
+    facts = parts["facts"]
+    vars(program).update({name: reader.read(facts[name]) for name in _facts(program)})  # as if they had been asked for
+    return program
+
+
+def _facts(program: Program) -> tuple[str, ...]:
+    """The cached properties of a program that are asked for before its first step and follow from all its graphs."""
+    return "digest", "communication", *(["reached"] if program.differentiable else [])
+
+
+def _graph(parts: entries.Parts, name: str, reader: Reader) -> fx.GraphModule:
+    return graph_of(parts[_GRAPH + name], reader)
+
+
+class _Graphs(Mapping[str, fx.GraphModule]):
+    """Graphs by name, each read when it is first asked for."""
+
+    def __init__(self, unread: dict[str, Callable[[], fx.GraphModule]]) -> None:
+        self._names, self._unread = tuple(unread), unread
+        self._graphs: dict[str, fx.GraphModule] = {}
+
+    def __getitem__(self, name: str) -> fx.GraphModule:
+        if name in self._unread:
+            self._graphs[name] = self._unread[name]()
+            del self._unread[name]
+        return self._graphs[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

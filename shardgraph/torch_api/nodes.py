@@ -1,0 +1,22 @@
+"""Nodes of graphs, made without looking through what they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+
+def append_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
+    """``graph.create_node`` for arguments of another graph's node, or as those are: they need not be checked.
+
+    Checks take most of the time in which a graph is copied or read.
+    """
+    names = graph._graph_namespace
+    name = names.create_name(name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    names.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
