@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def captured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(remembered, "capture", counting)
     return models
+
+
+@pytest.fixture
+def made(captured, monkeypatch):
+    """The list of the programs that were lowered: those that were not read from the cache."""
+    programs, lower = [], programs_on_disk.lower
+
+    def counting(*args):
+        programs.append(lower(*args))
+        return programs[-1]
+
+    monkeypatch.setattr(programs_on_disk, "lower", counting)
+    return programs
 
 
 def joint(model, *args, plan=PLAN, loss_fn=None, **kwargs):
@@ -109,7 +123,74 @@ def test_a_graph_from_disk_is_lowered_to_the_same_program(plan, captured):
     assert programs[0].text == programs[1].text and len(captured) == 1
 
 
-def test_training_from_disk_equals(captured):
+def llama_program(plan, **options):
+    """The program of a llama under a plan, as at a new start."""
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    plan = resolve_plan(plan, (("dp", 2), ("tp", 2)) if "tp" in plan else (("dp", 2),))
+    plan = replace(plan, **options)
+    return programs_on_disk.lowered(joint(llama(), plan=plan, input_ids=ids, labels=ids), plan, named_shapes(llama()))
+
+
+def records(program):
+    """What passes left beside the graphs, for later passes."""
+    context = {name: value for name, value in vars(program.context).items() if name not in ("fake_mode", "values")}
+    return context, program.parameters, program.actions, program.shapes
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "zero2+tp"])
+def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
+    first, second = llama_program(plan), llama_program(plan)
+    assert len(made) == 1
+    known = second.digest, second.communication, second.reached
+    assert known == (first.digest, first.communication, first.reached)
+    assert second.text == first.text and records(second) == records(first)
+    writers = Writer(), Writer()
+    for name, gm in first.graphs.items():
+        assert graph_data(gm, writers[0]) == graph_data(second.graphs[name], writers[1])
+    local = [program.graph("local") for program in (first, second)]  # derived from what was read
+    assert str(local[0].graph) == str(local[1].graph)
+
+
+def test_a_program_on_disk_is_of_one_plan_mesh_and_version(made, monkeypatch):
+    llama_program("fsdp")
+    llama_program("zero2")
+    llama_program("fsdp", prefetch=3)
+    llama_program("fsdp+tp")
+    monkeypatch.setattr(entries, "versions", lambda: ("2.99",))
+    llama_program("fsdp")
+    assert len(made) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "of another form"])
+def test_a_program_on_disk_that_is_no_longer_one_is_lowered_again(damage, made, monkeypatch, caplog):
+    paths, write = [], entries.write
+    monkeypatch.setattr(entries, "write", lambda path, *entry: paths.append(path) or write(path, *entry))
+    first = llama_program("fsdp")
+    path = paths[-1]
+    parts, tensors = entries.read(path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "foreign":
+        entries.write(path, {**parts, "parameters": ["os:system", "reboot"]}, tensors)
+    else:
+        entries.write(path, {"result": 1}, [])
+    assert llama_program("fsdp").text == first.text and len(made) == 2 and "lowered again" in caplog.text
+    assert llama_program("fsdp").text == first.text and len(made) == 2
+
+
+def test_a_foreign_call_in_a_program_on_disk_is_refused(made, monkeypatch):
+    paths, write = [], entries.write
+    monkeypatch.setattr(entries, "write", lambda path, *entry: paths.append(path) or write(path, *entry))
+    llama_program("fsdp")
+    parts, tensors = entries.read(paths[-1])
+    backward = parts["graph backward"]
+    next(node for node in backward["nodes"] if node[0] == "call_function")[2] = "os:system"
+    entries.write(paths[-1], {**parts, "graph backward": backward}, tensors)
+    with pytest.raises(NotStorable, match="a call of os:system"):
+        llama_program("fsdp").backward
+
+
+def test_training_from_disk_equals(captured, made):
     def losses():
         torch.manual_seed(0)
         sharded = shardgraph.compile(gpt2(), "single")
@@ -123,8 +204,8 @@ def test_training_from_disk_equals(captured):
         return found
 
     cold = losses()
-    count = len(captured)
-    assert losses() == cold and len(captured) == count
+    count = len(captured), len(made)
+    assert losses() == cold and (len(captured), len(made)) == count
 
 
 CHANGES = {

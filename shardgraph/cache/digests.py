@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
 from typing import Any, Generic
 
@@ -76,6 +76,7 @@ class Digest:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._hash = hashlib.sha256()
+        self._texts: list[str] = []  # that are not in the hash yet
         self._known: dict[int, int] = {}
         self._alive: list[Any] = []
         self._inside = True
@@ -89,6 +90,7 @@ class Digest:
 
     @property
     def text(self) -> str:
+        self._bytes(b"")
         return self._hash.hexdigest()
 
     def may_call(self, name: str) -> bool:
@@ -97,7 +99,12 @@ class Digest:
 
     def put(self, *tokens: Any) -> None:
         """Add plain values."""
-        self._hash.update(repr(tokens).encode(errors="surrogatepass"))
+        self._texts.append(repr(tokens))
+
+    def _bytes(self, content: bytes) -> None:
+        self._hash.update("".join(self._texts).encode(errors="surrogatepass"))
+        self._hash.update(content)
+        self._texts.clear()
 
     def outside(self, value: Any) -> None:
         """Add an object that is not part of the model, and that a private copy of the model shares with it."""
@@ -120,7 +127,8 @@ class Digest:
         if kind is float:
             self.put("float", value.hex())
             return
-        if isinstance(value, _BY_TEXT):
+        describe = _OF_KIND.get(kind)
+        if describe is None and isinstance(value, _BY_TEXT):
             self.put(kind.__qualname__, str(value))
             return
         if not self._inside and id(value) in self._modules:
@@ -133,47 +141,27 @@ class Digest:
             raise NoDigest("too many objects")
         self._known[id(value)] = len(self._alive)
         self._alive.append(value)
-        self._describe(value, kind)
+        if describe is not None:
+            describe(self, value)
+        else:
+            self._describe(value, kind)
 
     def _describe(self, value: Any, kind: type) -> None:
+        """An object whose type is none of those in ``_OF_KIND``."""
         if value is os.environ:
             raise NoDigest("an object that reads variables of the environment")
         if isinstance(value, torch.Tensor):
             self._tensor(value)
         elif isinstance(value, type):
             self._class(value)
-        elif kind is types.FunctionType:
-            self._function(value)
-        elif kind is types.CodeType:
-            self.code(value)
-        elif kind is types.ModuleType or isinstance(value, types.ModuleType):
+        elif isinstance(value, types.ModuleType):
             self.put("module", value.__name__)
-        elif kind in BUILT_IN:
-            self.put("builtin", getattr(value, "__module__", None), value.__qualname__)
-            owner = getattr(value, "__self__", None)
-            bound = type(owner).__module__ == "pybind11_builtins"  # to its own C++ code
-            if owner is not None and not isinstance(owner, types.ModuleType) and not bound:
-                self.add(owner)
-        elif kind in (tuple, list, collections.deque):
-            self._items(kind.__name__, value)
-        elif kind in (set, frozenset):
-            self.put(kind.__name__, sorted(map(self._alone, value)))
-        elif kind in (dict, collections.OrderedDict, types.MappingProxyType):
-            self._items(kind.__name__, [part for item in value.items() for part in item])
-        elif kind is collections.defaultdict:
-            self._items("defaultdict", (value.default_factory, *(part for item in value.items() for part in item)))
-        elif kind is types.MethodType:
-            self._items("method", (value.__func__, value.__self__))
-        elif kind in (staticmethod, classmethod):
-            self._items(kind.__name__, (value.__func__,))
         elif isinstance(value, property):
             self._items("property", (value.fget, value.fset, value.fdel, kind))
         elif isinstance(value, threading.local):
             self._items("local", (dict(vars(value)),))
         elif isinstance(value, functools.partial):
             self._items("partial", (value.func, value.args, value.keywords, vars(value)))
-        elif kind is types.CellType:
-            self._cell(value)
         elif kind is types.GeneratorType:  # as context managers hold; the tracer cannot run one that it has not made
             self.code(value.gi_code)
         elif isinstance(value, weakref.ref):
@@ -193,6 +181,31 @@ class Digest:
             self._numpy(value)
         else:
             self._object(value, kind)
+
+    def _built_in(self, value: Any) -> None:
+        self.put("builtin", getattr(value, "__module__", None), value.__qualname__)
+        owner = getattr(value, "__self__", None)
+        bound = type(owner).__module__ == "pybind11_builtins"  # to its own C++ code
+        if owner is not None and not isinstance(owner, types.ModuleType) and not bound:
+            self.add(owner)
+
+    def _sequence(self, value: Any) -> None:
+        self._items(type(value).__name__, value)
+
+    def _set(self, value: Any) -> None:
+        self.put(type(value).__name__, sorted(map(self._alone, value)))
+
+    def _mapping(self, value: Any) -> None:
+        self._items(type(value).__name__, [part for item in value.items() for part in item])
+
+    def _default(self, value: Any) -> None:
+        self._items("defaultdict", (value.default_factory, *(part for item in value.items() for part in item)))
+
+    def _method(self, value: Any) -> None:
+        self._items("method", (value.__func__, value.__self__))
+
+    def _wrapped(self, value: Any) -> None:
+        self._items(type(value).__name__, (value.__func__,))
 
     def _items(self, name: str, values: Any) -> None:
         self.put(name, len(values))
@@ -262,14 +275,14 @@ class Digest:
             if value.numel() * value.element_size() > _MOST_BYTES:
                 raise NoDigest("a large constant tensor")
             plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else None
-            self._hash.update(b"" if plain is None else plain.numpy().tobytes())
+            self._bytes(b"" if plain is None else plain.numpy().tobytes())
 
     def _numpy(self, value: Any) -> None:
         if not hasattr(value, "tobytes") or getattr(value, "dtype", None) is None or value.dtype.hasobject:
             self.put("numpy", type(value).__qualname__, getattr(value, "__qualname__", ""))
             return
         self.put("numpy", type(value).__qualname__, str(value.dtype), value.shape)
-        self._hash.update(value.tobytes())
+        self._bytes(value.tobytes())
 
     def _function(self, value: types.FunctionType) -> None:
         if value.__name__ in OF_THE_RUN and str(value.__module__).startswith("torch."):
@@ -332,6 +345,22 @@ class Digest:
                 self.put("set", sorted(map(repr, constant)))
             else:
                 self.put(type(constant).__name__, constant)
+
+
+_OF_KIND: dict[type, Callable[[Digest, Any], None]] = {
+    type: Digest._class,
+    types.FunctionType: Digest._function,
+    types.CodeType: Digest.code,
+    types.CellType: Digest._cell,
+    types.MethodType: Digest._method,
+    **dict.fromkeys(BUILT_IN, Digest._built_in),
+    **dict.fromkeys((tuple, list, collections.deque), Digest._sequence),
+    **dict.fromkeys((set, frozenset), Digest._set),
+    **dict.fromkeys((dict, collections.OrderedDict, types.MappingProxyType), Digest._mapping),
+    collections.defaultdict: Digest._default,
+    **dict.fromkeys((staticmethod, classmethod), Digest._wrapped),
+}
+"""What describes most objects, by their type: a chain of questions would take most of the time."""
 
 
 def _is_python(kind: type) -> bool:

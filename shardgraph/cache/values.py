@@ -16,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardgraph import ir
 from shardgraph.errors import ShardGraphError
@@ -57,6 +59,14 @@ _NAMED: dict[str, dict[str, Any]] = {
     "layout": {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)},
     "memory_format": {str(v): v for v in vars(torch).values() if isinstance(v, torch.memory_format)},
 }
+_PLACEMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "Replicate": (Replicate, ()),
+    "Partial": (Partial, ("reduce_op",)),
+    "Shard": (Shard, ("dim",)),
+    "_StridedShard": (_StridedShard, ("dim", "split_factor")),
+}
+"""DTensor's placements by name, each with what it is made of."""
+_PLACEMENT_KINDS = frozenset(kind for kind, _ in _PLACEMENTS.values())
 _ATOMS = (type(None), bool, int, str)
 
 
@@ -145,6 +155,8 @@ class Writer:
             return ["class", name]
         if kind is complex:
             return ["complex", value.real.hex(), value.imag.hex()]
+        if kind in _PLACEMENT_KINDS:
+            return ["placement", kind.__name__, *(getattr(value, field) for field in _PLACEMENTS[kind.__name__][1])]
         raise NotStorable(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
     def _tensor(self, value: torch.Tensor) -> Any:
@@ -205,9 +217,16 @@ class Reader:
         "device": lambda self, rest: torch.device(*rest) if rest[1] is not None else torch.device(rest[0]),
         "float": lambda self, rest: float(rest[0]),
         "complex": lambda self, rest: complex(*map(float.fromhex, rest)),
+        "placement": lambda self, rest: _placement(*rest),
         "class": lambda self, rest: class_named(rest[0]),
         "tensor": _constant,
     }
+
+
+def _placement(name: str, *parts: Any) -> Placement:
+    kind, fields = _PLACEMENTS[name]
+    made: Placement = kind(**dict(zip(fields, parts, strict=True)))
+    return made
 
 
 def spec_data(spec: Any, writer: Writer) -> Any:
