@@ -154,6 +154,19 @@ def test_hooks_are_seen_on_modules_whose_precision_is_hooked_too():
     torch.testing.assert_close(sharded(X), before * 2)
 
 
+def test_a_hook_is_seen_on_a_module_that_has_taken_the_place_of_another():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU()))
+    sharded = shardgraph.compile(model, "single", progress=False)
+    before = sharded(X)
+    model[1] = nn.Sequential(nn.ReLU())
+    assert torch.equal(sharded(X), before)
+    model[1][0] = nn.ReLU()
+    model[1][0].register_forward_hook(lambda module, args, output: output * 2)
+    first = next(iter(sharded._programs.values()))[0]
+    assert first.guards.failing == "not model.1.0._forward_hooks"
+    torch.testing.assert_close(sharded(X), before * 2)
+
+
 def test_a_value_that_comes_back_gets_its_program_back():
     model = Reads()
     sharded = shardgraph.compile(model, "single", progress=False)

@@ -89,9 +89,14 @@ def _parts(source: Source) -> Iterator[Source]:
 
 def _path(source: Source, own: str) -> tuple[str, int]:
     """The stack and the number of what may be a layer; an empty name if it is none."""
-    name = re.sub(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", _name(source))
+    name = plain_name(source)
     path, _, number = name.removeprefix(f"{own}.").rpartition(".")
     return (path, int(number)) if number.isdecimal() and name.startswith(own) else ("", -1)
+
+
+def plain_name(source: Source) -> str:
+    """The tracer's name of a source, in which modules inside others are attributes of these."""
+    return re.sub(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", _name(source))
 
 
 def _renumbered(source: Source, layer: Source, number: int, cache: dict[tuple[Source, int], Source]) -> Source:

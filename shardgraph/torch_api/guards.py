@@ -16,6 +16,7 @@ from torch._guards import Guard, GuardsSet, tracing
 from torch.utils._ordered_set import OrderedSet
 
 from shardgraph.torch_api.guarded_layers import Repeated, for_all_layers, ordered_in_all_layers
+from shardgraph.torch_api.hook_guards import NoHooks, without_hooks
 
 # Conditions on inputs and modes, which have a key of their own.
 _OTHER = {
@@ -54,12 +55,14 @@ class Guards:
         names = {"L": self._scope, "G": output.global_scope}
         output.local_scope, output.skip_guards_check = self._scope, True
         own = f"L['{first}']"
-        guards = for_all_layers(output.guards, own, repeated)
+        hooks, others = without_hooks(output.guards, own, model, repeated)
+        guards = for_all_layers(others, own, repeated)
         output.guard_on_key_order = ordered_in_all_layers(output.guard_on_key_order, own, repeated)
         output._guards = GuardsSet(OrderedSet(conditions(guards, own, names)))
-        self._make(output, captured.bytecode, graph.meta["tracing_context"])
+        self._make(output, captured.bytecode, graph.meta["tracing_context"], NoHooks(model, hooks))
 
-    def _make(self, output: Any, code: CodeType, context: Any) -> None:
+    def _make(self, output: Any, code: CodeType, context: Any, hooks: NoHooks) -> None:
+        self._hooks = hooks
         with dynamo.config.patch(GUARD_HOOKS), tracing(context):
             self._manager: Any = CheckFunctionManager(code, output).guard_manager
 
@@ -67,18 +70,20 @@ class Guards:
         """After a call: if it has set attributes that forward reads, hold for what it has set them to."""
         if self._later is not None and not self.hold:
             later, self._later = self._later(self._model), None
-            self._manager, self._scope = later._manager, later._scope
+            self._manager, self._scope, self._hooks = later._manager, later._scope, later._hooks
 
     @property
     def hold(self) -> bool:
         """Whether all values are as they were."""
-        return bool(self._manager.check(self._scope))
+        return self._hooks.hold and bool(self._manager.check(self._scope))
 
     @property
     def failing(self) -> str:
         """The first condition that does not hold, such as ``model.dropout.p == 0.1``; empty if all do."""
         if self.hold:
             return ""
+        if condition := self._hooks.failing:
+            return condition
         parts = self._manager.check_verbose(self._scope).verbose_code_parts
         condition = parts[0].partition("  #")[0].strip() if parts else "an object that forward used is gone"
         # Addresses mean nothing to a reader, and differ between ranks.

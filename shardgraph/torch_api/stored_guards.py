@@ -24,6 +24,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from shardgraph.torch_api.guarded_layers import Repeated, for_all_layers, ordered_in_all_layers
 from shardgraph.torch_api.guards import Guards, conditions
+from shardgraph.torch_api.hook_guards import NoHooks, without_hooks
 
 _PLAIN = (type(None), bool, int, str)
 _LIBRARIES = frozenset(("torch", "transformers", "shardgraph"))
@@ -74,7 +75,8 @@ def guards_data(captured: Any, model: nn.Module, repeated: Repeated = ()) -> Any
         return [name, number(guard.originating_source), *arguments]
 
     own = f"L['{first}']"
-    made = [written(guard) for guard in conditions(for_all_layers(output.guards, own, repeated), own, names)]
+    hooks, others = without_hooks(output.guards, own, model, repeated)
+    made = [written(guard) for guard in conditions(for_all_layers(others, own, repeated), own, names)]
     in_order = ordered_in_all_layers(output.guard_on_key_order, own, repeated)
     ordered = sorted(number(source) for source in in_order if source in table)
     return {
@@ -84,6 +86,7 @@ def guards_data(captured: Any, model: nn.Module, repeated: Repeated = ()) -> Any
         "builtins": output.name_of_builtins_dict_key_in_fglobals,
         "sources": rows,
         "guards": made,
+        "hooks": hooks,
         "ordered": ordered,
     }
 
@@ -154,7 +157,8 @@ class StoredGuards(Guards):
                 name_of_builtins_dict_key_in_fglobals=data["builtins"],
             )
             code: CodeType = type(model).forward.__code__
-            self._make(OutputGraphCommon(state, data["imports"]), code, TracingContext(FakeTensorMode()))
+            output, context = OutputGraphCommon(state, data["imports"]), TracingContext(FakeTensorMode())
+            self._make(output, code, context, NoHooks(model, data["hooks"]))
         except Exception as error:  # the tracer's own, of many kinds
             raise NotStored(f"{type(error).__name__}: {error}") from error
         self._data = data
