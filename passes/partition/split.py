@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Role, Saved, UnboundGraph, add_output, of_backward, outputs, placeholders, set_outputs
+from shardgraph.ir import (
+    Role,
+    Saved,
+    UnboundGraph,
+    add_output,
+    copy_node,
+    of_backward,
+    outputs,
+    placeholders,
+    set_outputs,
+)
 from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
@@ -124,7 +134,7 @@ class _Backward:
         late = after_tangents(self.gm)
         for node in order:
             if node in late:
-                self.env[node] = self.graph.node_copy(node, self._value)
+                self.env[node] = copy_node(self.graph, node, self._value)
         results = [(role, self._value(v) if isinstance(v, fx.Node) else v) for role, v in gradients]
         add_output(self.graph, results)
         _erase_dead(self.graph)
@@ -149,7 +159,7 @@ class _Backward:
         if node not in self.env:
             missing = _ancestors([node], lambda each: each not in self.env)
             for each in sorted(missing, key=self.order.__getitem__):
-                self.env[each] = self.graph.node_copy(each, self.env.__getitem__)
+                self.env[each] = copy_node(self.graph, each, self.env.__getitem__)
         return self.env[node]
 
     def _placeholder(self, name: str, role: Role, like: fx.Node) -> fx.Node:

@@ -31,7 +31,7 @@ from shardgraph.ir.attributes import (
     SUBJECT,
     VALUE,
 )
-from shardgraph.torch_api import pytree
+from shardgraph.torch_api import append_node, pytree
 
 _INPUTS, _FORWARD, _BACKWARD = range(3)
 
@@ -199,8 +199,8 @@ class _Repetition:
 
         def add(node: fx.Node, unit: int, arguments: Any, name: str, meta: dict[str, Any]) -> None:
             target = name if node.op == "placeholder" else node.target
-            made[node, unit] = graph.create_node(node.op, target, *arguments, name=name)
-            made[node, unit].meta = meta
+            made[node, unit] = append_node(graph, node.op, target, *arguments, name)
+            made[node, unit].meta.update(meta)
 
         runs = self._runs()
         for node in self._nodes[:-1]:

@@ -43,6 +43,7 @@ from shardgraph.ir.graph import (
     UnboundGraph,
     add_output,
     copy_graph,
+    copy_node,
     outputs,
     placeholders,
     set_outputs,

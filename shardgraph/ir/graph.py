@@ -59,12 +59,19 @@ def copy_graph(gm: fx.GraphModule) -> UnboundGraph:
     """A copy of the graph with the same nodes, names and roles; attributes are shared."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    copy_of = copies.__getitem__
     for node in gm.graph.nodes:
-        args, kwargs = fx.map_arg(node.args, copy_of), fx.map_arg(node.kwargs, copy_of)
-        copy = copies[node] = append_node(graph, node.op, node.target, args, kwargs, node.name)
-        copy.meta, copy.type = dict(node.meta), node.type
+        copies[node] = copy_node(graph, node, copies.__getitem__)
     return UnboundGraph(gm, graph)
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any] = lambda read: read) -> fx.Node:
+    """``graph.node_copy``: a copy of ``node`` that reads ``value_of`` what the node reads."""
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    copy = append_node(graph, node.op, node.target, args, kwargs, node.name)
+    copy.meta.update(node.meta)
+    if node.type is not None:
+        copy.type = node.type
+    return copy
 
 
 def add_output(graph: fx.Graph, results: Sequence[tuple[Role | None, Any]]) -> fx.Node:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from shardgraph.ir.attributes import new_placeholder
-from shardgraph.ir.graph import UnboundGraph, add_output
+from shardgraph.ir.graph import UnboundGraph, add_output, copy_node
 from shardgraph.ir.roles import Role
 
 
@@ -23,11 +23,11 @@ def subgraph(
     Each of the ``inputs``, as ``(name, role, node)``, is a further placeholder, which replaces a node of ``gm``.
     """
     graph = fx.Graph()
-    env = {node: graph.node_copy(node) for node in nodes if node.op == "placeholder"}
+    env = {node: copy_node(graph, node) for node in nodes if node.op == "placeholder"}
     env |= {node: new_placeholder(graph, name, role, node) for name, role, node in inputs}
     for node in nodes:
         if node.op != "placeholder":
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = copy_node(graph, node, env.__getitem__)
     add_output(graph, [(role, env[value] if isinstance(value, fx.Node) else value) for role, value in results])
     graph.lint()
     return UnboundGraph(gm, graph)
