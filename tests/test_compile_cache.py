@@ -123,12 +123,21 @@ def test_a_graph_from_disk_is_lowered_to_the_same_program(plan, captured):
     assert programs[0].text == programs[1].text and len(captured) == 1
 
 
-def llama_program(plan, **options):
-    """The program of a llama under a plan, as at a new start."""
+def program(plan, make=Scaled, **options):
+    """The program of a model under a plan, as at a new start."""
     ids = torch.zeros(2, 8, dtype=torch.long)
-    plan = resolve_plan(plan, (("dp", 2), ("tp", 2)) if "tp" in plan else (("dp", 2),))
-    plan = replace(plan, **options)
-    return programs_on_disk.lowered(joint(llama(), plan=plan, input_ids=ids, labels=ids), plan, named_shapes(llama()))
+    call = {"input_ids": ids, "labels": ids} if make is llama else {"x": torch.zeros(2, 4)}
+    plan = replace(resolve_plan(plan, (("dp", 2), ("tp", 2)) if "tp" in plan else (("dp", 2),)), **options)
+    return programs_on_disk.lowered(joint(make(), plan=plan, **call), plan, named_shapes(make()))
+
+
+@pytest.fixture
+def kept(made, monkeypatch):
+    """The path of the entry of a small program on disk, that was lowered, and it."""
+    paths, write = [], entries.write
+    monkeypatch.setattr(entries, "write", lambda path, *entry: paths.append(path) or write(path, *entry))
+    lowered = program("fsdp")
+    return paths[-1], lowered
 
 
 def records(program):
@@ -139,7 +148,7 @@ def records(program):
 
 @pytest.mark.parametrize("plan", ["fsdp", "zero2+tp"])
 def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
-    first, second = llama_program(plan), llama_program(plan)
+    first, second = program(plan, llama), program(plan, llama)
     assert len(made) == 1
     known = second.digest, second.communication, second.reached
     assert known == (first.digest, first.communication, first.reached)
@@ -152,21 +161,18 @@ def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
 
 
 def test_a_program_on_disk_is_of_one_plan_mesh_and_version(made, monkeypatch):
-    llama_program("fsdp")
-    llama_program("zero2")
-    llama_program("fsdp", prefetch=3)
-    llama_program("fsdp+tp")
+    program("fsdp")
+    program("zero2")
+    program("fsdp", prefetch=3)
+    program("fsdp+tp")
     monkeypatch.setattr(entries, "versions", lambda: ("2.99",))
-    llama_program("fsdp")
+    program("fsdp")
     assert len(made) == 5
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "of another form"])
-def test_a_program_on_disk_that_is_no_longer_one_is_lowered_again(damage, made, monkeypatch, caplog):
-    paths, write = [], entries.write
-    monkeypatch.setattr(entries, "write", lambda path, *entry: paths.append(path) or write(path, *entry))
-    first = llama_program("fsdp")
-    path = paths[-1]
+def test_a_program_on_disk_that_is_no_longer_one_is_lowered_again(damage, kept, made, caplog):
+    path, first = kept
     parts, tensors = entries.read(path)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-20])
@@ -174,20 +180,18 @@ def test_a_program_on_disk_that_is_no_longer_one_is_lowered_again(damage, made, 
         entries.write(path, {**parts, "parameters": ["os:system", "reboot"]}, tensors)
     else:
         entries.write(path, {"result": 1}, [])
-    assert llama_program("fsdp").text == first.text and len(made) == 2 and "lowered again" in caplog.text
-    assert llama_program("fsdp").text == first.text and len(made) == 2
+    assert program("fsdp").text == first.text and len(made) == 2 and "lowered again" in caplog.text
+    assert program("fsdp").text == first.text and len(made) == 2
 
 
-def test_a_foreign_call_in_a_program_on_disk_is_refused(made, monkeypatch):
-    paths, write = [], entries.write
-    monkeypatch.setattr(entries, "write", lambda path, *entry: paths.append(path) or write(path, *entry))
-    llama_program("fsdp")
-    parts, tensors = entries.read(paths[-1])
+def test_a_foreign_call_in_a_program_on_disk_is_refused(kept):
+    path, _ = kept
+    parts, tensors = entries.read(path)
     backward = parts["graph backward"]
     next(node for node in backward["nodes"] if node[0] == "call_function")[2] = "os:system"
-    entries.write(paths[-1], {**parts, "graph backward": backward}, tensors)
+    entries.write(path, {**parts, "graph backward": backward}, tensors)
     with pytest.raises(NotStorable, match="a call of os:system"):
-        llama_program("fsdp").backward
+        program("fsdp").graph("backward")
 
 
 def test_training_from_disk_equals(captured, made):

@@ -63,7 +63,8 @@ def graph_of(data: Any, reader: Reader) -> fx.GraphModule:
     graph, root = fx.Graph(), torch.nn.Module()
     table = [reader.read(each) for each in data["table"]]
     targets: dict[str, Any] = {}
-    read, keys, nodes = reader.read, REGISTRY, []
+    read, keys = reader.read, REGISTRY
+    nodes: list[fx.Node] = []
     reader.nodes = nodes
     for name, value in data["held"].items():
         setattr(root, name, read(value))

@@ -24,7 +24,8 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import Part
 from shardgraph.torch_api import Fakes, FakeTensor, FakeTensorMode, OpOverload, pytree
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class NotStorable(ShardGraphError):

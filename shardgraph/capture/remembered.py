@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,9 @@ def _read(
     reader = Reader(mode, tensors)
     aliases, stored, rows, repeats = map(reader.read, parts["about"])
     guards = StoredGuards(parts["guards"], Traced(call.model, call.loss_fn))
+    unread: Any = partial(_graph, parts, reader)
     joint = _Kept(
-        lambda: graph_of(parts["graph"], reader),
+        unread,
         spec_of(parts["result"], reader),
         mode,
         aliases,
@@ -153,18 +155,25 @@ def _read(
     return joint
 
 
+def _graph(parts: entries.Parts, reader: Reader) -> fx.GraphModule:
+    return graph_of(parts["graph"], reader)
+
+
 class _Kept(ir.JointGraph):
     """A captured graph on disk, whose nodes are read when they are first asked for: a program on disk needs none."""
 
+    _module: Any
+
     @property
-    def module(self) -> fx.GraphModule:
+    def module(self) -> fx.GraphModule:  # an attribute of the others
         if not isinstance(self._module, fx.GraphModule):
             self._module = self._module()
-        return self._module
+        read: fx.GraphModule = self._module
+        return read
 
     @module.setter
     def module(self, module: Any) -> None:
-        self._module: Any = module
+        self._module = module
 
 
 def _names(data: Any) -> Names:

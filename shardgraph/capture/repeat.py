@@ -199,7 +199,8 @@ class _Repetition:
 
         def add(node: fx.Node, unit: int, arguments: Any, name: str, meta: dict[str, Any]) -> None:
             target = name if node.op == "placeholder" else node.target
-            made[node, unit] = append_node(graph, node.op, target, *arguments, name)
+            args, kwargs = arguments
+            made[node, unit] = append_node(graph, node.op, target, args, kwargs, name)
             made[node, unit].meta.update(meta)
 
         runs = self._runs()

@@ -29,9 +29,7 @@ class Differentiable(Executor):
         self.inputs = [role for role, _ in self.forward.inputs]
         self.results = [role for role, _ in self.forward.results]
         needed = [(i, role) for i, role in enumerate(self.inputs) if isinstance(role, ir.Parameter)]
-        self.needed = [
-            (i, role.fqn) for i, role in needed if program.differentiable and role.fqn in program.needed
-        ]
+        self.needed = [(i, role.fqn) for i, role in needed if program.differentiable and role.fqn in program.needed]
         first = len(list(takewhile(lambda role: isinstance(role, ir.Parameter), self.inputs)))
         self.settable = range(first)  # autograd counts tensors only
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
