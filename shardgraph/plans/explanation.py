@@ -8,12 +8,12 @@ from shardgraph.plans.candidate import Candidate
 from shardgraph.sizes import format_bytes, format_seconds
 
 
-def explained(name: str, note: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
-    """The text; the chosen candidate is the first."""
+def explained(name: str, note: str, division: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
+    """The text; the chosen candidate is the first. ``division`` says how the samples of a step are divided, if known."""
     if not considered:
         return f"plan {name!r} was not chosen among others: plan='auto' with example inputs searches all layouts"
     best = considered[0]
-    lines = [f"plan {name!r}: {note}", f"  {_bound(best)}", "", _HEADER]
+    lines = [f"plan {name!r}: {note}", *([f"  {division}"] if division else []), f"  {_bound(best)}", "", _HEADER]
     lines += [_line(candidate, best) for candidate in considered]
     if remarks:
         lines += ["", *(f"  {remark}" for remark in remarks)]

@@ -66,6 +66,15 @@ class ParameterPlan:
         """``(dimension, blocks)`` by the position of each mesh axis that splits the parameter."""
         return {i: split for i, p in enumerate(self.placements) if (split := parse_split(p)) is not None}
 
+    def on(self, axes: Sequence[str]) -> str:
+        """The placements along mesh axes of these names, and when it is gathered, as text."""
+        where = ", ".join(f"{placement} over {axis}" for placement, axis in zip(self.placements, axes, strict=True))
+        again = ""
+        if self.shard_axis is not None:
+            again = "; gathered again in backward" if self.reshard_after_forward else "; kept for backward"
+        again += "; in host memory" if self.offload else ""
+        return f"{where or 'whole'}; gradient {self.gradient}{again}"
+
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """The shape of a rank's part along operator axes, which data axes then shard; ``shape`` is the global one."""
         local = list(shape)

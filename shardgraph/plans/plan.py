@@ -16,6 +16,7 @@ from shardgraph.plans import parameter_plan
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.annotations.match import Annotated, annotations_by_name, matches, written
+from shardgraph.plans.batch import Batch, divided
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.explanation import explained
 from shardgraph.plans.offload_plan import NOTHING, Offload
@@ -86,6 +87,9 @@ class Plan:
     ``replicas``
         The axis outside of ``mesh`` along which copies of the model train by themselves, without communication, as
         ``(axis name, size)``; :class:`shardgraph.LocalSGD` averages them. Empty for a single copy.
+    ``batch``
+        The global batch that it was chosen for, and the calls of a rank in which it is computed; None: of any size, in
+        one call. It is for the loop that trains: see :attr:`calls` and :attr:`samples_per_call`.
     ``note``
         Why this plan was chosen, for display only.
     ``considered``
@@ -110,6 +114,7 @@ class Plan:
     gradient_statistics: bool = False
     replicas: Mesh = ()
     activations: Activations | None = None
+    batch: Batch | None = None
     note: str = ""
     considered: tuple[Candidate, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -153,6 +158,21 @@ class Plan:
     def data_size(self) -> int:
         """Number of ranks with a batch of their own."""
         return math.prod(size for _, size in self.data_mesh)
+
+    @property
+    def calls(self) -> int:
+        """Number of calls of a rank in one step, whose gradients are added up before the optimizer's step."""
+        return self.batch.calls if self.batch else 1
+
+    @property
+    def samples_per_call(self) -> int | None:
+        """Samples of one call of a rank; None if the plan was not chosen for a global batch."""
+        return self.batch.samples // self.data_size // self.calls if self.batch else None
+
+    @property
+    def division(self) -> str:
+        """How the samples of a step are divided, as text; empty if it was not chosen for a global batch."""
+        return divided(self.batch, self.data_size, self.pipeline.parts if self.pipeline else 1) if self.batch else ""
 
     @property
     def measures_gradients(self) -> bool:
@@ -251,6 +271,13 @@ class Plan:
         return cls(**values | ({"considered": tuple(considered)} if considered else {}))
 
     @property
+    def recomputed(self) -> str:
+        """What backward recomputes, as text."""
+        if isinstance(self.recompute, str):
+            return self.recompute
+        return "; ".join(f"{', '.join(names)} of {pattern or 'the model'}" for pattern, names in self.recompute)
+
+    @property
     def alternatives(self) -> tuple[Plan, ...]:
         """The best of the other candidates that fit, the fastest first: plans that run."""
         others = [each for each in self.considered[1:] if each.fits and each.plan is not None]
@@ -258,32 +285,26 @@ class Plan:
 
     def explain(self) -> str:
         """Why the plan was chosen: the predicted costs of all candidates, and what was found out beside, as text."""
-        return explained(self.name, self.note, self.considered, self.remarks)
+        return explained(self.name, self.note, self.division, self.considered, self.remarks)
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.whole_mesh) or "one process"
         lines = [f"plan {self.name} on {mesh}, prefetch {self.prefetch}" + (f": {self.note}" if self.note else "")]
+        if self.batch:
+            lines.append(f"  {self.division}")
         if self.pipeline:
             lines.append(f"  pipeline {self.pipeline}")
         if self.replicas:
             lines.append(f"  replicas along {self.replicas[0][0]!r}, which an optimizer averages now and then")
         width = max((len(pattern) for pattern, _ in self.parameters), default=0)
         for pattern, entry in self.parameters:
-            where = ", ".join(f"{p} over {axis}" for p, axis in zip(entry.placements, self.axes, strict=True))
-            again = ""
-            if entry.shard_axis is not None:
-                again = "; gathered again in backward" if entry.reshard_after_forward else "; kept for backward"
-            again += "; in host memory" if entry.offload else ""
-            lines.append(f"  {pattern:<{width}}  {where or 'whole'}; gradient {entry.gradient}{again}")
+            lines.append(f"  {pattern:<{width}}  {entry.on(self.axes)}")
         if self.offload != NOTHING:
             lines.append(f"  offloaded to host memory: {self.offload}")
         if dtypes := str(self.precision):
             lines.append(f"  precision: {dtypes}")
         if self.recompute != "none":
-            rules = self.recompute
-            if not isinstance(rules, str):
-                rules = "; ".join(f"{', '.join(names)} of {pattern or 'the model'}" for pattern, names in rules)
-            lines.append(f"  computed again in backward: {rules}")
+            lines.append(f"  computed again in backward: {self.recomputed}")
         if self.loss_chunk is not None:
             lines.append(f"  scores of a loss in chunks of {format_bytes(self.loss_chunk)}")
         if self.gradient_statistics:
@@ -392,6 +413,11 @@ def _check_plan(plan: Plan) -> None:
         for axis, _ in plan.activations.along:
             known = axis in (*dict(plan.operators), plan.experts)
             check(known, "activations", axis, "given for axes of operators or experts")
+    if plan.batch is not None:
+        check(isinstance(plan.batch, Batch), "batch", plan.batch, "a Batch, such as Batch(samples=64, calls=2)")
+        calls = plan.data_size * plan.calls
+        expected = f"a multiple of the {calls} calls of all data ranks in a step"
+        check(plan.batch.samples % calls == 0, "batch.samples", plan.batch.samples, expected)
     expected = "a Precision, such as Precision('bfloat16', reduce='float32')"
     check(isinstance(plan.precision, Precision), "precision", plan.precision, expected)
     for annotated in plan.annotations:

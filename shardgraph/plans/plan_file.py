@@ -12,6 +12,7 @@ from shardgraph.errors import PlanError, nearest
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations.kinds import parse
 from shardgraph.plans.annotations.match import Annotated
+from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.orders import SCHEDULES
@@ -44,6 +45,7 @@ def _data(plan: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "annotations": [{pattern: str(annotation)} for pattern, annotation in plan["annotations"]],
         "recompute": recompute if isinstance(recompute, str) else {key: list(names) for key, names in recompute},
         "pipeline": _written(pipeline, ("schedule", "checkpoint", "ranks")) if pipeline else None,
+        "batch": _written(plan["batch"]) if plan["batch"] else None,
         "precision": _written(plan["precision"]),
         "offload": _written(plan["offload"]),
         "considered": [_candidate(candidate) for candidate in plan["considered"]],
@@ -178,6 +180,10 @@ def _pipeline(data: Any) -> Pipeline:
     return Pipeline(**_read("pipeline", _PIPELINE, ("ranks",), data))
 
 
+def _batch(data: Any) -> Batch:
+    return Batch(**_read("batch", _BATCH, ("samples",), data))
+
+
 def _precision(data: Any) -> Precision:
     return Precision(**_read("precision", _PRECISION, (), data))
 
@@ -205,6 +211,10 @@ _PIPELINE = {
     "balance": _Field(list, "a list of the number of layers of each stage"),
     "checkpoint": _Field(str, " or ".join(map(repr, CHECKPOINTS))),
     "axis": _Field(str, "the name of a mesh axis"),
+}
+_BATCH = {
+    "samples": _Field(int, "a whole number from 1"),
+    "calls": _Field(int, "a whole number from 1"),
 }
 _PRECISION = {"parameters": _DTYPE, "reduce": _DTYPE, "buffers": _DTYPE, "outputs": _DTYPE, "inputs": _BOOL}
 _OFFLOAD = {
@@ -242,6 +252,7 @@ _PLAN = {  # in the order in which they are written
     "loss_chunk": _Field(int, "the bytes of logits per chunk"),
     "experts": _Field(str, "the mesh axis that shards experts"),
     "pipeline": _Field(dict, "a mapping of ranks, schedule, microbatches and stages", _pipeline),
+    "batch": _Field(dict, "a mapping of the samples of a step, and the calls of a rank in it", _batch),
     "precision": _Field(dict, "a mapping of parameters, reduce, buffers and outputs to dtypes", _precision),
     "offload": _Field(dict, "a mapping of parameters, activations, disk and optimizer_state", _offload),
     "gradient_statistics": _BOOL,
