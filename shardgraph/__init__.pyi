@@ -3,6 +3,7 @@
 from . import nn as nn
 from .api.analyze import analyze as analyze
 from .api.annotate import annotate as annotate
+from .api.compare import compare as compare
 from .api.compile import compile as compile
 from .api.plan import plan as plan
 from .api.prove import prove as prove

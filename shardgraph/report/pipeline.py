@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -74,6 +74,23 @@ class StageAnalysis:
         return sum(row.flops for row in self.rows)
 
 
+class _Moment(NamedTuple):
+    """The bytes that a rank holds at some time beside its state and inputs; those of gathered parameters are part of
+    the state until it is ``updating``."""
+
+    written: int = 0
+    saved: int = 0
+    gradients: int = 0
+    messages: int = 0
+    working: int = 0
+    ended: bool = False
+    updating: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.written + self.saved + self.gradients + self.messages + self.working
+
+
 @dataclass(frozen=True)
 class PipelineAnalysis(StepCosts):
     """The predicted costs of a training step of a pipeline; see :func:`shardgraph.analyze`.
@@ -92,23 +109,50 @@ class PipelineAnalysis(StepCosts):
 
     def peak(self, rank: int) -> int:
         """Peak bytes of the ranks at this position of the pipeline axis."""
+        return self._fullest_moment(rank)[0]
+
+    def at_peak(self, rank: int) -> dict[str, int]:
+        """The bytes of :meth:`peak` by kind."""
+        _, moment = self._fullest_moment(rank)
+        held: Counter[str] = Counter({"inputs": self.inputs})
+        for stage in self.stages:
+            held.update(stage.state if stage.rank == rank else {})
+        if moment.updating:
+            del held["gathered parameters"]
+        held["buffers"] += moment.written
+        held["saved"] += moment.saved + min(0, moment.working)  # an action may hold less than what it was given
+        held["gradients"] += moment.gradients
+        held["communication buffers"] += moment.messages
+        held["temporaries" if moment.ended else "activations"] += max(0, moment.working)
+        return {kind: nbytes for kind, nbytes in held.items() if nbytes}
+
+    def _fullest_moment(self, rank: int) -> tuple[int, _Moment]:
+        """The moment of the step at which most is live, with its bytes."""
+        own = [stage for stage in self.stages if stage.rank == rank]
+        between = self.inputs + sum(stage.between_steps for stage in own)
+        gathered = sum(stage.state.get("gathered parameters", 0) for stage in own)
+        sizes = ((between + (0 if each.updating else gathered) + each.nbytes, each) for each in self._moments(rank))
+        return max(sizes, key=lambda size: size[0])
+
+    def _moments(self, rank: int) -> Iterator[_Moment]:
+        """Each action of a rank, and the end of its step."""
         own = {stage.number: stage for stage in self.stages if stage.rank == rank}
-        steady = self.inputs + sum(sum(stage.state.values()) for stage in own.values())
-        saved, gradients, most = 0, 0, steady
+        written, saved, gradients = 0, 0, 0
+        yield _Moment()
         begun: set[int] = set()
         for ran, messages in zip(self.schedule.ranks[rank], self._messages(rank), strict=True):
             stage, kind = own[ran.action.stage], ran.action.kind
-            most = max(most, steady + saved + gradients + messages + stage.working[kind])
+            yield _Moment(written, saved, gradients, messages, stage.working[kind])
             saved += stage.cost.held(kind)
-            steady += stage.written if kind == "F" else 0
+            written += stage.written if kind == "F" else 0
             if kind in "BW" and stage.number not in begun:
                 begun.add(stage.number)
                 gradients += stage.gradients
         for stage in own.values():
-            most = max(most, steady + gradients + stage.reducing)
+            yield _Moment(written, 0, gradients, 0, stage.reducing, ended=True)
             gradients += stage.reduced - stage.gradients
-        steady = self.inputs + sum(stage.between_steps for stage in own.values())
-        return max(most, steady + gradients + max(stage.updating for stage in own.values()))
+        temporaries = max(stage.updating for stage in own.values())
+        yield _Moment(0, 0, gradients, 0, temporaries, ended=True, updating=True)
 
     def _messages(self, rank: int) -> list[int]:
         """Bytes of messages that a rank holds during each of its actions, beside those that the action uses.
@@ -142,12 +186,22 @@ class PipelineAnalysis(StepCosts):
         return max(map(self.peak, range(len(self.schedule.ranks))))
 
     @cached_property
+    def fullest(self) -> int:
+        """The position along the pipeline axis of the ranks with the largest peak."""
+        return max(range(len(self.schedule.ranks)), key=self.peak)
+
+    @cached_property
+    def busiest(self) -> tuple[StageAnalysis, ...]:
+        """The stages of the rank that computes and communicates longest, whose seconds :attr:`time` are."""
+        busy = [sum(ran.end - ran.start for ran in spans) for spans in self.schedule.ranks]
+        return tuple(stage for stage in self.stages if stage.rank == busy.index(max(busy)))
+
+    @cached_property
     def time(self) -> StepTime:
         """The seconds of the step on the busiest rank, by kind of work."""
         busy = [sum(ran.end - ran.start for ran in spans) for spans in self.schedule.ranks]
         updates = [sum(stage.update for stage in self.stages if stage.rank == rank) for rank in range(len(busy))]
-        seconds = max(busy)
-        own = [stage for stage in self.stages if stage.rank == busy.index(seconds)]
+        seconds, own = max(busy), self.busiest
         computed, communication = (
             self._parts * sum(row.seconds for stage in own for row in stage.rows if bool(row.stream) is communicates)
             for communicates in (False, True)

@@ -1,0 +1,118 @@
+"""What a step costs, with or without a pipeline, in parts that add up: seconds by kind, bytes at the peak by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardgraph.cost_models.timeline import COPIES, simulate
+from shardgraph.passes.analysis.rows import Row
+from shardgraph.report.analysis import Analysis
+from shardgraph.report.pipeline import PipelineAnalysis
+from shardgraph.report.step import tasks_of
+from shardgraph.report.transfers import transfers_of
+
+COMPUTATION, RECOMPUTATION, IDLE, UPDATE = "computation", "recomputation", "waiting for stages", "update"
+ONCE = "exposed, once a step"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The predicted costs of a step of all of a plan's calls, on the rank that takes longest and the one that holds most.
+
+    ``seconds`` are those of the step by what it is spent on, ``memory`` the bytes at the peak by kind, ``host`` those in
+    host memory.
+    """
+
+    seconds: Mapping[str, float]
+    memory: Mapping[str, int]
+    samples: int
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.memory.values())
+
+    @property
+    def per_sample(self) -> float:
+        """Seconds for each sample of the step."""
+        return self.step / max(1, self.samples)
+
+
+def parts_of(analysis: Analysis | PipelineAnalysis) -> Parts:
+    """The parts of an analysis' costs; it is of one of the plan's calls, with the update after them."""
+    calls, time = analysis.plan.calls, analysis.time
+    if isinstance(analysis, Analysis):
+        again = sum(row.seconds for row in analysis.rows if row.again and not row.stream)
+        exposed, memory, host = _exposed(analysis), held_at_peak(analysis, calls), dict(analysis.host_peak.host)
+    else:
+        assert analysis.plan.pipeline is not None
+        rows = [row for stage in analysis.busiest for row in stage.rows]
+        again = analysis.plan.pipeline.parts * sum(row.seconds for row in rows if row.again and not row.stream)
+        exposed, memory, host = _exposed_in_stages(analysis), analysis.at_peak(analysis.fullest), {}
+    again = min(again, time.compute)
+    each = {COMPUTATION: time.compute - again, RECOMPUTATION: again, **exposed, IDLE: time.bubble}
+    seconds = {kind: calls * value for kind, value in each.items() if value}
+    return Parts(seconds | {UPDATE: time.optimizer}, memory, calls * analysis.samples, host)
+
+
+def held_at_peak(analysis: Analysis, calls: int) -> dict[str, int]:
+    """The bytes at the peak of a step by kind; all but the first of its ``calls`` begin with gradients to add to."""
+    kept = analysis.rows[-1].memory.get("gradients", 0) if calls > 1 else 0
+    if not kept:
+        return dict(analysis.peak.memory)
+
+    def held(row: Row) -> dict[str, int]:
+        if row.half == "optimizer":
+            return dict(row.memory)
+        return {**row.memory, "gradients": row.memory.get("gradients", 0) + kept}
+
+    return max(map(held, analysis.rows), key=lambda memory: sum(memory.values()))
+
+
+def _exposed(analysis: Analysis) -> dict[str, float]:
+    """Seconds that the computation waits for or is slowed by transfers, by the axis or direction of the transfer."""
+    waits: Counter[str] = Counter()
+    for transfer in analysis.transfers:
+        waits[_kind(transfer.stream)] += transfer.exposed
+    return _together(waits, analysis.time.exposed)
+
+
+def _exposed_in_stages(analysis: PipelineAnalysis) -> dict[str, float]:
+    """The same of the busiest rank of a pipeline, for all microbatches; the rest of it is done once a step."""
+    assert analysis.plan.pipeline is not None
+    waits: Counter[str] = Counter()
+    for stage in analysis.busiest:
+        for half in ("forward", "backward"):
+            rows = [row for row in stage.rows if row.half == half]
+            for axis, seconds in _waits(rows, analysis.cluster.overlap).items():
+                waits[_kind(axis)] += analysis.plan.pipeline.parts * seconds
+    waits[ONCE] += sum(stage.once for stage in analysis.busiest)
+    return _together(waits, analysis.time.exposed)
+
+
+def _waits(rows: Sequence[Row], overlap: float) -> dict[str, float]:
+    waits: Counter[str] = Counter()
+    for transfer in transfers_of(rows, simulate(list(tasks_of(rows)), overlap), overlap):
+        waits[transfer.stream] += transfer.exposed
+    return waits
+
+
+def _together(waits: Mapping[str, float], exposed: float) -> dict[str, float]:
+    """The waits, scaled to add up to what is exposed: collectives that are slowed together are not slowed twice."""
+    total = sum(waits.values())
+    if not total:
+        return {"exposed": exposed} if exposed else {}
+    scale = exposed / total
+    return {kind: scale * seconds for kind, seconds in sorted(waits.items()) if seconds}
+
+
+def _kind(stream: str) -> str:
+    return f"copies {stream}" if stream in COPIES else f"exposed over {stream}"
