@@ -81,23 +81,48 @@ def plan(
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or has fewer devices.
     """
-    for name, value in (("devices", devices), ("global_batch", global_batch)):
-        expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
     expect(
         seconds is None or (isinstance(seconds, (int, float)) and seconds > 0), "seconds", seconds, "a number above 0"
     )
+    options = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
+    source, whole_step = searched(
+        model, example_inputs, example_kwargs, cluster, devices, global_batch, optimizer, precision, backend, loss_fn,
+        **options,
+    )  # fmt: skip
+    with Progress("plan", stages=2, enabled=progress) as show:
+        return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)
+
+
+def searched(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None,
+    cluster: Cluster | str | Path | None,
+    devices: int | None,
+    global_batch: int | None,
+    optimizer: str,
+    precision: str | Precision | None,
+    backend: str,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    **options: Any,
+) -> tuple[Source, bool]:
+    """The source of a search over all layouts for the arguments of :func:`plan`, and whether pipelines are searched.
+
+    Raises:
+        PlanError: an option is malformed.
+        ClusterError: the cluster is unknown, malformed or has fewer devices.
+    """
+    for name, value in (("devices", devices), ("global_batch", global_batch)):
+        expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
     machine = machine_for(cluster or this_machine(), devices or 1)
     ranks = devices or machine.world_size
     mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=machine)
-    options = (recompute, memory, loss_chunk, offload)
     question = Question.of(
-        model, "auto", mesh_of, True, None, precision, *options, cluster=machine, optimizer=optimizer
+        model, "auto", mesh_of, True, None, precision, **options, cluster=machine, optimizer=optimizer
     )
     machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, machine.device)
     kwargs = dict(example_kwargs or {})
     call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None)
     source = Source(call, fused=is_fused(backend))
-    whole_step = source.call.loss_fn is not None or "labels" in kwargs
-    with Progress("plan", stages=2, enabled=progress) as show:
-        return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)
+    return source, source.call.loss_fn is not None or "labels" in kwargs

@@ -18,13 +18,14 @@ from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
-from shardgraph.pictures import boxes, flow, gantt, graph, memory, svg, tree
+from shardgraph.pictures import boxes, flow, front, gantt, graph, memory, svg, tree
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_alike
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.search.front import Front
 from shardgraph.search.machine import machine_for
 
 _INSTALL = "apt-get install graphviz, or brew install graphviz"
@@ -34,7 +35,7 @@ _Outline = tuple[tree.Tree, flow.Edges]  # modules, and the data flow between th
 
 
 def visualize(
-    what: Plan | ShardedModule | Analysis | PipelineAnalysis,
+    what: Plan | ShardedModule | Analysis | PipelineAnalysis | Front,
     path: str | Path,
     *,
     model: nn.Module | None = None,
@@ -54,7 +55,8 @@ def visualize(
 
     Args:
         what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; or an analysis,
-            whose memory is drawn, and with its ``model`` and inputs its plan too.
+            whose memory is drawn, and with its ``model`` and inputs its plan too; or the front of
+            :func:`shardgraph.front`: memory and time of its plans, by their number of devices.
         path: the file to write. ``.svg`` has both pictures, ``.html`` both and the plan as text; ``.png``, ``.pdf``,
             and ``.dot`` or ``.gv`` (Graphviz's language) only the plan.
         model: the model of a plan or an analysis, not compiled; only shapes and dtypes of its tensors matter.
@@ -78,6 +80,8 @@ def visualize(
         raise ShardGraphError(
             f"cannot draw {path.name!r}: its suffix selects the format, and is .svg, .html, .png, .pdf, .dot or .gv"
         )
+    if isinstance(what, Front):
+        return _draw_front(what, path, ending)
     call = example_inputs, dict(example_kwargs or {})
     plan = _plan_of(what, model, call)
     if ending in (".svg", ".html"):
@@ -100,6 +104,15 @@ def visualize(
         path.write_text(graph.plan_graph(*plan).source, encoding="utf-8")
     else:
         path.write_bytes(_render(*plan, ending.removeprefix(".")))
+    return path
+
+
+def _draw_front(what: Front, path: Path, ending: str) -> Path:
+    if ending not in (".svg", ".html"):
+        raise ShardGraphError(f"cannot draw {path.name!r}: a front is drawn as .svg or .html, which browsers show")
+    title, drawings = f"Plans on {what.cluster}", [front.draw_front(what)]
+    picture = svg.document(title, drawings) if ending == ".svg" else svg.html_page(title, drawings, [str(what)])
+    path.write_text(picture, encoding="utf-8")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,16 @@ class Candidate:
     bubble: float = 0.0
     recompute: str = "none"
     plan: Any = field(default=None, repr=False)
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def microbatches(self) -> int:
+        """Batches of a data rank in a step; the names of axes say which ranks share a batch."""
+        return self.batches // max(1, math.prod(size for axis, size in self.mesh if axis not in ("pp", "tp", "cp")))
 
     @property
     def per_sample(self) -> float:

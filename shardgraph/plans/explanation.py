@@ -38,8 +38,7 @@ def _bound(best: Candidate) -> str:
 
 def _line(candidate: Candidate, best: Candidate) -> str:
     mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
-    microbatches = candidate.batches // max(1, _data_ranks(candidate))
-    mesh += f", {microbatches} microbatches" if microbatches > 1 else ""
+    mesh += f", {candidate.microbatches} microbatches" if candidate.microbatches > 1 else ""
     total = candidate.seconds or 1.0
     shares = (candidate.compute, candidate.exposed, candidate.bubble)
     compute, exposed, idle = (f"{seconds / total:.0%}" for seconds in shares)
@@ -67,11 +66,3 @@ def _verdict(candidate: Candidate, best: Candidate) -> str:
     own, chosen = shares(candidate), shares(best)
     most = max(own, key=lambda kind: own[kind] - chosen[kind])
     return f"{slower:.1%} slower: {most}"
-
-
-def _data_ranks(candidate: Candidate) -> int:
-    """Ranks with a batch of their own, by the names of the axes of layouts."""
-    ranks = 1
-    for axis, size in candidate.mesh:
-        ranks *= 1 if axis in ("pp", "tp", "cp") else size
-    return ranks

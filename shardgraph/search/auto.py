@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -87,7 +87,7 @@ def search(
     ranks, machine = question.plan.world_size, question.machine
     estimated = estimates.all(ranks, machine, batches)
     show("the best layouts")
-    finals = _Finals(source, estimates, budget, deadline)
+    finals = Finals(source, estimates, budget, deadline)
     finals.price_best(estimated)
     remarks = [*estimates.remarks, *finals.remarks, *finals.compared(estimated)]
     if finals.cut:
@@ -97,7 +97,7 @@ def search(
     return Found(finals.ranked(), len(estimated), remarks)
 
 
-class _Finals:
+class Finals:
     """The exact prices of the layouts with the best estimates."""
 
     def __init__(self, source: Source, estimates: Estimates, budget: int, deadline: float) -> None:
@@ -132,6 +132,13 @@ class _Finals:
                 self._price(layout, whole=True)
         elif self._deep and not self.cut:
             self._refine(self._best)
+
+    def price_all(self, layouts: Iterable[Layout]) -> None:
+        """Price these layouts, as far as the time allows."""
+        for layout in layouts:
+            if self._late():
+                break
+            self._price(layout)
 
     def compared(self, estimated: Sequence[Estimated]) -> Iterator[str]:
         """How far estimates were from exact prices, and the best estimate of what was not priced."""

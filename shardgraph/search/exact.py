@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardgraph.errors import PlanError
+from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
@@ -39,6 +40,11 @@ class Priced:
         """Sorts what is within ``budget`` bytes first, and of that the fastest; of the rest the smallest."""
         over = self.memory > budget
         return over, self.memory if over else self.per_sample, self.per_sample if over else self.memory
+
+    def of_batch(self, samples: int) -> Priced:
+        """The same with a plan that says how a step of so many samples is divided."""
+        calls = 1 if self.plan.pipeline else self.microbatches
+        return replace(self, plan=replace(self.plan, batch=Batch(samples, calls)))
 
     def candidate(self, budget: int, full: bool) -> Candidate:
         """Its line in the plan that is chosen, with the whole plan if ``full``."""

@@ -32,6 +32,13 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
     return Cluster.of(cluster, nodes=-(-ranks // one.devices_per_node))
 
 
+def with_devices(cluster: Cluster, ranks: int) -> Cluster:
+    """The cluster with as many nodes as ``ranks`` fill, if it has a network between nodes."""
+    if cluster.inter is None:
+        return cluster
+    return replace(cluster, nodes=-(-ranks // cluster.devices_per_node))
+
+
 def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
     """The mesh to plan for: the given one, else the plan's own, else the whole cluster of :func:`machine_for`."""
     if mesh is not None:

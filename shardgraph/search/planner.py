@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
-from shardgraph.plans.batch import Batch
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.search.auto import Found, search
@@ -51,14 +50,8 @@ def choose_plan(
         show("the presets")
         found = _on(source, _presets(question.plan.mesh), budget)
     if total is not None:
-        found = replace(found, priced=[_of_batch(each, total) for each in found.priced])
+        found = replace(found, priced=[each.of_batch(total) for each in found.priced])
     return _chosen(source, found, budget)
-
-
-def _of_batch(priced: Priced, samples: int) -> Priced:
-    """The price with a plan that says how its step of so many samples is divided."""
-    calls = 1 if priced.plan.pipeline else priced.microbatches
-    return replace(priced, plan=replace(priced.plan, batch=Batch(samples, calls)))
 
 
 def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
