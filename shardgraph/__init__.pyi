@@ -10,6 +10,7 @@ from .api.plan import plan as plan
 from .api.prove import prove as prove
 from .api.verify import verify as verify
 from .api.visualize import visualize as visualize
+from .api.what_if import what_if as what_if
 from .calibration import calibrate as calibrate
 from .cost_models.cluster import Cluster as Cluster
 from .cost_models.device import (

@@ -26,7 +26,13 @@ def draw_front(front: Front) -> Drawing:
     samples = {each.samples for each in points}
     body = [text(0, 20, f"Memory and time of plans on {front.cluster}", "title")]
     step = f", in steps of {samples.pop()} samples" if len(samples) == 1 else ""
-    body.append(text(0, 44, f"Seconds per sample{step}, by bytes at the peak of a rank, where none on as many devices is better in both"))
+    body.append(
+        text(
+            0,
+            44,
+            f"Seconds per sample{step}, by bytes at the peak of a rank, where none on as many devices is better in both",
+        )
+    )
     body += _grid(points, x, y)
     taken: list[tuple[float, float, float, float]] = [(x(p.memory) - 5, y(p.per_sample) - 5, 10, 10) for p in points]
     if min(each.memory for each in points) < front.budget <= x.last:
@@ -94,9 +100,7 @@ def _stairs(corners: Sequence[tuple[int, int]], colour: str) -> str:
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.6"/>'
 
 
-def _label(
-    point: Candidate, left: int, top: int, taken: list[tuple[float, float, float, float]]
-) -> Iterator[str]:
+def _label(point: Candidate, left: int, top: int, taken: list[tuple[float, float, float, float]]) -> Iterator[str]:
     """Its name, where it covers no point and no other name; without such a place there is none."""
     width = _TEXT * len(point.name)
     for dx, dy in ((9, -6), (9, 14), (-9 - width, -6), (-9 - width, 14), (9, -20), (9, 28)):

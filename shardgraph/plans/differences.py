@@ -35,7 +35,13 @@ def _parts(first: Plan, second: Plan) -> Iterator[Difference]:
 
 def _texts(plan: Plan) -> dict[str, str]:
     """Every part of a plan but its parameters and operations."""
-    pipeline = {"pipeline": "none", "schedule": "none", "microbatches": "1", "stages": "1", "stage recomputation": "none"}
+    pipeline = {
+        "pipeline": "none",
+        "schedule": "none",
+        "microbatches": "1",
+        "stages": "1",
+        "stage recomputation": "none",
+    }
     if plan.pipeline is not None:
         own = plan.pipeline
         begins = own.stages or own.balance

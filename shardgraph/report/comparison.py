@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,16 +43,8 @@ class Comparison:
 
     def table(self) -> str:
         """The costs side by side, as text. If the steps have other numbers of samples, seconds are those per sample."""
-        one, other = self.parts
         names = [f"{each.plan.name} on {each.plan.world_size}" for each in (self.first, self.second)]
-        per = [1, 1] if one.samples == other.samples else [max(1, one.samples), max(1, other.samples)]
-        seconds = [{kind: value / n for kind, value in each.seconds.items()} for each, n in zip((one, other), per)]
-        rows = [("", *names, "difference")]
-        rows += _lines("step" if per == [1, 1] else "seconds per sample", seconds, format_seconds)
-        rows += _lines("memory at the peak", [each.memory for each in self.parts], format_bytes)
-        if one.host or other.host:
-            rows += _lines("host memory at its peak", [each.host for each in self.parts], format_bytes)
-        return "\n".join(aligned(rows))
+        return side_by_side(names, self.parts)
 
     def __str__(self) -> str:
         one, other = (each.plan for each in (self.first, self.second))
@@ -114,7 +106,19 @@ def _modules(analysis: Analysis | PipelineAnalysis) -> set[str]:
     return {re.sub(r"(?<=\.)\d+(?=\.)", "*", row.module) for row in analysis.rows if row.flops}
 
 
-def _lines(whole: str, each: Sequence[dict[str, float]], form: Callable[[float], str]) -> Iterator[tuple[str, ...]]:
+def side_by_side(names: Sequence[str], costs: Sequence[Parts]) -> str:
+    """A column for each of several costs, with how the last differs from the first if there are two."""
+    same = len({each.samples for each in costs}) == 1
+    seconds = [{kind: value / (1 if same else max(1, p.samples)) for kind, value in p.seconds.items()} for p in costs]
+    rows = [("", *names, *(["difference"] if len(costs) == 2 else []))]
+    rows += _lines("step" if same else "seconds per sample", seconds, format_seconds)
+    rows += _lines("memory at the peak", [each.memory for each in costs], format_bytes)
+    if any(each.host for each in costs):
+        rows += _lines("host memory at its peak", [each.host for each in costs], format_bytes)
+    return "\n".join(aligned(rows))
+
+
+def _lines(whole: str, each: Sequence[Mapping[str, float]], form: Callable[[float], str]) -> Iterator[tuple[str, ...]]:
     """A line for a sum and one for each of its parts, the largest first."""
     sums = [sum(parts.values()) for parts in each]
     yield _line(whole, sums, form)
@@ -126,8 +130,10 @@ def _lines(whole: str, each: Sequence[dict[str, float]], form: Callable[[float],
 
 
 def _line(name: str, values: Sequence[float], form: Callable[[float], str]) -> tuple[str, ...]:
+    cells = [form(value) if value else "-" for value in values]
+    if len(values) != 2:
+        return (name, *cells)
     one, other = values
     change = other - one
     relative = f" ({change / one:+.1%})" if one else ""
-    difference = f"{'+' if change > 0 else '-'}{form(abs(change))}{relative}" if change else "same"
-    return (name, form(one) if one else "-", form(other) if other else "-", difference)
+    return (name, *cells, f"{'+' if change > 0 else '-'}{form(abs(change))}{relative}" if change else "same")

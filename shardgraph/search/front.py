@@ -18,8 +18,8 @@ from shardgraph.search.machine import with_devices
 from shardgraph.search.source import Source
 from shardgraph.sizes import aligned, format_bytes, format_seconds
 
-_PRICED = 6
-"""Layouts that are priced exactly for each number of devices."""
+_PRICED = 5
+"""Layouts that are priced exactly for each number of devices, beside those that a search for the fastest prices."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def front(
 ) -> Front:
     """The front of the job of ``source`` on each of these numbers of devices; other arguments as :func:`.auto.search`.
 
-    Costs of layers are found once for all of them. For each number of devices the layouts that no other estimate beats
-    are priced exactly, a few from the fastest to the smallest.
+    Costs of layers are found once for all of them. For each number of devices the fastest plan is searched as by
+    :func:`.auto.search`, and a few of the layouts that no other estimate beats are priced, down to the smallest.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
@@ -102,6 +102,7 @@ def front(
         estimated = estimates.all(ranks, machine, batches)
         here = replace(source, question=replace(question, cluster=machine))
         finals = Finals(here, estimates, question.budget, deadline)
+        finals.price_best(estimated)
         finals.price_all(_spread(estimated))
         priced = finals.ranked()
         if batches.total is not None:

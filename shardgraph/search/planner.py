@@ -50,6 +50,11 @@ def choose_plan(
         show("the presets")
         found = _on(source, _presets(question.plan.mesh), budget)
     if total is not None:
+        if not found.estimated:
+            raise PlanError(
+                f"steps of {total} samples cannot be divided over the data ranks of any layout of "
+                f"{question.plan.world_size} devices: give another global_batch, such as a multiple of the devices"
+            )
         found = replace(found, priced=[each.of_batch(total) for each in found.priced])
     return _chosen(source, found, budget)
 
