@@ -10,11 +10,21 @@ from pathlib import Path
 from shardgraph.cost_models.device import Device, Host, Link, Rate
 
 
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""What a container may use, in either version of Linux's control groups."""
+
+
 def host_memory() -> int:
-    """Available bytes of this machine's memory; all of its memory if the system does not report that."""
+    """Bytes of this machine's memory that are available now; all of its memory if the system does not report that."""
     if available := re.search(r"^MemAvailable:\s*(\d+) kB", _system_text("/proc/meminfo"), re.MULTILINE):
         return int(available[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_memory()
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory, whoever uses them now; of a container those that it may use."""
+    limits = [int(text) for path in _LIMITS if (text := _system_text(path).strip()).isdigit()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def cpu_cores() -> int:
@@ -42,7 +52,7 @@ def cpu_core() -> Device:
     rates = {f"matmul/{dtype}": Rate(rate, overhead=5e-6) for dtype, rate in per_second.items()}
     return Device(
         name="cpu",
-        memory=host_memory() // cpu_cores(),
+        memory=machine_memory() // cpu_cores(),
         peak={"float32": peak, "float64": peak / 2},
         rates=rates | {"pointwise": Rate(5e9, overhead=5e-6)},
         allocation=64,

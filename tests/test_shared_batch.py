@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import shardgraph
 from shardgraph import PlanError
+from shardgraph.calibration.remembered import measured_file
 from tests import shared_batches
 from tests.standing import on_ranks
 
@@ -22,10 +25,17 @@ def test_ranks_that_share_a_batch_are_told_if_each_has_its_own(kind):
         assert "the 2 ranks along 'dp' share a batch" in error and "plan.data_rank(r)" in error
 
 
-def test_tuning_takes_the_candidate_that_is_measured_fastest():
-    (name, measured, same), (other, _, _) = on_ranks(shared_batches.tuned, 2, timeout=200)
-    assert name == other and same
-    assert len(measured) >= 2 and any(name in line for line in measured)
+def test_tuning_takes_the_candidate_that_is_measured_fastest_and_corrects_the_prices(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured_file().parent.mkdir()
+    shardgraph.Cluster.detect().save(measured_file())
+    (name, measured, same, priced), (other, told, _, _) = on_ranks(
+        shared_batches.tuned, 2, args=(str(tmp_path),), timeout=200
+    )
+    assert name == other and measured == told and same
+    assert len(measured) >= 3 and any(name in line for line in measured)
+    found = re.search(r"took (\S+) times the predicted computation", measured[-1])
+    assert found and priced == pytest.approx(1 / float(found[1]), rel=0.02)
 
 
 @pytest.mark.parametrize(("plan", "tune"), [("single", 1.0), ("auto", -1), ("auto", "long")])

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph.calibration import remembered
+from shardgraph.calibration import Step, learn, remembered
+from shardgraph.calibration.correction import fitted
 from shardgraph.calibration.remembered import measured_file, this_machine
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.search.machine import machine_for
 
 MEASURED = replace(Cluster.detect(), name="measured", doubt=0.07, devices_per_node=3)
 
@@ -52,12 +54,24 @@ def test_its_ranks_are_none_of_this_run(unmeasured, monkeypatch):
     assert not {"RANK", "TORCHELASTIC_RUN_ID"} & set(environment)
 
 
-def test_size_and_free_memory_are_those_of_now(unmeasured, monkeypatch):
+def test_a_core_has_its_share_of_all_memory_whatever_is_free(unmeasured, monkeypatch):
     monkeypatch.setattr(detection, "cpu_cores", lambda: 4)
     this_machine()
-    monkeypatch.setattr(detection, "host_memory", lambda: 2**32)
+    monkeypatch.setattr(detection, "machine_memory", lambda: 2**32)
+    monkeypatch.setattr(detection, "host_memory", lambda: 2**20)
     assert this_machine().devices_per_node == 4
     assert this_machine().device.memory == 2**30
+    assert machine_for(None, 2).device.memory == 2**30
+    assert machine_for(None, 16).device.memory == 2**28
+
+
+def test_a_container_has_the_memory_that_it_may_use(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(detection, "_LIMITS", (str(limit),))
+    whole = detection.machine_memory()
+    for text, expected in {"max": whole, "1048576": 2**20, str(2**63): whole}.items():
+        limit.write_text(f"{text}\n")
+        assert detection.machine_memory() == expected
 
 
 def test_plans_are_priced_with_what_was_measured(unmeasured):
@@ -100,6 +114,56 @@ def test_a_cache_that_cannot_be_written_is_told(unmeasured, tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert this_machine().doubt == 0.07
+
+
+# -- measured steps ----------------------------------------------------------------------------------------------------
+
+
+def steps(computation: float, communication: float, shares: tuple[float, ...] = (0.1, 0.4, 0.8)) -> list[Step]:
+    """Measured steps that took so many times their predictions, of 10 ms, of which these parts are communication."""
+    parts = [(0.01 * (1 - share), 0.01 * share) for share in shares]
+    return [Step(one, other, computation * one + communication * other) for one, other in parts]
+
+
+def test_the_factors_of_steps_that_differ_in_communication_are_found():
+    assert vars(fitted(steps(1.5, 0.7))) == pytest.approx({"computation": 1.5, "communication": 0.7}, rel=0.05)
+
+
+def test_steps_that_communicate_nothing_teach_nothing_of_it():
+    found = fitted(steps(1.5, 9.0, (0.0, 0.0)))
+    assert found.computation == pytest.approx(1.5, rel=0.02) and found.communication == pytest.approx(1.0)
+
+
+def test_what_steps_teach_corrects_the_prices_of_this_machine_next_time(unmeasured):
+    before = this_machine()
+    learn(steps(2.0, 0.5))
+    after = this_machine()
+    first = after.device.rates["pointwise"].per_second / before.device.rates["pointwise"].per_second
+    assert first == pytest.approx(0.5, rel=0.05)
+    assert after.intra.bandwidth / before.intra.bandwidth == pytest.approx(2.0, rel=0.1)
+    learn(steps(1.5, 1.0))  # of predictions with the corrected prices
+    second = this_machine().device.rates["pointwise"].per_second / before.device.rates["pointwise"].per_second
+    assert second == pytest.approx(first / 1.5, rel=0.05)
+
+
+def test_only_the_prices_that_were_measured_are_corrected(unmeasured):
+    this_machine()
+    learn(steps(2.0, 2.0))
+    assert machine_for("H100", 8) == Cluster.of("H100")
+    measured_file().unlink()  # measured again, with other rates
+    other = replace(MEASURED, intra=replace(MEASURED.intra, latency=1e-3))
+    other.save(measured_file())
+    remembered._measured.cache_clear()
+    assert this_machine().intra == other.intra
+
+
+def test_a_correction_that_cannot_be_read_is_none(unmeasured):
+    before = this_machine()
+    learn(steps(2.0, 2.0))
+    (file,) = measured_file().parent.glob("correction-*.yaml")
+    for content in ("- 1", "schema: 0\ncomputation: 2\ncommunication: 2", "schema: 1\ncomputation: -1", "{"):
+        file.write_text(content)
+        assert this_machine() == before
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from shardgraph.api.tune import fastest
 from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.detection import host_memory
 from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.fingerprint import fingerprint
 from shardgraph.module.parameters import tied_names
@@ -37,6 +40,7 @@ from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
 from shardgraph.search.answer import answer
 from shardgraph.search.question import Question
 from shardgraph.search.remembered import remembered
+from shardgraph.sizes import format_bytes
 
 
 def compile(
@@ -109,6 +113,7 @@ def compile(
             :class:`shardgraph.AdaScale`; as ``gradient_statistics`` of the plan.
         tune: with ``plan="auto"`` and example inputs: seconds for which the best candidates are run on the ranks, with
             copies of the model and AdamW, to take the one whose measured step is fastest. Compiling them comes on top.
+            Without ``cluster``, what is measured corrects this machine's prices for next time.
         initialize: run the model's own initialisation for tensors on ``meta``. False: a checkpoint is loaded next.
         timeout: seconds that a rank waits for rank 0 to choose the plan, and for the others to compile the program.
         progress: show a progress line on standard error; None: on a terminal only.
@@ -155,10 +160,12 @@ def compile(
                 copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
             )
 
-        chosen = fastest(chosen, build, *inputs, tune)
+        chosen = fastest(chosen, build, *inputs, tune, here=question.cluster is None)
         question = question.settled(chosen)
         chosen = _decided(agreement, question, setup.captures)
 
+    if chosen.considered and question.cluster is None and device.type == "cpu":
+        _warn_of_memory(chosen.considered[0].memory)
     whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
     kind = ShardedModule if chosen.pipeline is None else PipelinedModule
     sharded = kind(model, chosen, whole_mesh, setup)
@@ -180,6 +187,18 @@ def compile(
     return sharded
 
 
+def _warn_of_memory(nbytes: int) -> None:
+    """Warn, once on this machine, if its ranks are predicted to take more memory than is free now."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    free = host_memory()
+    if nbytes * here > free and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"{here} ranks are predicted to take {format_bytes(nbytes)} each at their peak, and of this machine's memory "
+            f"{format_bytes(free)} are free now: end other programs, or plan for less with memory=",
+            stacklevel=3,
+        )
+
+
 def _check_not_compiled(model: nn.Module) -> None:
     if isinstance(model, ShardedModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardGraphError(
@@ -189,7 +208,7 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:
-    """The plan chosen by rank 0, since free memory differs between machines; other ranks receive it as text."""
+    """The plan chosen by rank 0, since machines may differ in memory and prices; other ranks receive it as text."""
     if not question.open:
         return answer(question, captures)
     text = agreement.from_first_rank("the plan", lambda: remembered(question, captures).to_yaml())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardgraph.calibration import Step, learn
+from shardgraph.calibration.correction import fitted
 from shardgraph.capture.capture import own_loss
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.sizes import format_seconds
 from shardgraph.torch_api import pytree
@@ -28,15 +31,19 @@ def fastest(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     seconds: float,
+    *,
+    here: bool,
 ) -> Plan:
     """The candidate of ``chosen`` and its alternatives whose measured step takes least per sample.
 
     All ranks call it, with the same plan. ``build(plan)`` compiles a copy of the model; ``seconds`` are those that all
-    candidates are run for together, without compiling them. A step is that of the slowest rank, with AdamW.
+    candidates are run for together, without compiling them. A step is that of the slowest rank, with AdamW. If they
+    were priced on the machine ``here``, its prices are corrected for next time.
     """
     candidates = (chosen, *chosen.alternatives)[:_CANDIDATES]
     if len(candidates) == 1:
         return chosen
+    predicted = [chosen.considered[0], *(each for each in chosen.considered[1:] if each.fits and each.plan is not None)]
     inputs = pytree.tree_map_only(torch.Tensor, _real, (args, dict(kwargs)))
     measured = [measured_step(build(plan), inputs, seconds / len(candidates)) for plan in candidates]
     per_sample = [value / plan.data_size for value, plan in zip(measured, candidates, strict=True)]
@@ -45,9 +52,28 @@ def fastest(
         f"measured: {plan.name} on {dict(plan.whole_mesh)} takes {format_seconds(value)} a step"
         for plan, value in zip(candidates, measured, strict=True)
     )
+    steps = [_step_of(each, value) for each, value in zip(predicted, measured, strict=False)]  # more may be predicted
+    remarks = (*remarks, _learned(steps, here))
+    taken = predicted[best]
+    considered = (taken, *(each for each in chosen.considered if each is not taken))
     note = f"{chosen.note}; of the {len(candidates)} best by prediction the fastest as measured, "
     note += f"{format_seconds(measured[best])} a step"
-    return replace(candidates[best], note=note, considered=chosen.considered, remarks=(*chosen.remarks, *remarks))
+    return replace(candidates[best], note=note, considered=considered, remarks=(*chosen.remarks, *remarks))
+
+
+def _step_of(candidate: Candidate, measured: float) -> Step:
+    """A measured step beside its prediction; all that is not communication is computation."""
+    return Step(candidate.seconds - candidate.exposed, candidate.exposed, measured)
+
+
+def _learned(steps: Sequence[Step], here: bool) -> str:
+    """Corrects the prices of this machine, once for all of its ranks, if those made the predictions; says how far they
+    were off."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    found = learn(steps) if here and first else fitted(steps)
+    off = f"measured steps took {found.computation:.2f} times the predicted computation and {found.communication:.2f} "
+    off += "times the communication"
+    return f"{off}, by which this machine's prices are corrected next time" if here else off
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

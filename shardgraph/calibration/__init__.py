@@ -2,20 +2,21 @@
 
 :func:`measure` times operations on all ranks at once, since the ranks of one machine share its cores and its memory;
 :func:`fit` turns the timings into the rates of a :class:`~shardgraph.cost_models.cluster.Cluster`; :func:`calibrate`
-does both. :func:`this_machine` is what plans are priced on by default.
+does both. :func:`this_machine` is what plans are priced on by default, and :func:`learn` corrects it by measured steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardgraph.calibration.correction import Correction, Step
 from shardgraph.calibration.fitting import fit, fit_table
 from shardgraph.calibration.measuring import measure
-from shardgraph.calibration.remembered import this_machine
+from shardgraph.calibration.remembered import learn, this_machine
 from shardgraph.calibration.timings import Measurements
 from shardgraph.cost_models.cluster import Cluster
 
-__all__ = ["Measurements", "calibrate", "fit", "fit_table", "measure", "this_machine"]
+__all__ = ["Correction", "Measurements", "Step", "calibrate", "fit", "fit_table", "learn", "measure", "this_machine"]
 
 
 def calibrate(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardgraph import torch_api
 from shardgraph.calibration.programs import Step, reference_steps
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
-from shardgraph.cost_models.detection import host_memory
+from shardgraph.cost_models.detection import machine_memory
 from shardgraph.cost_models.device import FLOP_KINDS
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
@@ -54,7 +54,7 @@ def measure(
         known = getattr(torch, dtype, None)
         if not (isinstance(known, torch.dtype) and known.is_floating_point):
             raise ClusterError(f"calibrate cannot measure dtype {dtype!r}: give floating-point ones, such as float32")
-    memory = host_memory()  # before the ranks take any
+    memory = machine_memory()
     ranks = nproc or torch.cuda.device_count() or 2
     by_rank = launch(_measure_rank, ranks, args=(tuple(dtypes), seconds, memory // ranks, progress))
     return replace(

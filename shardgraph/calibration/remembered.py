@@ -1,4 +1,4 @@
-"""This machine as a cluster: its GPUs by their description; a CPU measured once and remembered."""
+"""This machine as a cluster: its GPUs by their description, a CPU measured once; both as measured steps corrected them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from shardgraph.calibration.correction import Correction, Step, correction_of, fitted, keep, write
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ClusterError
@@ -26,30 +28,47 @@ _MOST = 4  # ranks that measure at once: each is a process that imports PyTorch
 
 
 def this_machine() -> Cluster:
-    """The machine that a plan is priced on if no cluster is named, with the memory that is free now.
+    """The machine that a plan is priced on if no cluster is named, with all of its memory: on a CPU each core's share.
 
     GPUs are known by name. A CPU's rates cannot be: they are measured for some seconds the first time, in processes of
     their own, and read from :func:`measured_file` from then on; delete that file to measure again, or pass the file of
     a longer ``shardgraph calibrate`` as ``cluster``. Where they cannot be measured, they are
-    :meth:`Cluster.detect`'s guesses, with a warning.
+    :meth:`Cluster.detect`'s guesses, with a warning. Prices that measured steps have corrected (:func:`learn`) are
+    corrected.
 
     Raises:
         ClusterError: it has a GPU that is not described.
     """
+    machine = _uncorrected()
+    return correction_of(machine, _folder()).of(machine)
+
+
+def learn(steps: Sequence[Step]) -> Correction:
+    """Correct the prices of this machine for next time by measured steps, whose predictions were made with the present
+    prices; returns the factors between both."""
+    machine, found = _uncorrected(), fitted(steps)
+    keep(found.after(correction_of(machine, _folder())), machine, _folder())
+    return found
+
+
+def _uncorrected() -> Cluster:
     if torch.cuda.is_available():
         return Cluster.detect()
     measured, cores = _measured(measured_file()), detection.cpu_cores()
     if measured is None:
         return Cluster.detect()
-    device = replace(measured.device, memory=detection.host_memory() // cores)
+    device = replace(measured.device, memory=detection.machine_memory() // cores)
     return replace(measured, device=device, devices_per_node=cores)
 
 
 def measured_file() -> Path:
     """Where this CPU's rates are kept: one file for each CPU, number of cores and release of PyTorch."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = f"{detection.cpu_name()} {detection.cpu_cores()} {torch.__version__} {platform.python_version()}"
-    return cache / "shardgraph" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.yaml"
+    return _folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.yaml"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardgraph"
 
 
 @functools.cache
@@ -66,7 +85,7 @@ def _measured(path: Path) -> Cluster | None:
         command = [sys.executable, "-m", "shardgraph", "calibrate", "--seconds", f"{_SECONDS}", "--nproc", f"{ranks}"]
         try:
             subprocess.run([*command, "--out", out], env=_alone(), capture_output=True, timeout=_PATIENCE, check=True)
-            cluster = Cluster.load(out)
+            cluster, content = Cluster.load(out), out.read_text(encoding="utf-8")
         except (OSError, subprocess.SubprocessError, ClusterError) as error:
             said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
             warnings.warn(
@@ -75,19 +94,8 @@ def _measured(path: Path) -> Cluster | None:
                 stacklevel=2,
             )
             return None
-    _keep(cluster, path)
+    write(path, content)
     return cluster
-
-
-def _keep(cluster: Cluster, path: Path) -> None:
-    """Write the file whole, whoever else does so at the same time; on a read-only disk it is measured each time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        cluster.save(written)
-        written.replace(path)
-    except OSError as error:
-        warnings.warn(f"the rates of this CPU cannot be kept in {path}: {error.strerror}", stacklevel=2)
 
 
 def _alone() -> dict[str, str]:

@@ -53,7 +53,9 @@ def _verdict(candidate: Candidate, best: Candidate) -> str:
         return "<- chosen"
     if not candidate.fits:
         return f"too large, by {format_bytes(candidate.memory - best.memory)} more than the chosen one takes"
-    if candidate.per_sample <= best.per_sample:
+    if candidate.per_sample < best.per_sample:
+        return f"{1 - candidate.per_sample / best.per_sample:.1%} faster by prediction, and slower as measured"
+    if candidate.per_sample == best.per_sample:
         return "as fast, and larger"
     slower = candidate.per_sample / best.per_sample - 1
 

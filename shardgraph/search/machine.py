@@ -16,7 +16,7 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
     """The cluster for a caller's argument.
 
     If only a device is named, it has enough nodes for ``ranks``; without an argument it is this machine, as if it had
-    at least as many devices.
+    at least as many devices. Ranks of a CPU share its memory.
 
     Raises:
         ClusterError: no such device or file.
@@ -25,7 +25,12 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
         return cluster
     if cluster is None:
         machine = this_machine()
-        return replace(machine, devices_per_node=max(machine.devices_per_node, ranks))
+        if ranks <= machine.devices_per_node:
+            return machine
+        device = machine.device
+        if device.is_cpu:
+            device = replace(device, memory=device.memory * machine.devices_per_node // ranks)
+        return replace(machine, device=device, devices_per_node=ranks)
     if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
         return Cluster.load(cluster)
     one = Cluster.of(cluster)
