@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardgraph
 from shardgraph import Plan
+from shardgraph.plans.batch import Batch
+from shardgraph.report.parts import parts_of
+from tests.machines import toy_cluster
 
 SAMPLES = 16  # of a step
 
@@ -68,3 +72,23 @@ def continued(plan_text: str, folder: str, steps: range, resume: bool) -> list[f
         state = dict(zip(("model", "optimizer"), get_state_dict(sharded, optimizer), strict=True))
         dcp.save(state, checkpoint_id=folder)
     return losses
+
+
+def peaks_of_calls(name: str, calls: int) -> tuple[int, int]:
+    """The measured and the predicted peak of a step of so many calls."""
+    x, options = torch.randn(64, 8), {"loss_fn": nn.functional.mse_loss}
+    sharded = shardgraph.compile(net(), name, example_inputs=(x,), **options)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+
+    def step() -> None:
+        for _ in range(calls):
+            sharded.train_step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with shardgraph.MemoryTracker(sharded, optimizer) as tracker:
+        step()
+    plan = replace(sharded.plan, batch=Batch(64 * calls * sharded.plan.data_size, calls))
+    options |= {"example_kwargs": {"target": x}, "cluster": toy_cluster(1, 4)}
+    return tracker.trace.peak.live, parts_of(shardgraph.analyze(net(), (x,), plan, **options)).peak

@@ -14,7 +14,6 @@ from shardgraph.plans.batch import Batch
 from shardgraph.plans.differences import differences
 from shardgraph.report.parts import parts_of
 from tests.machines import toy_cluster
-from tests.test_analysis import llama, text
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
 
@@ -64,8 +63,9 @@ def test_seconds_and_bytes_add_up_to_the_analysis(plan):
 
 
 def test_those_of_a_pipeline_do_too():
-    plan = shardgraph.preset("pp+fsdp", {"pp": 2, "dp": 2}, Pipeline(4))
-    analysis = shardgraph.analyze(llama(4), plan=plan, example_kwargs=text(4), cluster=toy_cluster())
+    plan = shardgraph.preset("pp+fsdp", {"pp": 2, "dp": 2}, Pipeline(2, stages=("2",)))
+    loss = {"example_kwargs": {"target": INPUTS[0]}, "loss_fn": nn.functional.mse_loss}
+    analysis = analysed(plan, **loss)
     parts = parts_of(analysis)
     assert parts.step == pytest.approx(analysis.time.total) and parts.peak == analysis.peak_memory
     assert {"waiting for stages", "exposed over dp"} <= parts.seconds.keys()

@@ -37,3 +37,10 @@ def test_the_losses_of_a_job_that_goes_on_on_half_the_ranks_are_those_of_one_tha
         assert losses == pytest.approx(whole[:3], rel=1e-5)
     for losses in rest:
         assert losses == pytest.approx(whole[3:], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_calls_that_add_to_gradients_hold_them(name):
+    for calls in (1, 2):
+        for measured, predicted in on_ranks(replanned.peaks_of_calls, 2, args=(name, calls)):
+            assert measured == pytest.approx(predicted, abs=64)

@@ -15,6 +15,7 @@ from shardgraph import PlanError, ShardGraphError
 from shardgraph.plans.adapted import adapted
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
+from shardgraph.report.parts import parts_of
 from shardgraph.search.front import Front
 from tests.machines import GIB, toy_cluster
 
@@ -109,7 +110,7 @@ def test_a_plan_without_data_ranks_is_for_as_many_ranks():
 
 @functools.cache
 def front() -> Front:
-    return shardgraph.front(Net(), INPUTS, (2, 4), cluster=toy_cluster(1, 4), global_batch=16)
+    return shardgraph.front(Net(), INPUTS, (1, 2), cluster=toy_cluster(1, 4), global_batch=256)
 
 
 def point(devices: int, memory: int, seconds: float, fits: bool = True) -> Candidate:
@@ -125,19 +126,27 @@ def test_the_front_is_what_no_other_plan_beats():
 
 
 def test_the_front_of_a_job_has_plans_that_run_on_each_number_of_devices():
-    assert {each.devices for each in front().points} == {2, 4}
+    assert {each.devices for each in front().points} == {1, 2}
     for each in front().points:
-        assert each.plan.world_size == each.devices and each.plan.batch.samples == each.samples == 16
-    best = shardgraph.plan(Net(), INPUTS, cluster=toy_cluster(1, 4), devices=4, global_batch=16)
-    fastest = min(each.per_sample for each in front().points if each.devices == 4)
+        assert each.plan.world_size == each.devices and each.plan.batch.samples == each.samples == 256
+    best = shardgraph.plan(Net(), INPUTS, cluster=toy_cluster(1, 4), devices=2, global_batch=256)
+    fastest = min(each.per_sample for each in front().points if each.devices == 2)
     assert fastest == best.considered[0].per_sample
     assert "device time" in str(front())
+
+
+def test_a_plan_of_several_calls_is_priced_as_it_runs():
+    several = next(each for each in front().considered if each.plan.calls > 1 and not each.plan.operators)
+    x = torch.zeros(several.plan.samples_per_call, 6, 8)
+    parts = parts_of(shardgraph.analyze(Net(), (x,), several.plan, cluster=toy_cluster(1, 4)))
+    assert parts.step == pytest.approx(several.seconds) and parts.peak == several.memory
+    assert parts.memory["gradients"] > 0  # of earlier calls
 
 
 def test_the_front_is_drawn(tmp_path):
     drawn = shardgraph.visualize(replace(front(), budget=front().points[-1].memory), tmp_path / "front.svg").read_text()
     texts = set(ET.fromstring(drawn).itertext())
-    assert {"2 devices", "4 devices", "memory at the peak of a rank"} <= texts
+    assert {"1 device", "2 devices", "memory at the peak of a rank"} <= texts
     assert drawn.count("<circle") == len(front().points) + 2
     assert "device time" in shardgraph.visualize(front(), tmp_path / "front.html").read_text()
 

@@ -10,6 +10,7 @@ from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
+from shardgraph.report.parts import held_at_peak
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes
@@ -80,8 +81,9 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     seconds = accumulated * (analysis.time.total - once) + once
     parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
     microbatches = plan.pipeline.parts if plan.pipeline else accumulated
-    live = analysis.peak.memory if isinstance(analysis, Analysis) else {}
-    return Priced(plan, analysis.peak_memory, seconds, parts, accumulated * analysis.samples, microbatches, live)
+    live = held_at_peak(analysis, accumulated) if isinstance(analysis, Analysis) else {}
+    memory = sum(live.values()) if live else analysis.peak_memory
+    return Priced(plan, memory, seconds, parts, accumulated * analysis.samples, microbatches, live)
 
 
 def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
