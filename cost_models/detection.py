@@ -9,7 +9,6 @@ from pathlib import Path
 
 from shardgraph.cost_models.device import Device, Host, Link, Rate
 
-
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """What a container may use, in either version of Linux's control groups."""
 

@@ -121,6 +121,7 @@ from .plans.annotations.kinds import (
 from .plans.annotations.kinds import (
     stage as stage,
 )
+from .plans.batch import Batch as Batch
 from .plans.offload_plan import Offload as Offload
 from .plans.pipeline_plan import Pipeline as Pipeline
 from .plans.plan import (

@@ -14,6 +14,7 @@ from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.resolve import named_or_loaded
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.comparison import Comparison, compared
 from shardgraph.report.pipeline import PipelineAnalysis
@@ -62,7 +63,7 @@ def compare(
                 "a plan alone has no costs: give compare the model and example_inputs of one call too, or what "
                 "shardgraph.analyze returns for either plan"
             )
-        plan = Plan.load(what) if isinstance(what, Path) or str(what).endswith((".yaml", ".yml")) else what
+        plan = named_or_loaded(what)
         call = Call(model, example_inputs, dict(example_kwargs or {}))
         if isinstance(plan, Plan) and plan.samples_per_call is not None:
             call = call.resized(plan.samples_per_call, call.sequence)

@@ -193,8 +193,8 @@ def _warn_of_memory(nbytes: int) -> None:
     free = host_memory()
     if nbytes * here > free and os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(
-            f"{here} ranks are predicted to take {format_bytes(nbytes)} each at their peak, and of this machine's memory "
-            f"{format_bytes(free)} are free now: end other programs, or plan for less with memory=",
+            f"{here} ranks are predicted to take {format_bytes(nbytes)} each at their peak, and of this machine's "
+            f"memory {format_bytes(free)} are free now: end other programs, or plan for less with memory=",
             stacklevel=3,
         )
 

@@ -61,10 +61,8 @@ def front(
     expect(whole, "devices", devices, "numbers of devices to compare, such as (8, 16, 32)")
     if isinstance(cluster, Cluster):
         cluster = with_devices(cluster, counts[-1])
-    source, whole_step = searched(
-        model, example_inputs, example_kwargs, cluster, counts[-1], global_batch, optimizer, precision, backend, loss_fn,
-        memory=memory,
-    )  # fmt: skip
+    job = cluster, counts[-1], global_batch, optimizer, precision, backend, loss_fn
+    source, whole_step = searched(model, example_inputs, example_kwargs, *job, memory=memory)
     batches = Batches(max(1, source.call.batch), global_batch)
     with Progress("front", stages=len(counts) + 1, enabled=progress) as show:
         return search.front(source, counts, batches, pipelines=whole_step, limit=seconds, show=show)

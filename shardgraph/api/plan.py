@@ -84,11 +84,9 @@ def plan(
     expect(
         seconds is None or (isinstance(seconds, (int, float)) and seconds > 0), "seconds", seconds, "a number above 0"
     )
-    options = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
-    source, whole_step = searched(
-        model, example_inputs, example_kwargs, cluster, devices, global_batch, optimizer, precision, backend, loss_fn,
-        **options,
-    )  # fmt: skip
+    job = cluster, devices, global_batch, optimizer, precision, backend, loss_fn
+    options: dict[str, Any] = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
+    source, whole_step = searched(model, example_inputs, example_kwargs, *job, **options)
     with Progress("plan", stages=2, enabled=progress) as show:
         return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)
 

@@ -30,9 +30,9 @@ from shardgraph.sizes import format_bytes, is_whole, parse_bytes
 class WhatIf:
     """A plan as things are, the same plan under other conditions, and the best plan under them.
 
-    ``now``, ``same`` and ``best`` are analyses of a call, each with its plan as ``.plan``; ``best.plan`` explains itself.
-    ``same`` or ``best`` is None where there is no such plan, and ``why`` says why. ``conditions`` are what was changed,
-    as text, and ``budget`` the bytes that a rank may use under them.
+    ``now``, ``same`` and ``best`` are analyses of a call, each with its plan as ``.plan``; ``best.plan`` explains
+    itself. ``same`` or ``best`` is None where there is no such plan, and ``why`` says why. ``conditions`` are what was
+    changed, as text, and ``budget`` the bytes that a rank may use under them.
     """
 
     conditions: str
@@ -93,8 +93,8 @@ def what_if(
 
         print(shardgraph.what_if(plan, model, example_kwargs=batch, cluster="H100", sequence=8192))
 
-    Of the conditions ``sequence``, ``global_batch``, ``devices``, ``on`` and ``network`` at least one is given. The same
-    plan has more or fewer data ranks on other numbers of devices, and calls as large as now.
+    Of the conditions ``sequence``, ``global_batch``, ``devices``, ``on`` and ``network`` at least one is given. The
+    same plan has more or fewer data ranks on other numbers of devices, and calls as large as now.
 
     Args:
         plan: a plan, or the path of its file.

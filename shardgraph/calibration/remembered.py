@@ -1,4 +1,4 @@
-"""This machine as a cluster: its GPUs by their description, a CPU measured once; both as measured steps corrected them."""
+"""This machine as a cluster: its GPUs by their description, a CPU measured once; corrected by measured steps."""
 
 from __future__ import annotations
 

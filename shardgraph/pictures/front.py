@@ -30,7 +30,7 @@ def draw_front(front: Front) -> Drawing:
         text(
             0,
             44,
-            f"Seconds per sample{step}, by bytes at the peak of a rank, where none on as many devices is better in both",
+            f"Seconds per sample{step}, by peak bytes of a rank: none on as many devices is better in both",
         )
     )
     body += _grid(points, x, y)
@@ -105,7 +105,7 @@ def _label(point: Candidate, left: int, top: int, taken: list[tuple[float, float
     width = _TEXT * len(point.name)
     for dx, dy in ((9, -6), (9, 14), (-9 - width, -6), (-9 - width, 14), (9, -20), (9, 28)):
         box = (left + dx, top + dy - 10, width, _LINE)
-        inside = _LEFT <= box[0] and box[0] + width <= _RIGHT + 28
+        inside = box[0] >= _LEFT and box[0] + width <= _RIGHT + 28
         if inside and not any(_overlap(box, other) for other in taken):
             taken.append(box)
             yield text(round(left + dx), top + dy, point.name, "small")

@@ -46,8 +46,8 @@ def _on(plan: Plan, ranks: int) -> Plan:
     others = plan.world_size // size
     if ranks % others or not ranks // others:
         raise PlanError(
-            f"plan {plan.name!r} on {dict(plan.whole_mesh)} has {others} ranks for each along {axis!r}, so it cannot be "
-            f"on {ranks}: take a multiple of {others}"
+            f"plan {plan.name!r} on {dict(plan.whole_mesh)} has {others} ranks for each along {axis!r}, so it cannot "
+            f"be on {ranks}: take a multiple of {others}"
         )
     mesh = tuple((name, ranks // others if name == axis else count) for name, count in plan.mesh)
     return replace(plan, mesh=mesh, batch=None)

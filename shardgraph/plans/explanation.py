@@ -9,7 +9,7 @@ from shardgraph.sizes import format_bytes, format_seconds
 
 
 def explained(name: str, note: str, division: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
-    """The text; the chosen candidate is the first. ``division`` says how the samples of a step are divided, if known."""
+    """The text; the chosen candidate is the first. ``division``: how samples are divided, if known."""
     if not considered:
         return f"plan {name!r} was not chosen among others: plan='auto' with example inputs searches all layouts"
     best = considered[0]

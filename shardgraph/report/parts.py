@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +19,10 @@ ONCE = "exposed, once a step"
 
 @dataclass(frozen=True)
 class Parts:
-    """The predicted costs of a step of all of a plan's calls, on the rank that takes longest and the one that holds most.
+    """The predicted costs of a step, of all of a plan's calls: seconds of the busiest rank, bytes of the fullest one.
 
-    ``seconds`` are those of the step by what it is spent on, ``memory`` the bytes at the peak by kind, ``host`` those in
-    host memory.
+    ``seconds`` are those of the step by what it is spent on, ``memory`` the bytes at the peak by kind, ``host`` those
+    in host memory.
     """
 
     seconds: Mapping[str, float]
@@ -79,7 +79,7 @@ def held_at_peak(analysis: Analysis, calls: int) -> dict[str, int]:
 
 def _exposed(analysis: Analysis) -> dict[str, float]:
     """Seconds that the computation waits for or is slowed by transfers, by the axis or direction of the transfer."""
-    waits: Counter[str] = Counter()
+    waits: defaultdict[str, float] = defaultdict(float)
     for transfer in analysis.transfers:
         waits[_kind(transfer.stream)] += transfer.exposed
     return _together(waits, analysis.time.exposed)
@@ -88,7 +88,7 @@ def _exposed(analysis: Analysis) -> dict[str, float]:
 def _exposed_in_stages(analysis: PipelineAnalysis) -> dict[str, float]:
     """The same of the busiest rank of a pipeline, for all microbatches; the rest of it is done once a step."""
     assert analysis.plan.pipeline is not None
-    waits: Counter[str] = Counter()
+    waits: defaultdict[str, float] = defaultdict(float)
     for stage in analysis.busiest:
         for half in ("forward", "backward"):
             rows = [row for row in stage.rows if row.half == half]
@@ -99,7 +99,7 @@ def _exposed_in_stages(analysis: PipelineAnalysis) -> dict[str, float]:
 
 
 def _waits(rows: Sequence[Row], overlap: float) -> dict[str, float]:
-    waits: Counter[str] = Counter()
+    waits: defaultdict[str, float] = defaultdict(float)
     for transfer in transfers_of(rows, simulate(list(tasks_of(rows)), overlap), overlap):
         waits[transfer.stream] += transfer.exposed
     return waits
