@@ -104,13 +104,23 @@ def test_plans_of_a_global_batch_are_priced_for_their_calls():
     ("other", "words"),
     [
         (lambda: analysed(DDP, optimizer="sgd"), "the optimizer of plan 'ddp' is adamw, and of plan 'ddp' sgd"),
-        (lambda: analysed(DDP, cluster=replace(toy_cluster(), name="other")), "the cluster of plan"),
+        (
+            lambda: analysed(DDP, cluster=replace(toy_cluster(), name="other")),
+            "clusters 'toy' and 'other'",
+        ),
         (lambda: analysed(DDP, nn.Sequential(nn.Sequential(nn.Linear(8, 8)))), "only one of them computes in"),
     ],
 )
 def test_analyses_of_two_jobs_are_refused(other, words):
     with pytest.raises(ShardGraphError, match=words):
         shardgraph.compare(analysed(DDP), other())
+
+
+def test_the_pipeline_of_a_plan_is_not_one_of_another_model():
+    piped = shardgraph.preset("pp+fsdp", {"pp": 2, "dp": 2}, Pipeline(2, stages=("2",)))
+    loss = {"example_kwargs": {"target": INPUTS[0]}, "loss_fn": nn.functional.mse_loss}
+    comparison = shardgraph.compare(analysed(DDP, **loss), analysed(piped, **loss))
+    assert "waiting for stages" in str(comparison) and "microbatches" in str(comparison)
 
 
 def test_a_plan_without_its_model_is_refused():

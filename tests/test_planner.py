@@ -126,6 +126,17 @@ def test_a_chosen_plan_explains_itself_and_round_trips():
     assert "its step is" in text and "twice as fast" in text and "1 GiB more" in text
 
 
+def test_a_plan_that_was_measured_fastest_says_which_was_so_by_prediction():
+    one, other = chosen().considered[:2]
+    said = replace(chosen(), considered=(replace(other, seconds=1.5 * one.seconds), one)).explain()
+    assert "33.3% faster by prediction, and slower as measured" in said
+
+
+def test_a_plan_for_a_global_batch_explains_how_it_is_divided():
+    plan = replace(chosen(), batch=shardgraph.Batch(64 * chosen().data_size, calls=2))
+    assert f"{plan.data_size} data rank" in plan.explain() and "2 calls, whose gradients are added up" in plan.explain()
+
+
 def test_alternatives_are_plans_that_run():
     model, (args, kwargs) = make("tied-transformer", 2)
     cluster = toy_cluster(1, devices_per_node=4)

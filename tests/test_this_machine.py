@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph.calibration import Step, learn, remembered
+from shardgraph.api.compile import _warn_of_memory
+from shardgraph.calibration import MeasuredStep, learn, remembered
 from shardgraph.calibration.correction import fitted
 from shardgraph.calibration.remembered import measured_file, this_machine
 from shardgraph.cost_models import detection
@@ -116,13 +118,27 @@ def test_a_cache_that_cannot_be_written_is_told(unmeasured, tmp_path, monkeypatc
         assert this_machine().doubt == 0.07
 
 
+def test_a_plan_that_takes_more_than_is_free_is_warned_of_once_on_a_machine(monkeypatch):
+    monkeypatch.setattr("shardgraph.api.compile.host_memory", lambda: 2**30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank, nbytes, warned in (("0", 2**28 + 1, 1), ("1", 2**28 + 1, 0), ("0", 2**28, 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _warn_of_memory(nbytes)
+        assert len(caught) == warned
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.warns(UserWarning, match=r"4 ranks .* 256\.0 MiB each .* 1\.0 GiB are free now"):
+        _warn_of_memory(2**28 + 1)
+
+
 # -- measured steps ----------------------------------------------------------------------------------------------------
 
 
-def steps(computation: float, communication: float, shares: tuple[float, ...] = (0.1, 0.4, 0.8)) -> list[Step]:
+def steps(computation: float, communication: float, shares: tuple[float, ...] = (0.1, 0.4, 0.8)) -> list[MeasuredStep]:
     """Measured steps that took so many times their predictions, of 10 ms, of which these parts are communication."""
     parts = [(0.01 * (1 - share), 0.01 * share) for share in shares]
-    return [Step(one, other, computation * one + communication * other) for one, other in parts]
+    return [MeasuredStep(one, other, computation * one + communication * other) for one, other in parts]
 
 
 def test_the_factors_of_steps_that_differ_in_communication_are_found():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardgraph.calibration import Step, learn
+from shardgraph.calibration import MeasuredStep, learn
 from shardgraph.calibration.correction import fitted
 from shardgraph.capture.capture import own_loss
 from shardgraph.module.sharded import ShardedModule
@@ -61,12 +61,12 @@ def fastest(
     return replace(candidates[best], note=note, considered=considered, remarks=(*chosen.remarks, *remarks))
 
 
-def _step_of(candidate: Candidate, measured: float) -> Step:
+def _step_of(candidate: Candidate, measured: float) -> MeasuredStep:
     """A measured step beside its prediction; all that is not communication is computation."""
-    return Step(candidate.seconds - candidate.exposed, candidate.exposed, measured)
+    return MeasuredStep(candidate.seconds - candidate.exposed, candidate.exposed, measured)
 
 
-def _learned(steps: Sequence[Step], here: bool) -> str:
+def _learned(steps: Sequence[MeasuredStep], here: bool) -> str:
     """Corrects the prices of this machine, once for all of its ranks, if those made the predictions; says how far they
     were off."""
     first = not dist.is_initialized() or dist.get_rank() == 0

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardgraph.calibration.correction import Correction, Step
+from shardgraph.calibration.correction import MeasuredStep
 from shardgraph.calibration.fitting import fit, fit_table
 from shardgraph.calibration.measuring import measure
 from shardgraph.calibration.remembered import learn, this_machine
 from shardgraph.calibration.timings import Measurements
 from shardgraph.cost_models.cluster import Cluster
 
-__all__ = ["Correction", "Measurements", "Step", "calibrate", "fit", "fit_table", "learn", "measure", "this_machine"]
+__all__ = ["MeasuredStep", "Measurements", "calibrate", "fit", "fit_table", "learn", "measure", "this_machine"]
 
 
 def calibrate(

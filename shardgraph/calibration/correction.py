@@ -25,7 +25,7 @@ _SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A step as it was measured, beside its predicted seconds of computation and of exposed communication."""
 
     computation: float
@@ -53,7 +53,7 @@ class Correction:
         return replace(cluster, device=replace(device, rates=rates), intra=intra, inter=inter)
 
 
-def fitted(steps: Sequence[Step]) -> Correction:
+def fitted(steps: Sequence[MeasuredStep]) -> Correction:
     """The factors with which predictions are nearest to measured steps, by least squares of relative errors.
 
     What steps do not tell apart, since all of them communicate alike, stays near 1: the factors have a prior there.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shardgraph.calibration.correction import Correction, Step, correction_of, fitted, keep, write
+from shardgraph.calibration.correction import Correction, MeasuredStep, correction_of, fitted, keep, write
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ClusterError
@@ -43,7 +43,7 @@ def this_machine() -> Cluster:
     return correction_of(machine, _folder()).of(machine)
 
 
-def learn(steps: Sequence[Step]) -> Correction:
+def learn(steps: Sequence[MeasuredStep]) -> Correction:
     """Correct the prices of this machine for next time by measured steps, whose predictions were made with the present
     prices; returns the factors between both."""
     machine, found = _uncorrected(), fitted(steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardgraph.errors import ShardGraphError
@@ -73,6 +73,13 @@ def compared(first: Analysis | PipelineAnalysis, second: Analysis | PipelineAnal
     Raises:
         ShardGraphError: they are not of one job: of another model, sequence length, optimizer or cluster.
     """
+    clusters = [replace(each.cluster, nodes=1) for each in (first, second)]  # as many nodes as a plan needs
+    if clusters[0] != clusters[1]:
+        raise ShardGraphError(
+            f"these two are not of one job, whose plans could be compared: they are priced on the clusters "
+            f"{clusters[0].name!r} and {clusters[1].name!r}, whose prices or sizes differ. Analyse both for one "
+            "cluster; shardgraph.what_if says what a plan does on another"
+        )
     for what, of in _JOB.items():
         one, other = of(first), of(second)
         if one != other:
@@ -95,7 +102,6 @@ def _tokens(analysis: Analysis | PipelineAnalysis) -> float:
 
 
 _JOB: dict[str, Callable[[Analysis | PipelineAnalysis], object]] = {
-    "the cluster": lambda analysis: analysis.cluster.name,
     "the optimizer": lambda analysis: analysis.optimizer,
     "the number of tokens in a sample": _tokens,
 }

@@ -50,7 +50,7 @@ def choose_plan(
         show("the presets")
         found = _on(source, _presets(question.plan.mesh), budget)
     if total is not None:
-        if not found.estimated:
+        if not found.estimated and total % question.plan.world_size:
             raise PlanError(
                 f"steps of {total} samples cannot be divided over the data ranks of any layout of "
                 f"{question.plan.world_size} devices: give another global_batch, such as a multiple of the devices"
