@@ -160,7 +160,8 @@ def compile(
                 copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
             )
 
-        chosen = fastest(chosen, build, *inputs, tune, here=question.cluster is None)
+        here = question.cluster is None and _local_ranks() == _ranks()
+        chosen = fastest(chosen, build, *inputs, tune, here=here)
         question = question.settled(chosen)
         chosen = _decided(agreement, question, setup.captures)
 
@@ -189,14 +190,22 @@ def compile(
 
 def _warn_of_memory(nbytes: int) -> None:
     """Warn, once on this machine, if its ranks are predicted to take more memory than is free now."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
-    free = host_memory()
+    here, free = _local_ranks(), host_memory()
     if nbytes * here > free and os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(
             f"{here} ranks are predicted to take {format_bytes(nbytes)} each at their peak, and of this machine's "
             f"memory {format_bytes(free)} are free now: end other programs, or plan for less with memory=",
             stacklevel=3,
         )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _local_ranks() -> int:
+    """The ranks of this run on this machine: all of them, unless what has launched them says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", _ranks()))
 
 
 def _check_not_compiled(model: nn.Module) -> None:

@@ -109,7 +109,7 @@ _JOB: dict[str, Callable[[Analysis | PipelineAnalysis], object]] = {
 
 def _modules(analysis: Analysis | PipelineAnalysis) -> set[str]:
     """The modules that multiply matrices, equal layers counted once: no plan moves that to another module."""
-    return {re.sub(r"(?<=\.)\d+(?=\.)", "*", row.module) for row in analysis.rows if row.flops}
+    return {re.sub(r"(?<=\.)\d+(?=\.)", "*", row.module) for row in analysis.rows if row.flops and row.module}
 
 
 def side_by_side(names: Sequence[str], costs: Sequence[Parts]) -> str:
