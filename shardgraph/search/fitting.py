@@ -41,22 +41,26 @@ def _kinds(priced: Priced) -> str:
 
 def _ways(source: Source, smallest: Priced, budget: int) -> Iterator[_Way]:
     """Changes of the plan, of the batch and of the number of devices."""
-    plan, machine, call = smallest.plan, source.question.machine, source.call
+    plan, machine, calls = replace(smallest.plan, batch=None), source.question.machine, smallest.plan.calls
+    if smallest.plan.samples_per_call is not None:
+        source = source.resized(smallest.plan.samples_per_call, source.call.sequence)
+    call = source.call
     tried: list[tuple[str, Source, Plan, int]] = []
     if machine.device.host is not None and plan.pipeline is None and plan.offload == Offload():
         for name in ("activations", "parameters", "all"):
             offloaded = replace(plan, offload=Offload.of(name), activations=None)
-            tried.append((f"offload={name!r}", source, offloaded, 1))
+            tried.append((f"offload={name!r}", source, offloaded, calls))
     if plan.pipeline is None and call.batch > 1 and call.batch % 2 == 0:
         half = replace(source, question=replace(source.question, call=call.resized(call.batch // 2, call.sequence)))
-        tried.append((f"batches of {call.batch // 2}, two of them accumulated", half, plan, 2))
+        number = "two" if calls == 1 else f"{2 * calls}"
+        tried.append((f"batches of {call.batch // 2}, {number} of them accumulated", half, plan, 2 * calls))
     if plan.pipeline is None and plan.data_size > 1:
         axis, size = plan.data_mesh[-1]
         mesh = tuple((name, 2 * size if name == axis else ranks) for name, ranks in plan.mesh)
         larger = replace(machine, nodes=2 * machine.nodes) if machine.inter else None
         if larger is not None:
             twice = replace(source, question=replace(source.question, cluster=larger))
-            tried.append((f"{2 * plan.world_size} devices", twice, replace(plan, mesh=mesh, activations=None), 1))
+            tried.append((f"{2 * plan.world_size} devices", twice, replace(plan, mesh=mesh, activations=None), calls))
     for what, of, changed, accumulated in tried:
         with suppress(ShardGraphError):
             yield _Way(what, price(of, changed, budget, accumulated))
