@@ -55,6 +55,8 @@ def draw_front(front: Front) -> Drawing:
         row = _TOP + 20 * place
         body.append(f'<circle cx="{_RIGHT + 36}" cy="{row}" r="5" fill="{colour}"/>')
         body.append(text(_RIGHT + 48, row + 4, f"{devices} device{'s' * (devices > 1)}"))
+    if not all(each.fits for each in points):
+        body.append(text(_RIGHT + 30, row + 28, "hollow: more than that", "small"))
     return Drawing(WIDTH, HEIGHT, "\n".join(body))
 
 

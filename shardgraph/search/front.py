@@ -108,7 +108,9 @@ def front(
         if batches.total is not None:
             priced = [each.of_batch(batches.total) for each in priced]
         found += [each.candidate(question.budget, full=True) for each in priced]
-        remarks |= {f"on {ranks} devices: {remark}": None for remark in (*estimates.remarks, *finals.remarks)}
+        remarks |= {
+            f"on {ranks} device{'s' * (ranks > 1)}: {remark}": None for remark in (*estimates.remarks, *finals.remarks)
+        }
         estimates.remarks.clear()
         if finals.cut:
             remarks[f"the limit of {format_seconds(limit or 0.0)} ended the search at {ranks} devices"] = None
