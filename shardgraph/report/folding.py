@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardgraph.capture.private_copy import private_copy
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
@@ -57,6 +58,13 @@ def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
             layers[number] |= {(rest, *each) for each in constraints if matches(each[0], name)}
     alike = all(layer == layers["0"] for layer in layers.values())
     return alike and all(pattern == "*" for pattern, _ in plan.parameters)
+
+
+def merges_layers(plan: Plan, model: nn.Module, stack: Stack) -> bool:
+    """Whether buckets of collectives hold several layers, so that one more layer does not insert the same again."""
+    layer = model.get_submodule(stack.path)[0]
+    nbytes = sum(parameter.nbytes for parameter in layer.parameters())
+    return plan.data_size > 1 and nbytes <= plan.bucket
 
 
 def _form(layer: nn.Module) -> tuple[object, ...]:
@@ -110,14 +118,29 @@ def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
 
 
 def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
-    for first, second, third in zip(*programs, strict=True):
-        if ("memory", "temporaries") in _growth(first, second):
-            raise NotPeriodicError("all parameters are updated together, which more layers may be too large for")
+    for rows in zip(*programs, strict=True):
+        temporaries = [row.memory.get("temporaries", 0) for row in rows]
+        first, second, third = (
+            replace(row, memory={kind: n for kind, n in row.memory.items() if kind != "temporaries"}) for row in rows
+        )
         read, written, seconds = (
             getattr(first, name) + more * (getattr(second, name) - getattr(first, name))
             for name in ("read", "written", "seconds")
         )
-        yield replace(_shifted(first, second, third, more), read=read, written=written, seconds=seconds)
+        row = replace(_shifted(first, second, third, more), read=read, written=written, seconds=seconds)
+        taken = _temporaries(rows[0], temporaries, more)
+        yield replace(row, memory={**row.memory, **({"temporaries": taken} if taken else {})})
+
+
+def _temporaries(first: Row, few: Sequence[int], more: int) -> int:
+    """What the update takes for itself with ``more`` layers: as much as the largest parameter, or as all that is
+    updated together, which is everything as long as that is small."""
+    if few[0] == few[1] == few[2]:
+        return few[0]
+    if not all(isinstance(nbytes, int) for nbytes in few):
+        raise NotPeriodicError("all parameters are updated together, which for some sizes more layers are too large for")
+    most = optimizer_cost(first.operation).temporaries * UPDATED_TOGETHER
+    return min(few[0] + more * (few[1] - few[0]), most)
 
 
 def mark(row: Row) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from shardgraph.errors import CaptureError, PlanError
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend
+from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend, merges_layers
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.report.pipeline_folding import extend_stages, layers_of_stages, short
 from shardgraph.search.source import Source
@@ -24,7 +24,7 @@ def analyze_source(source: Source) -> Analysis:
 
 def folded(source: Source) -> Analysis | None:
     """The same from a few of the model's equal layers; None if there are not enough, or they are not done alike."""
-    if (stack := source.stack) is not None:
+    if (stack := source.stack) is not None and not merges_layers(source.plan, source.question.model, stack):
         depths = source.depths_of(stack)
         for shallow in (each for each in SHALLOW if each[-1] <= stack.layers):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold

@@ -10,13 +10,19 @@ from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
+from shardgraph.report.folding import SHALLOW
 from shardgraph.report.parts import held_at_peak
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes
+from shardgraph.search.depths import Depths
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
 from shardgraph.search.stages import place_stages
+
+
+_FEW = 40
+"""Layers of a model that is analysed whole, in a few seconds, if its layers are not done alike."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +105,9 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
 
 
 def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis]:
-    question = source.question
     if source.depths is not None and plan.recompute != "budget":
-        settled = replace(source, question=question.settled(plan))
-        if plan.pipeline is not None:
-            return plan, analyze_pipeline_source(settled)
-        if (analysis := folded(settled)) is None and not whole:
-            raise PlanError(
-                "not priced: its equal layers are not scheduled alike, which takes an analysis of all of them; "
-                "shardgraph.analyze makes one"
-            )
-        return plan, analysis or unfolded(settled)
+        return _deep(source, source.depths, plan, whole)
+    question = source.question
     shapes, machine = question.shapes, question.machine
     joint = source.captures.joint(question.settled(plan).captured, plan)
     if plan.pipeline is not None:
@@ -119,3 +117,25 @@ def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Pla
     analyze = analyze_program if plan.pipeline is None else analyze_pipeline
     priced = analyze(program, machine, optimizer=question.optimizer, fused=source.fused)
     return recomputations.chosen(choice), priced
+
+
+def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis]:
+    """A plan with its analysis, from a few equal layers; from all where that is no more work, or they are few.
+
+    Of many layers that are not done alike because a bucket holds several of them, it is the plan without buckets.
+    """
+    settled = replace(source, question=source.question.settled(plan))
+    if plan.pipeline is not None:
+        return plan, analyze_pipeline_source(settled)
+    layers = depths.stack.layers
+    if layers > sum(SHALLOW[0]) and (analysis := folded(settled)) is not None:
+        return plan, analysis
+    if layers <= _FEW or whole:
+        analysis = unfolded(settled.at(depths, layers, plan))
+        return plan, replace(analysis, plan=plan)
+    if plan.bucket:
+        return _deep(source, depths, replace(plan, bucket=0), whole)
+    raise PlanError(
+        "not priced: its equal layers are not scheduled alike, which takes an analysis of all of them; "
+        "shardgraph.analyze makes one"
+    )
