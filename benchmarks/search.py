@@ -35,7 +35,7 @@ from shardgraph.search.depths import Depths
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimates
 from shardgraph.search.exact import Priced, price
-from shardgraph.search.layouts import Layout
+from shardgraph.search.layouts import OFFLOADS, Layout
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
@@ -114,6 +114,7 @@ def compared(
     layouts = [
         *(Layout(shard=ranks, data=data) for data in ("ddp", "zero2", "fsdp")),
         *(Layout(shard=ranks, recompute=recompute) for recompute in ("selective", "full")),
+        *(Layout(shard=ranks, offload=what) for what in OFFLOADS),
         *([Layout(replicate=cluster.nodes, shard=ranks // cluster.nodes)] if cluster.nodes > 1 else []),
         *(Layout(shard=ranks // degree, tp=degree) for degree in (2, tp) if ranks > degree),
         *(Layout(stages=4, shard=ranks // 4, microbatches=8, data=data) for data in ("zero2", "fsdp")),

@@ -138,7 +138,7 @@ def _temporaries(first: Row, few: Sequence[int], more: int) -> int:
     if few[0] == few[1] == few[2]:
         return few[0]
     if not all(isinstance(nbytes, int) for nbytes in few):
-        raise NotPeriodicError("all parameters are updated together, which for some sizes more layers are too large for")
+        raise NotPeriodicError("all parameters are updated together, which more layers are too large for at some sizes")
     most = optimizer_cost(first.operation).temporaries * UPDATED_TOGETHER
     return min(few[0] + more * (few[1] - few[0]), most)
 

@@ -23,7 +23,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.search.batches import Batches
 from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.depths import Depths
-from shardgraph.search.estimate import stage_layers
+from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates
 from shardgraph.search.exact import Priced, cheapest, price
 from shardgraph.search.layouts import Layout
@@ -32,17 +32,25 @@ from shardgraph.search.what_if import what_if
 from shardgraph.sizes import format_seconds
 
 _DOUBT = 1.03
-"""How far estimates of seconds have been from exact prices: layouts that are estimated at more than this times the best
-price are not priced. ``benchmarks/search.py`` prints the ratios."""
+"""How much more than exact prices estimates of seconds have been, at most: ``benchmarks/search.py`` prints the ratios.
+Where a search sees more, it takes that. A layout is not priced if its estimate, less so much, is more than the best
+price."""
+
+_DOUBT_OF_FEW = 1.25
+"""Likewise for models without many equal layers, of which estimates know less, and which are priced in no time."""
+
+_BOUNDS = 4
+"""Meshes whose bounds are listed."""
 
 _MEMORY_DOUBT = 1.25
 """Likewise of memory: estimates were at most so much above the exact peaks."""
 
 _FINALISTS = 3
-"""Layouts that are priced exactly at most if one of them fits, beside the plain ones of a small model."""
+"""Layouts of a deep model that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
 _TRIES = 12
-"""Layouts that are priced exactly before those with the least memory are, if none of them fits."""
+"""Layouts that are priced exactly of a model with few layers; and of any before those with the least memory are, if
+none of them fits."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,12 @@ def search(
     show("the best layouts")
     finals = Finals(source, estimates, budget, deadline)
     finals.price_best(estimated)
+    if not finals.fits and (offloaded := estimates.offloaded(ranks, machine, batches)):
+        finals.price_best(offloaded)
+        estimated = [*estimated, *offloaded]
+        if finals.fits:
+            finals.remarks["nothing fits without offload: layouts with it were searched"] = None
+    finals.finish(estimated)
     remarks = [*estimates.remarks, *finals.remarks, *finals.compared(estimated)]
     if finals.cut:
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
@@ -106,27 +120,34 @@ class Finals:
         self._deep = source.depths is not None
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
+        self._guesses: dict[Layout, float] = {}
         self._refined: list[Priced] = []
         self.remarks: dict[str, None] = {}
         self.cut = False
 
     def price_best(self, estimated: Sequence[Estimated]) -> None:
         """Price the layouts with the best estimates."""
-        if not self._deep:  # few operations, of which estimates know less, and which are priced in no time
+        self._guesses |= {layout: guess.seconds / layout.samples for layout, guess in estimated}
+        if not self._deep:
             for layout, _ in estimated:
                 if layout.stages == layout.tp == 1 and layout.microbatches == 1:
                     self._price(layout)
         fitting = [pair for pair in estimated if pair[1].memory <= self._budget * _MEMORY_DOUBT]
+        presets = _best_of_presets(fitting)
         for count, (layout, guess) in enumerate(fitting):
-            if (best := self._best) is not None:
-                slower = guess.seconds / layout.samples > best.per_sample * _DOUBT
-                if self._late() or slower or count >= _FINALISTS:
+            if (best := self._best) is None:
+                if count >= _TRIES:
                     break
-            elif count >= _TRIES:
+            elif self._late() or self._least(layout, guess) > best.per_sample:
                 break
+            elif count >= (_FINALISTS if self._deep else _TRIES) and layout not in presets:
+                continue
             self._price(layout)
         if self._best is None and fitting and not any(self._priced.values()):
             self._price(fitting[0][0], whole=True)
+
+    def finish(self, estimated: Sequence[Estimated]) -> None:
+        """Price the best plan with buckets for the cluster; if none fits, what is estimated to take least."""
         if self._best is None:  # for the message, what takes least
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
                 self._price(layout, whole=True)
@@ -140,18 +161,49 @@ class Finals:
                 break
             self._price(layout)
 
+    @property
+    def fits(self) -> bool:
+        """Whether something that was priced fits."""
+        return self._best is not None
+
     def compared(self, estimated: Sequence[Estimated]) -> Iterator[str]:
         """How far estimates were from exact prices, and the best estimate of what was not priced."""
-        guesses = {layout: guess.seconds / layout.samples for layout, guess in estimated}
-        ratios = [guesses[each] / priced.per_sample for each, priced in self._priced.items() if priced is not None]
+        ratios = self._ratios
         if ratios:
             yield f"estimates were {min(ratios):.3f} to {max(ratios):.3f} of the exact prices"
-        left = [guess for layout, guess in guesses.items() if layout not in self._priced]
+        left = [pair for pair in estimated if pair[0] not in self._priced]
+        fitting = [pair for pair in left if pair[1].memory <= self._budget * _MEMORY_DOUBT]
         if left:
-            yield (
-                f"{len(left)} layouts were not priced exactly: the best of them is estimated at "
-                f"{format_seconds(min(left))} per sample, if it fits"
-            )
+            yield f"{len(left)} layouts were not priced exactly, {len(left) - len(fitting)} of them as they do not fit"
+        if fitting and (best := self._best) is not None:
+            yield from self._bounds(fitting, best)
+
+    def _bounds(self, left: Sequence[Estimated], best: Priced) -> Iterator[str]:
+        """What layouts that were not priced take at least, by mesh, if they fit."""
+        bounds: dict[str, float] = {}
+        for layout, guess in left:
+            where = f"{layout.name} on {' x '.join(f'{axis}={size}' for axis, size in layout.mesh)}"
+            bounds[where] = min(self._least(layout, guess), bounds.get(where, math.inf))
+        ordered = sorted(bounds.items(), key=lambda each: each[1])
+        least = ", ".join(f"{format_seconds(seconds)} for {where}" for where, seconds in ordered[:_BOUNDS])
+        yield f"by their estimates less the error of estimates they take per sample at least {least}"
+        gain = 1 - ordered[0][1] / best.per_sample
+        yield (
+            f"so none of them is more than {gain:.1%} faster than the chosen one"
+            if gain > 0
+            else "so none of them is faster than the chosen one"
+        )
+
+    @property
+    def _ratios(self) -> list[float]:
+        """Estimates as parts of exact prices."""
+        priced = ((layout, each) for layout, each in self._priced.items() if each is not None)
+        return [self._guesses[layout] / each.per_sample for layout, each in priced]
+
+    def _least(self, layout: Layout, guess: Estimate) -> float:
+        """The seconds per sample that a layout takes at least, if its estimate is as wrong as any was."""
+        doubt = _DOUBT if self._deep else _DOUBT_OF_FEW
+        return guess.seconds / layout.samples / max(doubt, *self._ratios, 0.0)
 
     def _price(self, layout: Layout, whole: bool = False) -> None:
         if self._priced.get(layout) is not None or (layout in self._priced and not whole):
@@ -202,3 +254,12 @@ class Finals:
         """What was priced: the fastest that fit, then the smallest."""
         every = [priced for priced in self._priced.values() if priced is not None] + self._refined
         return sorted(every, key=lambda each: each.rank(self._budget))
+
+
+def _best_of_presets(fitting: Sequence[Estimated]) -> set[Layout]:
+    """The layout with the best estimate of each preset that divides the batch alone."""
+    best: dict[str, Layout] = {}
+    for layout, _ in fitting:
+        if layout.stages == layout.tp == 1:
+            best.setdefault(layout.name, layout)
+    return set(best.values())

@@ -19,6 +19,8 @@ from shardgraph.search.source import Source
 class CostTable:
     """Costs of the model of ``source``, from programs of a few of its layers, or of all if it has no equal ones.
 
+    Time includes waiting for copies of offloaded activations.
+
     Placements of operators take seconds, so they are assigned for one ``degree``; the costs of a lower one are between
     those and the undivided ones.
     """
@@ -28,16 +30,18 @@ class CostTable:
     _known: dict[tuple[object, ...], LayerCosts | None] = field(default_factory=dict, init=False)
 
     def of(self, layout: Layout) -> LayerCosts | None:
-        """The costs with operators divided and activations recomputed as in a layout; None if they cannot be."""
+        """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
+        be."""
         if layout.tp in (1, self.degree):
             return self._priced(layout)
         one, divided = (self._priced(replace(layout, tp=degree)) for degree in (1, self.degree))
         return one and divided and one.divided_by(layout.tp, divided, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
-        key = layout.tp, layout.recompute
+        offload = "activations" if layout.offload in ("activations", "all") else ""  # parameters are the estimate's
+        key = layout.tp, layout.recompute, offload
         if key not in self._known:
-            alone = Layout(tp=layout.tp, data="ddp", recompute=layout.recompute)
+            alone = Layout(tp=layout.tp, data="ddp", recompute=layout.recompute, offload=offload)
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
                 self._known[key] = self._analysed(plan)

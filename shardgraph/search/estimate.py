@@ -87,8 +87,14 @@ class _Estimate:
     # Seconds
 
     def _microbatch(self, part: Part, scale: float) -> tuple[float, float]:
-        """Forward and backward of a microbatch, with the data ranks' communication that each microbatch has."""
+        """Forward and backward of a microbatch, with the data ranks' communication that each microbatch has.
+
+        Parameters in host memory are copied to the device for each half, and their gradients to the host in backward.
+        """
         forward, backward = part.forward * scale, part.backward * scale
+        if self._on_host:
+            copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
+            forward, backward = max(forward, copied), max(backward, copied)
         gathers = self._gather(part) if self.layout.data == "fsdp" else 0.0
         reductions = self._reduction(part) if self.layout.stages == 1 else 0.0
         if self.layout.stages == 1 and self.layout.data == "zero2":
@@ -106,10 +112,10 @@ class _Estimate:
         whole = Part()
         for part in own:
             whole = whole.plus(part)
-        cost, rate = optimizer_cost(self.optimizer), self.cluster.device.rate("optimizer")
+        cost, device = optimizer_cost(self.optimizer), self.cluster.device
+        rate = device.linked_host.optimizer if self._on_host else device.rate("optimizer")
         assert rate is not None
-        sharded = 1 if self.layout.data == "ddp" else self.layout.shard
-        update = cost.moved * whole.parameters / sharded / rate.per_second + rate.overhead * whole.tensors
+        update = cost.moved * whole.parameters / self._sharded / rate.per_second + rate.overhead * whole.tensors
         if self.layout.stages == 1:
             return update
         return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)
@@ -143,6 +149,16 @@ class _Estimate:
         return seconds + self._collective("all_reduce", part.reduced / self.layout.shard, part, "dp_replicate")
 
     @property
+    def _on_host(self) -> bool:
+        """Whether parameters are in host memory, with their gradients and the optimizer's state."""
+        return self.layout.offload in ("parameters", "all")
+
+    @property
+    def _sharded(self) -> int:
+        """The ranks that have a part of each parameter."""
+        return 1 if self.layout.data == "ddp" else self.layout.shard
+
+    @property
     def _sharding(self) -> str:
         return "dp_shard" if self.layout.replicate > 1 else "dp"
 
@@ -159,7 +175,7 @@ class _Estimate:
         for part in own:
             whole = whole.plus(part)
         cost = optimizer_cost(self.optimizer)
-        sharded = layout.shard if layout.data != "ddp" else 1
+        sharded = self._sharded
         weights = whole.parameters
         outside = max(self.costs.head.parameters, self.costs.tail.parameters)
         largest = min(weights, self.costs.layer.parameters + outside)
@@ -169,6 +185,8 @@ class _Estimate:
         beside = gathered[layout.data] if sharded > 1 else 0.0
         lasting = stored * (1 + cost.states) + beside
         saved = whole.saved * scale * self._in_flight(rank) / layout.chunks + self.costs.working * scale
+        if self._on_host:
+            return (beside if sharded > 1 else largest) + saved
         if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them
             return lasting + saved + weights
         gradients = stored + (largest if sharded > 1 else 0.0)

@@ -10,7 +10,7 @@ from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
 from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.layer_costs import LayerCosts
-from shardgraph.search.layouts import Layout, layouts
+from shardgraph.search.layouts import OFFLOADS, Layout, layouts
 from shardgraph.search.source import Source
 
 Estimated = tuple[Layout, Estimate]
@@ -53,7 +53,16 @@ class Estimates:
             if self._own_batches:
                 reason = "each rank keeps a batch of its own where that fits; shardgraph.plan searches the rest"
             self.remarks[f"operators were not divided: {reason}"] = None
-        return sorted(estimated, key=lambda pair: (pair[1].seconds / pair[0].samples, pair[1].memory))
+        return _fastest_first(estimated)
+
+    def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
+        """All layouts without stages that keep something in host memory, the fastest first."""
+        if machine.device.host is None or self._question.offload is not None:
+            return []
+        every = layouts(ranks, machine, self._layers, pipelines=False)
+        divided = [layout for layout in every if layout.tp in (1, *self._degrees)]
+        offloaded = (replace(layout, offload=what) for layout in divided for what in OFFLOADS)
+        return _fastest_first(self._estimated(offloaded, machine, batches))
 
     def costs(self, layout: Layout) -> LayerCosts:
         """The costs of the model's layers under a layout that has an estimate."""
@@ -97,3 +106,7 @@ class Estimates:
             return not fitting
         floor = min((guess.compute / layout.samples for layout, guess in undivided), default=0.0)
         return not fitting or min(fitting) > floor * _IDLE
+
+
+def _fastest_first(estimated: Iterable[Estimated]) -> list[Estimated]:
+    return sorted(estimated, key=lambda pair: (pair[1].seconds / pair[0].samples, pair[1].memory))

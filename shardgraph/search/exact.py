@@ -20,7 +20,6 @@ from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
 from shardgraph.search.stages import place_stages
 
-
 _FEW = 40
 """Layers of a model that is analysed whole, in a few seconds, if its layers are not done alike."""
 

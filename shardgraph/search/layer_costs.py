@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from shardgraph.cost_models.timeline import COMPUTE
+from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import Row
@@ -140,7 +140,7 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     spans = analysis.timeline.spans[: len(rows)]
     ends = [span.end for span in spans if span.task.stream == COMPUTE]
     middle = max((span.end for span in spans[:forward] if span.task.stream == COMPUTE), default=0.0)
-    sent = sum(row.seconds for row in rows if row.stream)
+    sent = sum(row.seconds for row in rows if row.stream and row.stream not in COPIES)
     backward = max(ends, default=0.0) - middle
     state = _state(program, sorted(program.trained))
     whole = replace(state, forward=middle, backward=backward, sent=sent, saved=saved)

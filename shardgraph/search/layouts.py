@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
+from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.presets import preset
@@ -15,6 +16,9 @@ DATA = ("ddp", "zero2", "fsdp")
 """What is sharded over data ranks: nothing, optimizer state and gradients, parameters too. ``zero1`` is left out: it
 sends more than ``zero2`` and holds more."""
 
+OFFLOADS = ("activations", "parameters", "all")
+"""What may be in host memory."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -22,7 +26,8 @@ class Layout:
 
     ``stages`` pipeline ranks, each with ``chunks`` stages; ``replicate`` times ``shard`` data ranks, over the latter of
     which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
-    sequence. A data rank computes ``microbatches`` of ``batch`` samples in a step.
+    sequence. A data rank computes ``microbatches`` of ``batch`` samples in a step. ``offload`` is the name of what is
+    kept in host memory (:meth:`Offload.of`), if anything is.
     """
 
     stages: int = 1
@@ -32,6 +37,7 @@ class Layout:
     tp: int = 1
     data: str = "fsdp"
     recompute: str = "none"
+    offload: str = ""
     batch: int = 1
     microbatches: int = 1
 
@@ -71,7 +77,8 @@ class Layout:
         if self.stages > 1:
             schedule = "1f1b" if self.chunks == 1 else "interleaved-1f1b"
             pipeline = Pipeline(self.microbatches, schedule, balance=balance, ranks=self.stages)
-        return replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
+        plan = replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
+        return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 
 def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool) -> Iterator[Layout]:

@@ -1,0 +1,150 @@
+"""The search for a plan against what it must not be worse than: presets, and pricing every layout exactly."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.search import auto
+from shardgraph.search.batches import Batches
+from shardgraph.search.estimates import Estimates
+from shardgraph.search.machine import resolve_axes
+from shardgraph.search.question import Question
+from shardgraph.search.source import Source
+from tests.machines import GIB, toy_cluster
+from tests.test_analysis import gpt2, llama, text
+from tests.zoo import Deep, make
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
+
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+
+def deep(layers: int = 12) -> dict[str, object]:
+    """A call of many small layers with a loss, so that stages are searched too."""
+    kwargs = {"target": torch.ones(8, device="meta")}
+    return {
+        "model": Deep(layers).to("meta"),
+        "example_inputs": (torch.zeros(8, 32, device="meta"),),
+        "example_kwargs": kwargs,
+        "loss_fn": lambda output, target: output * target.mean(),
+    }
+
+
+def of_zoo(name: str) -> dict[str, object]:
+    model, (args, kwargs) = make(name, 4)
+    return {"model": model, "example_inputs": args, "example_kwargs": kwargs}
+
+
+CALLS = {
+    "deep": deep,
+    "mlp": partial(of_zoo, "odd-mlp"),
+    "conv": partial(of_zoo, "conv-batch-norm"),
+    "tied": partial(of_zoo, "tied-transformer"),
+    "llama": lambda: {"model": llama(12, hidden_size=128), "example_kwargs": text()},
+    "llama-few": lambda: {"model": llama(2), "example_kwargs": text()},
+    "gpt2": lambda: {"model": gpt2(12), "example_kwargs": text()},
+}
+
+
+@pytest.mark.quick("deep-8", "conv-4")
+@pytest.mark.parametrize("devices", [2, 4, 8, 64])
+@pytest.mark.parametrize("name", CALLS)
+def test_no_preset_that_fits_is_faster(name, devices):
+    call = CALLS[name]()
+    cluster = Cluster.of("H100", nodes=-(-devices // 8))
+    best = shardgraph.plan(**call, cluster=cluster, devices=devices).considered[0]
+    meshes = {plan: {"dp": devices} for plan in ("ddp", "zero1", "zero2", "fsdp")}
+    if devices > 8:
+        meshes["hsdp"] = {"dp_replicate": devices // 8, "dp_shard": 8}
+    for plan, mesh in meshes.items():
+        analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster)
+        assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
+
+
+def test_layers_that_are_updated_together_are_written_down_from_a_few():
+    """Small ones up to a limit, which a few layers do not reach and all of them do."""
+    call = {"model": Deep(36).to("meta"), "example_inputs": (torch.zeros(2, 32, device="meta"),)}
+    plan = replace(shardgraph.preset("ddp", {"dp": 2}), bucket=0)
+    folded, whole = (shardgraph.analyze(**call, plan=plan, cluster=toy_cluster(), fold=fold) for fold in (True, False))
+    assert "+" in "".join(row.node for row in folded.rows), "was folded"
+    assert folded.rows[-1].memory == whole.rows[-1].memory
+    assert folded.peak_memory == whole.peak_memory and folded.time.total == pytest.approx(whole.time.total)
+
+
+# -- every layout ------------------------------------------------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    """A random little network: layers of random widths and kinds, some of them around a shortcut."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.width = width = draw.choice((4, 12, 32, 96))
+        self.layers = nn.ModuleList()
+        for _ in range(draw.randint(1, 4)):
+            inner = draw.choice((4, 8, 48, 200))
+            activation = draw.choice((nn.ReLU, nn.GELU, nn.Tanh))()
+            layer = nn.Sequential(nn.Linear(width, inner), activation, nn.Linear(inner, width))
+            self.layers.append(nn.Sequential(nn.LayerNorm(width), *layer) if draw.random() < 0.5 else layer)
+        self.shortcuts = [draw.random() < 0.5 for _ in self.layers]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, shortcut in zip(self.layers, self.shortcuts, strict=True):
+            x = x + layer(x) if shortcut else layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.quick("case0", "case1")
+@pytest.mark.parametrize("seed", range(100), ids="case{}".format)
+def test_the_answer_is_that_of_pricing_every_layout(seed):
+    draw = random.Random(seed)
+    with torch.device("meta"):
+        model = Layered(draw)
+        rows = draw.choice((1, 4, 64, 512))
+        x = torch.zeros(rows, model.width)
+    devices, total = draw.choice((2, 4, 8)), draw.choice((None, None, 64))
+    cluster = toy_cluster(*draw.choice(((1, 8), (2, 4))), memory=16 * GIB)
+    if devices < 8:
+        cluster = toy_cluster(1, devices, memory=16 * GIB)
+    mesh_of = partial(resolve_axes, mesh={"dp": devices}, cluster=cluster)
+    question = Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})
+    source = Source(question)
+    plain = shardgraph.analyze(model, (x,), "ddp", mesh={"dp": devices}, cluster=cluster)
+    budget = int(plain.peak_memory * draw.choice((0.3, 0.5, 0.7, 0.9, 2.0)))
+    batches = Batches(rows, total)
+
+    found = auto.search(source, batches, budget, pipelines=False).priced[0]
+    estimates = Estimates(source, budget, pipelines=False)
+    every = auto._Finals(source, estimates, budget, float("inf"))
+    for layout, _ in estimates.all(devices, cluster, batches):
+        every._price(layout)
+    assert found.rank(budget)[0] == every.ranked()[0].rank(budget)[0], "whether any fits"
+    if found.memory <= budget:
+        assert found.per_sample == pytest.approx(every.ranked()[0].per_sample, rel=1e-9)
+
+
+def test_what_was_not_priced_has_a_bound():
+    """Estimates less the error of estimates: how much faster another layout could be at most."""
+    text = shardgraph.plan(**deep(), cluster=toy_cluster(1, 8)).explain()
+    assert "they take per sample at least" in text and "so none of them is" in text
+
+
+def test_what_fits_nowhere_else_is_kept_in_host_memory():
+    """Where no layout fits without it, layouts with it are compared too, and the fastest of them is the answer."""
+    call, cluster = deep(), Cluster.of("H100")
+    del call["loss_fn"], call["example_kwargs"]  # without stages, whose microbatches may be small
+    everything = shardgraph.plan(**call, cluster=cluster, devices=2, recompute="full")
+    least = min(each.memory for each in everything.considered)
+    plan = shardgraph.plan(**call, cluster=cluster, devices=2, memory=int(0.8 * least))
+    assert str(plan.offload) != "what is annotated" and "offload" in plan.explain()
+    analysis = shardgraph.analyze(**call, plan=plan, cluster=cluster)
+    assert analysis.peak_memory == plan.considered[0].memory <= int(0.8 * least)
