@@ -32,16 +32,19 @@ class CostTable:
     def of(self, layout: Layout) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
         be."""
-        if layout.tp in (1, self.degree):
+        degree = layout.tp * layout.cp
+        if degree in (1, self.degree):
             return self._priced(layout)
-        one, divided = (self._priced(replace(layout, tp=degree)) for degree in (1, self.degree))
-        return one and divided and one.divided_by(layout.tp, divided, self.degree)
+        axis = "tp" if layout.tp > 1 else "cp"
+        one, divided = (self._priced(replace(layout, **{axis: ranks})) for ranks in (1, self.degree))
+        return one and divided and one.divided_by(degree, divided, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
         offload = "activations" if layout.offload in ("activations", "all") else ""  # parameters are the estimate's
-        key = layout.tp, layout.recompute, offload
+        key = layout.tp, layout.cp, layout.recompute, offload
         if key not in self._known:
-            alone = Layout(tp=layout.tp, data="ddp", recompute=layout.recompute, offload=offload)
+            axes = {"tp": layout.tp, "cp": layout.cp}
+            alone = Layout(**axes, data="ddp", recompute=layout.recompute, offload=offload)
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
                 self._known[key] = self._analysed(plan)

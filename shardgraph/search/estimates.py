@@ -23,6 +23,10 @@ _ROOMY = 0.8
 
 _DEGREES = (8, 4, 2)
 
+_LONG = 2**14
+"""Tokens of sequences that are divided among ranks: shorter ones leave each so little that its products are no longer
+efficient, and ``tp`` divides more."""
+
 
 class Estimates:
     """Estimates for the call of ``source``, in which a rank may use ``budget`` bytes; with ``pipelines``, layouts may
@@ -32,6 +36,7 @@ class Estimates:
     def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
         self._question, self._budget, self._pipelines = source.question, budget, pipelines
         self._own_batches, self._recomputations = own_batches, source.recomputations
+        self._context = source.call.sequence >= _LONG
         self._layers = 0 if source.depths is None else source.depths.stack.layers
         machine = source.question.machine
         ranks = source.question.plan.world_size
@@ -42,11 +47,11 @@ class Estimates:
     def all(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts of ``ranks`` ranks of a cluster, the fastest first; operators are divided only where that may be
         faster, or nothing fits."""
-        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines))
-        undivided = (layout for layout in every if layout.tp == 1)
+        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, context=self._context))
+        undivided = (layout for layout in every if not layout.divided)
         estimated = list(self._estimated(undivided, machine, batches))
         if self._degrees and self._may_pay(estimated):
-            divided = (layout for layout in every if layout.tp in self._degrees)
+            divided = (layout for layout in every if layout.tp * layout.cp in self._degrees)
             estimated += self._estimated(divided, machine, batches)
         elif self._degrees:
             reason = f"ranks that divide the batch alone spend at least {1 / _IDLE:.0%} of a step on its computation"
@@ -59,8 +64,8 @@ class Estimates:
         """All layouts without stages that keep something in host memory, the fastest first."""
         if machine.device.host is None or self._question.offload is not None:
             return []
-        every = layouts(ranks, machine, self._layers, pipelines=False)
-        divided = [layout for layout in every if layout.tp in (1, *self._degrees)]
+        every = layouts(ranks, machine, self._layers, pipelines=False, context=self._context)
+        divided = [layout for layout in every if layout.tp * layout.cp in (1, *self._degrees)]
         offloaded = (replace(layout, offload=what) for layout in divided for what in OFFLOADS)
         return _fastest_first(self._estimated(offloaded, machine, batches))
 

@@ -26,8 +26,9 @@ class Layout:
 
     ``stages`` pipeline ranks, each with ``chunks`` stages; ``replicate`` times ``shard`` data ranks, over the latter of
     which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
-    sequence. A data rank computes ``microbatches`` of ``batch`` samples in a step. ``offload`` is the name of what is
-    kept in host memory (:meth:`Offload.of`), if anything is.
+    sequence; ``cp`` ranks share a batch, each with a part of its sequences. A data rank computes ``microbatches`` of
+    ``batch`` samples in a step. ``offload`` is the name of what is kept in host memory (:meth:`Offload.of`), if
+    anything is.
     """
 
     stages: int = 1
@@ -35,6 +36,7 @@ class Layout:
     replicate: int = 1
     shard: int = 1
     tp: int = 1
+    cp: int = 1
     data: str = "fsdp"
     recompute: str = "none"
     offload: str = ""
@@ -45,6 +47,16 @@ class Layout:
     def data_ranks(self) -> int:
         """Ranks with a batch of their own."""
         return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.stages * self.data_ranks * self.cp * self.tp
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks share a batch otherwise than in stages."""
+        return self.tp * self.cp > 1
 
     @property
     def samples(self) -> int:
@@ -60,7 +72,7 @@ class Layout:
     def name(self) -> str:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
-        parts = ["pp" * (self.stages > 1), data * (self.data_ranks > 1), "tp+sp" * (self.tp > 1)]
+        parts = ["pp" * (self.stages > 1), data * (self.data_ranks > 1), "cp" * (self.cp > 1), "tp+sp" * (self.tp > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -68,7 +80,7 @@ class Layout:
         """Its mesh, outermost axis first."""
         shards = [("dp_replicate", self.replicate), ("dp_shard", self.shard)]
         data = shards if self.replicate > 1 else [("dp", self.shard)] if self.shard > 1 else []
-        axes = [("pp", self.stages), *data, ("tp", self.tp)]
+        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp)]
         return tuple(axis for axis in axes if axis[1] > 1)
 
     def plan(self, balance: tuple[int, ...] = ()) -> Plan:
@@ -81,22 +93,23 @@ class Layout:
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 
-def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool) -> Iterator[Layout]:
-    """All layouts of ``ranks``, apart from recomputation and microbatches.
+def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool, context: bool = False) -> Iterator[Layout]:
+    """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
-    Operators are divided inside a node, among powers of two. Parameters are sharded over all data ranks, or over those
-    of a node, or of a few nodes, and replicated over the others.
+    Operators, and with ``context`` sequences, are divided inside a node, among powers of two. Parameters are sharded
+    over all data ranks, or over those of a node, or of a few nodes, and replicated over the others.
     """
     inside = cluster.devices_per_node
     for stages in _divisors(ranks) if pipelines else [1]:
         if stages > max(1, layers):
             continue
-        for tp in _powers(ranks // stages):
-            if tp > inside:
+        for degree in _powers(ranks // stages):
+            if degree > inside:
                 continue
             for chunks in _chunks(stages, layers):
-                base = Layout(stages=stages, chunks=chunks, tp=tp)
-                yield from _data(base, ranks // stages // tp, max(1, inside // tp))
+                for axis in ("tp", "cp") if context and degree > 1 else ("tp",):
+                    base = replace(Layout(stages=stages, chunks=chunks), **{axis: degree})
+                    yield from _data(base, ranks // stages // degree, max(1, inside // degree))
 
 
 def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:

@@ -28,7 +28,7 @@ def what_if(
     for name, other in faster.items():
         again = [(layout, guess) for layout, _ in estimated if (guess := estimates.again(layout, other)) is not None]
         yield f"with {name} twice as fast: {_compared(_best(again, budget), best)}"
-    ranks = best[0].stages * best[0].data_ranks * best[0].tp
+    ranks = best[0].ranks
     more = ranks + cluster.devices_per_node
     if cluster.inter is not None and ranks == cluster.world_size:
         larger = replace(cluster, nodes=cluster.nodes + 1)
