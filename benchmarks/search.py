@@ -119,6 +119,7 @@ def compared(
         *(Layout(shard=ranks // degree, tp=degree) for degree in (2, tp) if ranks > degree),
         *([Layout(shard=ranks // tp, cp=tp)] if source.call.sequence >= 2**14 else []),
         *(Layout(stages=4, shard=ranks // 4, microbatches=8, data=data) for data in ("zero2", "fsdp")),
+        *(Layout(stages=4, chunks=chunks, zero_bubble=True, shard=ranks // 4, microbatches=8) for chunks in (1, 2)),
         Layout(stages=2, chunks=2, shard=ranks // 2, microbatches=8),
     ]
     for layout in layouts:

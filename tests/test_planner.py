@@ -59,6 +59,22 @@ def test_several_nodes_bring_hybrid_sharding_into_play():
     assert Layout(replicate=2, shard=4) in set(layouts(8, toy_cluster(2, devices_per_node=4), 0, pipelines=False))
 
 
+def test_long_sequences_may_be_divided():
+    every = [set(layouts(8, toy_cluster(), 0, pipelines=False, context=context)) for context in (False, True)]
+    assert every[1] - every[0] == {each for each in every[1] if each.cp > 1} >= {Layout(cp=8, data="ddp")}
+
+
+def test_every_layout_is_a_plan_that_can_be():
+    """Of its presets, and with numbers of stages and microbatches that its schedule can run."""
+    schedules = set()
+    for base in layouts(16, toy_cluster(2), 16, pipelines=True, context=True):
+        for layout in Batches(1, 192).of(base):
+            plan = layout.plan((1,) * layout.stages * layout.chunks if layout.stages > 1 else ())
+            assert plan.world_size == 16 and plan.data_size == layout.data_ranks
+            schedules |= {plan.pipeline.schedule} if plan.pipeline else set()
+    assert schedules == {"1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"}
+
+
 def test_what_is_annotated_stays_so():
     model, (args, kwargs) = make("tied-transformer", 2)
     shardgraph.annotate(model, {"**.weight": shardgraph.replicate()})

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardgraph.cost_models.schedules import StageCost, simulate_schedule
 from shardgraph.passes.analysis.rows import Row
+from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.report.folding import Stack, mark
@@ -34,10 +35,13 @@ def layers_of_stages(pipeline: Pipeline, stack: Stack) -> tuple[int, ...]:
 
 
 def short(plan: Plan, layers: int) -> Plan:
-    """``plan`` with as few stages as its schedule allows, three if it has as many, each of so many layers."""
+    """``plan`` with as few stages as its schedule allows, three if it has as many, each of so many layers.
+
+    Schedules for several stages on a rank may not run three on three ranks, but four on two.
+    """
     assert plan.pipeline is not None
     few = min(3, plan.pipeline.ranks)
-    ranks, stages = (few, few) if plan.pipeline.stages_per_rank == 1 else (2, 4)
+    ranks, stages = (few, few) if find_schedule(plan.pipeline.schedule).most == 1 else (2, 4)
     pipeline = replace(
         plan.pipeline, ranks=ranks, balance=(layers,) * stages, stages=(), microbatches=plan.pipeline.parts
     )

@@ -34,5 +34,5 @@ class Batches:
     def _may_be(self, layout: Layout, microbatches: int) -> bool:
         if layout.stages == 1:
             return microbatches == 1 or self.total is not None
-        rounds = layout.chunks == 1 or microbatches % layout.stages == 0
+        rounds = layout.schedule in ("1f1b", "zbv") or microbatches % layout.stages == 0
         return layout.stages <= microbatches <= _MOST and rounds

@@ -19,7 +19,8 @@ from shardgraph.search.source import Source
 class CostTable:
     """Costs of the model of ``source``, from programs of a few of its layers, or of all if it has no equal ones.
 
-    Time includes waiting for copies of offloaded activations.
+    Time includes waiting for copies of offloaded activations. ``remarks`` say how close the integer program came to the
+    fastest placements.
 
     Placements of operators take seconds, so they are assigned for one ``degree``; the costs of a lower one are between
     those and the undivided ones.
@@ -27,6 +28,7 @@ class CostTable:
 
     source: Source
     degree: int
+    remarks: dict[str, None] = field(default_factory=dict, init=False)
     _known: dict[tuple[object, ...], LayerCosts | None] = field(default_factory=dict, init=False)
 
     def of(self, layout: Layout) -> LayerCosts | None:
@@ -55,9 +57,19 @@ class CostTable:
     def _analysed(self, plan: Plan) -> LayerCosts:
         depths = self.source.depths
         if depths is None:
-            return whole_costs(*_program(self.source, plan))
+            program, analysis = _program(self.source, plan)
+            self._say_gaps(plan, program)
+            return whole_costs(program, analysis)
         few, more = (_program(self.source.at(depths, layers, plan), plan) for layers in (TRACED, TRACED + 1))
+        self._say_gaps(plan, few[0])
         return layer_costs(few, more, depths.stack, TRACED)
+
+    def _say_gaps(self, plan: Plan, program: Program) -> None:
+        """Remark on the gap of each axis' placements, which a program notes if it is above 0."""
+        for axis, _ in plan.operators:
+            subject = f"placements along {axis!r}"
+            proved = f"{subject} are the fastest: the bound of their integer program is reached"
+            self.remarks[next((note for note in program.notes if note.startswith(subject)), proved)] = None
 
 
 def _program(source: Source, plan: Plan) -> tuple[Program, Analysis]:

@@ -7,6 +7,9 @@ lets it, and memory is that of the fullest moment of three: the start of backwar
 A pipeline of ``p`` ranks with ``v`` stages each takes the time of ``m + (p - 1) / v`` microbatches on its slowest rank
 (D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
 https://arxiv.org/abs/2104.04473, section 2.2); a rank of it holds at most as many microbatches as it runs ahead.
+Where gradients of weights, of ``W`` seconds, are computed while ranks would wait, a microbatch of ``T`` seconds counts
+``(T - 2 W) / T`` in the bubbles (P. Qi et al., "Zero bubble pipeline parallelism", 2023,
+https://arxiv.org/abs/2401.10241, section 2).
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.plans.presets import BUCKET
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout
+
+_WEIGHTS = 0.4
+"""The part of backward that computes gradients of weights: half of that of matrix products, none of that of others."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +73,42 @@ class _Estimate:
         layout, count = self.layout, self.layout.stages * self.layout.chunks
         scale = layout.batch / self.costs.batch
         layers = stage_layers(self.costs, count) if layout.stages > 1 else (self.costs.layers,)
-        parts = [self._stage(place, number, len(layers)) for place, number in enumerate(layers)]
-        ranks = [parts[rank :: layout.stages] for rank in range(layout.stages)]
-        seconds = [sum(sum(self._microbatch(part, scale)) for part in own) for own in ranks]
-        ends = [self._once(own) for own in ranks]
-        slowest = max(range(len(ranks)), key=lambda rank: seconds[rank])
-        bubbles = (layout.stages - 1) / layout.chunks
+        ranks = self._ranks(layers)
+        seconds = {rank: sum(sum(self._microbatch(part, scale)) for part in own) for rank, own in ranks.items()}
+        ends = [self._once(own) for own in ranks.values()]
+        slowest = max(seconds, key=lambda rank: seconds[rank])
+        bubbles = (layout.stages - 1) / layout.chunks * self._idle(ranks[slowest])
         messages = self._messages(scale) if layout.stages > 1 else 0.0
         total = (layout.microbatches + bubbles) * (seconds[slowest] + messages) + max(ends)
-        compute = max(sum(part.forward + part.backward for part in own) for own in ranks) * scale
-        memory = max(self._memory(rank, own, scale) for rank, own in enumerate(ranks))
+        compute = max(sum(part.forward + part.backward for part in own) for own in ranks.values()) * scale
+        memory = max(self._memory(rank, own, scale) for rank, own in ranks.items())
         return Estimate(total, memory, layout.microbatches * compute)
 
-    def _stage(self, place: int, layers: int, stages: int) -> Part:
+    def _idle(self, own: Sequence[Part]) -> float:
+        """The part of a microbatch's time for which each of the other stages lets a rank wait."""
+        if not self.layout.zero_bubble:
+            return 1.0
+        forward, backward = (sum(getattr(part, half) for part in own) for half in ("forward", "backward"))
+        again = {"none": 0.0, "selective": 0.2, "full": 1.0}.get(self.layout.recompute, 0.0) * forward
+        weights = _WEIGHTS * max(0.0, backward - again)
+        return max(0.0, forward + backward - 2 * weights) / (forward + backward) if forward + backward else 1.0
+
+    def _ranks(self, layers: Sequence[int]) -> dict[int, list[Part]]:
+        """The stages of each rank, given their layers; of ranks with equal stages the first, which holds most."""
+        stages = [(place == 0, number, place == len(layers) - 1) for place, number in enumerate(layers)]
+        parts = {stage: self._stage(*stage) for stage in dict.fromkeys(stages)}
+        first: dict[tuple[tuple[bool, int, bool], ...], int] = {}
+        for rank in range(self.layout.stages):
+            own = stages[rank :: self.layout.stages]
+            if self.layout.schedule == "zbv":  # the second half of the stages goes back from the last rank
+                own = [stages[rank], stages[-1 - rank]]
+            first.setdefault(tuple(own), rank)
+        return {rank: [parts[stage] for stage in own] for own, rank in first.items()}
+
+    def _stage(self, head: bool, layers: int, tail: bool) -> Part:
         part = Part().plus(self.costs.layer, layers)
-        part = part.plus(self.costs.head) if place == 0 else part
-        return part.plus(self.costs.tail) if place == stages - 1 else part
+        part = part.plus(self.costs.head) if head else part
+        return part.plus(self.costs.tail) if tail else part
 
     # Seconds
 
@@ -184,7 +210,7 @@ class _Estimate:
         gathered = {"ddp": 0.0, "zero2": weights * computed, "fsdp": largest * computed}
         beside = gathered[layout.data] if sharded > 1 else 0.0
         lasting = stored * (1 + cost.states) + beside
-        saved = whole.saved * scale * self._in_flight(rank) / layout.chunks + self.costs.working * scale
+        saved = (self._saved(rank, own) + self.costs.working) * scale
         if self._on_host:
             return (beside if sharded > 1 else largest) + saved
         if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them
@@ -193,12 +219,21 @@ class _Estimate:
         temporaries = cost.temporaries * outside / sharded
         return lasting + max(saved, gradients, stored + temporaries)
 
+    def _saved(self, rank: int, own: Sequence[Part]) -> float:
+        """Bytes that a rank's stages hold for backward, for microbatches of the size of the costs."""
+        layout = self.layout
+        if layout.stages > 1 and layout.schedule == "zbv":  # a stage holds more the earlier it is, on each rank alike
+            ends = 2 * layout.stages - rank - 0.5, rank + 0.5
+            return sum(part.saved * min(layout.microbatches, held) for part, held in zip(own, ends, strict=True))
+        return sum(part.saved for part in own) * self._in_flight(rank) / layout.chunks
+
     def _in_flight(self, rank: int) -> float:
         """The microbatches of which a rank holds what it saves, counted once for each of its stages."""
         layout = self.layout
         if layout.stages == 1:
             return 1.0
         if layout.chunks == 1:
-            return min(layout.microbatches, layout.stages - rank)
+            later = rank / 2 if layout.zero_bubble else 0  # gradients of weights need about half of what is saved
+            return min(layout.microbatches, layout.stages - rank + later)
         ahead = 2 * (layout.stages - rank - 1) + (layout.chunks - 1) * layout.stages + 1
         return min(layout.microbatches * layout.chunks, ahead)

@@ -42,7 +42,7 @@ class Estimates:
         ranks = source.question.plan.world_size
         self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.devices_per_node]
         self._costs = CostTable(source, max(self._degrees, default=1))
-        self.remarks: dict[str, None] = {}
+        self.remarks = self._costs.remarks
 
     def all(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts of ``ranks`` ranks of a cluster, the fastest first; operators are divided only where that may be

@@ -24,7 +24,8 @@ OFFLOADS = ("activations", "parameters", "all")
 class Layout:
     """Numbers of ranks along each kind of axis, and what goes with them.
 
-    ``stages`` pipeline ranks, each with ``chunks`` stages; ``replicate`` times ``shard`` data ranks, over the latter of
+    ``stages`` pipeline ranks, each with ``chunks`` stages, which with ``zero_bubble`` compute gradients of weights when
+    they would wait; ``replicate`` times ``shard`` data ranks, over the latter of
     which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
     sequence; ``cp`` ranks share a batch, each with a part of its sequences. A data rank computes ``microbatches`` of
     ``batch`` samples in a step. ``offload`` is the name of what is kept in host memory (:meth:`Offload.of`), if
@@ -33,6 +34,7 @@ class Layout:
 
     stages: int = 1
     chunks: int = 1
+    zero_bubble: bool = False
     replicate: int = 1
     shard: int = 1
     tp: int = 1
@@ -69,6 +71,17 @@ class Layout:
         return self.microbatches if self.stages == 1 else 1
 
     @property
+    def schedule(self) -> str:
+        """The schedule of its stages.
+
+        The others are never better: they take as long as one of these, or longer, and hold more (``gpipe``,
+        ``looped-bfs``, ``dualpipev``).
+        """
+        if self.zero_bubble:
+            return "zbv" if self.chunks == 2 else "interleaved-zero-bubble"
+        return "1f1b" if self.chunks == 1 else "interleaved-1f1b"
+
+    @property
     def name(self) -> str:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
@@ -87,8 +100,7 @@ class Layout:
         """The plan, whose stages have ``balance`` layers; if empty, stages are still to be chosen."""
         pipeline = None
         if self.stages > 1:
-            schedule = "1f1b" if self.chunks == 1 else "interleaved-1f1b"
-            pipeline = Pipeline(self.microbatches, schedule, balance=balance, ranks=self.stages)
+            pipeline = Pipeline(self.microbatches, self.schedule, balance=balance, ranks=self.stages)
         plan = replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
@@ -106,9 +118,9 @@ def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool, conte
         for degree in _powers(ranks // stages):
             if degree > inside:
                 continue
-            for chunks in _chunks(stages, layers):
+            for staged in _staged(stages, layers):
                 for axis in ("tp", "cp") if context and degree > 1 else ("tp",):
-                    base = replace(Layout(stages=stages, chunks=chunks), **{axis: degree})
+                    base = replace(staged, **{axis: degree})
                     yield from _data(base, ranks // stages // degree, max(1, inside // degree))
 
 
@@ -122,9 +134,15 @@ def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:
         shard *= 2 if shard >= of_node else 1
 
 
-def _chunks(stages: int, layers: int) -> list[int]:
-    """Stages per rank: one, or as many as leave each at least a layer, with which a pipeline idles less."""
-    return [1] if stages == 1 else [chunks for chunks in (1, 2, 4) if stages * chunks <= layers]
+def _staged(stages: int, layers: int) -> Iterator[Layout]:
+    """Pipelines: with one stage per rank, or as many as leave each at least a layer, with which a pipeline idles less;
+    and with whole backwards, or gradients of weights on their own."""
+    if stages == 1:
+        yield Layout()
+        return
+    for chunks in (1, 2, 4):
+        if stages * chunks <= layers:
+            yield from (Layout(stages=stages, chunks=chunks, zero_bubble=zero) for zero in (False, True))
 
 
 def _divisors(number: int) -> list[int]:
