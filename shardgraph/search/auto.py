@@ -46,11 +46,11 @@ _MEMORY_DOUBT = 1.25
 """Likewise of memory: estimates were at most so much above the exact peaks."""
 
 _FINALISTS = 3
-"""Layouts of a deep model that are priced exactly at most if one of them fits, beside the best one of each preset."""
+"""Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
-_TRIES = 12
-"""Layouts that are priced exactly of a model with few layers; and of any before those with the least memory are, if
-none of them fits."""
+_TRIES, _SMALL = 12, 32
+"""Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a model
+with no more parameters than the second number, which takes a second for each."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class Finals:
         self._source, self._estimates, self._budget = source, estimates, budget
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
+        small = not self._deep and len(self._question.shapes) <= _SMALL
+        self._most = _TRIES if small else _FINALISTS
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
         self._guesses: dict[Layout, float] = {}
@@ -140,7 +142,7 @@ class Finals:
                     break
             elif self._late() or self._least(layout, guess) > best.per_sample:
                 break
-            elif count >= (_FINALISTS if self._deep else _TRIES) and layout not in presets:
+            elif count >= self._most and layout not in presets:
                 continue
             self._price(layout)
         if self._best is None and fitting and not any(self._priced.values()):

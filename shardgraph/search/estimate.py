@@ -4,9 +4,10 @@ The search compares thousands of layouts by these estimates, and prices the best
 operations: communication of data ranks overlaps with the computation of the same half of a step as far as the cluster
 lets it, and memory is that of the fullest moment of three: the start of backward, its end, and the update.
 
-A pipeline of ``p`` ranks with ``v`` stages each takes the time of ``m + (p - 1) / v`` microbatches on its slowest rank
+A pipeline of ranks with ``v`` stages each takes the time of all microbatches on its slowest rank, and of one on each of
+the others, divided by ``v``, which is ``m + (p - 1) / v`` times as long as a microbatch takes on ``p`` equal ranks
 (D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
-https://arxiv.org/abs/2104.04473, section 2.2); a rank of it holds at most as many microbatches as it runs ahead.
+https://arxiv.org/abs/2104.04473, section 2.2). A rank of it holds at most as many microbatches as it runs ahead.
 Where gradients of weights, of ``W`` seconds, are computed while ranks would wait, a microbatch of ``T`` seconds counts
 ``(T - 2 W) / T`` in the bubbles (P. Qi et al., "Zero bubble pipeline parallelism", 2023,
 https://arxiv.org/abs/2401.10241, section 2).
@@ -25,8 +26,9 @@ from shardgraph.plans.presets import BUCKET
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout
 
-_WEIGHTS = 0.4
-"""The part of backward that computes gradients of weights: half of that of matrix products, none of that of others."""
+_WEIGHTS = 0.25
+"""The part of backward that computes gradients of weights and fills the time of waiting: half of that of matrix
+products, none of that of others, and less where stages are unequal."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,20 @@ class _Estimate:
         scale = layout.batch / self.costs.batch
         layers = stage_layers(self.costs, count) if layout.stages > 1 else (self.costs.layers,)
         ranks = self._ranks(layers)
-        seconds = {rank: sum(sum(self._microbatch(part, scale)) for part in own) for rank, own in ranks.items()}
-        ends = [self._once(own) for own in ranks.values()]
-        slowest = max(seconds, key=lambda rank: seconds[rank])
-        bubbles = (layout.stages - 1) / layout.chunks * self._idle(ranks[slowest])
+        seconds = [sum(sum(self._microbatch(part, scale)) for part in own) for _, _, own in ranks]
+        ends = [self._once(own) for _, _, own in ranks]
+        slowest = max(range(len(ranks)), key=lambda place: seconds[place])
+        others = sum(count * each for (_, count, _), each in zip(ranks, seconds, strict=True)) - seconds[slowest]
+        bubbles = others / layout.chunks * self._idle(ranks[slowest][2])
         messages = self._messages(scale) if layout.stages > 1 else 0.0
-        total = (layout.microbatches + bubbles) * (seconds[slowest] + messages) + max(ends)
-        compute = max(sum(part.forward + part.backward for part in own) for own in ranks.values()) * scale
-        memory = max(self._memory(rank, own, scale) for rank, own in ranks.items())
+        messages *= layout.microbatches + (layout.stages - 1) / layout.chunks
+        total = layout.microbatches * seconds[slowest] + bubbles + messages + max(ends)
+        compute = max(sum(part.forward + part.backward for part in own) for _, _, own in ranks) * scale
+        memory = max(self._memory(rank, own, scale) for rank, _, own in ranks)
         return Estimate(total, memory, layout.microbatches * compute)
 
     def _idle(self, own: Sequence[Part]) -> float:
-        """The part of a microbatch's time for which each of the other stages lets a rank wait."""
+        """The part of their time for a microbatch for which other stages let a rank wait."""
         if not self.layout.zero_bubble:
             return 1.0
         forward, backward = (sum(getattr(part, half) for part in own) for half in ("forward", "backward"))
@@ -93,17 +97,18 @@ class _Estimate:
         weights = _WEIGHTS * max(0.0, backward - again)
         return max(0.0, forward + backward - 2 * weights) / (forward + backward) if forward + backward else 1.0
 
-    def _ranks(self, layers: Sequence[int]) -> dict[int, list[Part]]:
-        """The stages of each rank, given their layers; of ranks with equal stages the first, which holds most."""
+    def _ranks(self, layers: Sequence[int]) -> list[tuple[int, int, list[Part]]]:
+        """The stages of ranks, given their layers; once for all ranks with equal ones: the first of them, which holds
+        most, and how many there are."""
         stages = [(place == 0, number, place == len(layers) - 1) for place, number in enumerate(layers)]
         parts = {stage: self._stage(*stage) for stage in dict.fromkeys(stages)}
-        first: dict[tuple[tuple[bool, int, bool], ...], int] = {}
+        equal: dict[tuple[tuple[bool, int, bool], ...], list[int]] = {}
         for rank in range(self.layout.stages):
             own = stages[rank :: self.layout.stages]
             if self.layout.schedule == "zbv":  # the second half of the stages goes back from the last rank
                 own = [stages[rank], stages[-1 - rank]]
-            first.setdefault(tuple(own), rank)
-        return {rank: [parts[stage] for stage in own] for own, rank in first.items()}
+            equal.setdefault(tuple(own), []).append(rank)
+        return [(ranks[0], len(ranks), [parts[stage] for stage in own]) for own, ranks in equal.items()]
 
     def _stage(self, head: bool, layers: int, tail: bool) -> Part:
         part = Part().plus(self.costs.layer, layers)
