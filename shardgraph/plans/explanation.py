@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from shardgraph.plans.candidate import Candidate
+from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.sizes import format_bytes, format_seconds
 
 
@@ -39,12 +41,19 @@ def _bound(best: Candidate) -> str:
 def _line(candidate: Candidate, best: Candidate) -> str:
     mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
     mesh += f", {candidate.microbatches} microbatches" if candidate.microbatches > 1 else ""
+    mesh += _ways(candidate.plan) if candidate.plan is not None else ""
     total = candidate.seconds or 1.0
     shares = (candidate.compute, candidate.exposed, candidate.bubble)
     compute, exposed, idle = (f"{seconds / total:.0%}" for seconds in shares)
     cells = f"{format_bytes(candidate.memory):>11}{format_seconds(candidate.per_sample):>11}"
     cells += f"{compute:>9}{exposed:>9}{idle:>7}"
     return f"  {candidate.name:<18}{mesh:<52} {candidate.recompute:<12}{cells}  {_verdict(candidate, best)}"
+
+
+def _ways(plan: Any) -> str:
+    """The schedule of a plan's stages, and what it keeps in host memory."""
+    schedule = f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
+    return schedule + (f", {plan.offload} on the host" if plan.offload != NOTHING else "")
 
 
 def _verdict(candidate: Candidate, best: Candidate) -> str:

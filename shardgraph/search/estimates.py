@@ -62,8 +62,9 @@ class Estimates:
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts without stages that keep something in host memory, the fastest first."""
-        if machine.device.host is None or self._question.offload is not None:
-            return []
+        device = machine.device
+        if device.host is None or device.is_cpu or self._question.offload is not None:
+            return []  # a CPU's memory is its host's
         every = layouts(ranks, machine, self._layers, pipelines=False, context=self._context)
         divided = [layout for layout in every if layout.tp * layout.cp in (1, *self._degrees)]
         offloaded = (replace(layout, offload=what) for layout in divided for what in OFFLOADS)
