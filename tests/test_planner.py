@@ -60,14 +60,14 @@ def test_several_nodes_bring_hybrid_sharding_into_play():
 
 
 def test_long_sequences_may_be_divided():
-    every = [set(layouts(8, toy_cluster(), 0, pipelines=False, context=context)) for context in (False, True)]
+    every = [set(layouts(8, toy_cluster(), 0, pipelines=False, axes=axes)) for axes in (["tp"], ["tp", "cp"])]
     assert every[1] - every[0] == {each for each in every[1] if each.cp > 1} >= {Layout(cp=8, data="ddp")}
 
 
 def test_every_layout_is_a_plan_that_can_be():
     """Of its presets, and with numbers of stages and microbatches that its schedule can run."""
     schedules = set()
-    for base in layouts(16, toy_cluster(2), 16, pipelines=True, context=True):
+    for base in layouts(16, toy_cluster(2), 16, pipelines=True, axes=["tp", "cp", "ep"]):
         for layout in Batches(1, 192).of(base):
             plan = layout.plan((1,) * layout.stages * layout.chunks if layout.stages > 1 else ())
             assert plan.world_size == 16 and plan.data_size == layout.data_ranks

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.nn import MoE
 from shardgraph.search import auto
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimates import Estimates
@@ -160,3 +161,23 @@ def test_what_fits_nowhere_else_is_kept_in_host_memory():
     analysis = shardgraph.analyze(model, (x,), plan, cluster=cluster)
     assert analysis.peak_memory == plan.considered[0].memory <= memory
     assert shardgraph.verify(model, (x,), plan, steps=1).ok
+
+
+class Experts(nn.Module):
+    """A layer with more parameters than activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(d_model=32, d_hidden=2048, num_experts=4, k=1, capacity_factor=1.0, activation="relu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, aux = self.moe(x)
+        return (x + out).square().mean() + aux
+
+
+def test_experts_are_divided_where_they_are_large():
+    model, x = Experts(), torch.zeros(1, 16, 32)
+    plan = shardgraph.plan(model, (x,), cluster=toy_cluster(1, 4))
+    assert plan.experts == "ep" and plan.data_size == 4
+    fsdp = shardgraph.analyze(model, (x,), "fsdp", mesh={"dp": 4}, cluster=toy_cluster(1, 4))
+    assert plan.considered[0].per_sample < fsdp.time.total / fsdp.samples

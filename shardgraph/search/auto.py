@@ -132,7 +132,7 @@ class Finals:
         self._guesses |= {layout: guess.seconds / layout.samples for layout, guess in estimated}
         if not self._deep:
             for layout, _ in estimated:
-                if layout.stages == 1 and not layout.divided and layout.microbatches == 1:
+                if layout.plain and layout.microbatches == 1:
                     self._price(layout)
         fitting = [pair for pair in estimated if pair[1].memory <= self._budget * _MEMORY_DOUBT]
         presets = _best_of_presets(fitting)
@@ -262,6 +262,6 @@ def _best_of_presets(fitting: Sequence[Estimated]) -> set[Layout]:
     """The layout with the best estimate of each preset that divides the batch alone."""
     best: dict[str, Layout] = {}
     for layout, _ in fitting:
-        if layout.stages == 1 and not layout.divided:
+        if layout.plain:
             best.setdefault(layout.name, layout)
     return set(best.values())

@@ -36,7 +36,7 @@ class Estimates:
     def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
         self._question, self._budget, self._pipelines = source.question, budget, pipelines
         self._own_batches, self._recomputations = own_batches, source.recomputations
-        self._context = source.call.sequence >= _LONG
+        self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
         self._layers = 0 if source.depths is None else source.depths.stack.layers
         machine = source.question.machine
         ranks = source.question.plan.world_size
@@ -47,12 +47,12 @@ class Estimates:
     def all(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts of ``ranks`` ranks of a cluster, the fastest first; operators are divided only where that may be
         faster, or nothing fits."""
-        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, context=self._context))
-        undivided = (layout for layout in every if not layout.divided)
+        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes))
+        every = [layout for layout in every if layout.tp * layout.cp * layout.ep in (1, *self._degrees)]
+        undivided = (layout for layout in every if not layout.shared)
         estimated = list(self._estimated(undivided, machine, batches))
         if self._degrees and self._may_pay(estimated):
-            divided = (layout for layout in every if layout.tp * layout.cp in self._degrees)
-            estimated += self._estimated(divided, machine, batches)
+            estimated += self._estimated((layout for layout in every if layout.shared), machine, batches)
         elif self._degrees:
             reason = f"ranks that divide the batch alone spend at least {1 / _IDLE:.0%} of a step on its computation"
             if self._own_batches:
@@ -65,8 +65,8 @@ class Estimates:
         device = machine.device
         if device.host is None or device.is_cpu or self._question.offload is not None:
             return []  # a CPU's memory is its host's
-        every = layouts(ranks, machine, self._layers, pipelines=False, context=self._context)
-        divided = [layout for layout in every if layout.tp * layout.cp in (1, *self._degrees)]
+        every = layouts(ranks, machine, self._layers, pipelines=False, axes=self._axes)
+        divided = [layout for layout in every if layout.tp * layout.cp * layout.ep in (1, *self._degrees)]
         offloaded = (replace(layout, offload=what) for layout in divided for what in OFFLOADS)
         return _fastest_first(self._estimated(offloaded, machine, batches))
 
@@ -103,6 +103,11 @@ class Estimates:
                     yield layout, guess
                     if guess.memory <= self._budget * _ROOMY:
                         break  # the next one recomputes more
+
+    @property
+    def _may_have_experts(self) -> bool:
+        """Whether there are parameters of three dimensions, as those of experts are that can be divided."""
+        return any(len(shape) == 3 for shape in self._question.shapes.values())
 
     def _may_pay(self, undivided: Sequence[Estimated]) -> bool:
         """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the

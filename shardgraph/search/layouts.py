@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardgraph.cost_models.cluster import Cluster
@@ -27,7 +27,8 @@ class Layout:
     ``stages`` pipeline ranks, each with ``chunks`` stages, which with ``zero_bubble`` compute gradients of weights when
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of
     which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
-    sequence; ``cp`` ranks share a batch, each with a part of its sequences. A data rank computes ``microbatches`` of
+    sequence; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and
+    a part of the experts each. A data rank computes ``microbatches`` of
     ``batch`` samples in a step. ``offload`` is the name of what is kept in host memory (:meth:`Offload.of`), if
     anything is.
     """
@@ -39,6 +40,7 @@ class Layout:
     shard: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     data: str = "fsdp"
     recompute: str = "none"
     offload: str = ""
@@ -48,17 +50,22 @@ class Layout:
     @property
     def data_ranks(self) -> int:
         """Ranks with a batch of their own."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.ep
 
     @property
     def ranks(self) -> int:
         """All ranks."""
-        return self.stages * self.data_ranks * self.cp * self.tp
+        return self.stages * self.data_ranks * self.cp * self.tp  # data ranks include those of experts
 
     @property
-    def divided(self) -> bool:
+    def shared(self) -> bool:
         """Whether ranks share a batch otherwise than in stages."""
         return self.tp * self.cp > 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether ranks divide the batch, and nothing of the model but what is stored."""
+        return self.stages == self.tp == self.cp == self.ep == 1
 
     @property
     def samples(self) -> int:
@@ -85,7 +92,8 @@ class Layout:
     def name(self) -> str:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
-        parts = ["pp" * (self.stages > 1), data * (self.data_ranks > 1), "cp" * (self.cp > 1), "tp+sp" * (self.tp > 1)]
+        parts = ["pp" * (self.stages > 1), data * (self.replicate * self.shard > 1)]
+        parts += ["cp" * (self.cp > 1), "tp+sp" * (self.tp > 1), "ep" * (self.ep > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -93,7 +101,7 @@ class Layout:
         """Its mesh, outermost axis first."""
         shards = [("dp_replicate", self.replicate), ("dp_shard", self.shard)]
         data = shards if self.replicate > 1 else [("dp", self.shard)] if self.shard > 1 else []
-        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp)]
+        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp), ("ep", self.ep)]
         return tuple(axis for axis in axes if axis[1] > 1)
 
     def plan(self, balance: tuple[int, ...] = ()) -> Plan:
@@ -105,11 +113,14 @@ class Layout:
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 
-def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool, context: bool = False) -> Iterator[Layout]:
+def layouts(
+    ranks: int, cluster: Cluster, layers: int, *, pipelines: bool, axes: Sequence[str] = ("tp",)
+) -> Iterator[Layout]:
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
-    Operators, and with ``context`` sequences, are divided inside a node, among powers of two. Parameters are sharded
-    over all data ranks, or over those of a node, or of a few nodes, and replicated over the others.
+    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), inside a node, among a power of two of
+    ranks. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and replicated over
+    the others.
     """
     inside = cluster.devices_per_node
     for stages in _divisors(ranks) if pipelines else [1]:
@@ -119,8 +130,7 @@ def layouts(ranks: int, cluster: Cluster, layers: int, *, pipelines: bool, conte
             if degree > inside:
                 continue
             for staged in _staged(stages, layers):
-                for axis in ("tp", "cp") if context and degree > 1 else ("tp",):
-                    base = replace(staged, **{axis: degree})
+                for base in (replace(staged, **{axis: degree}) for axis in (axes if degree > 1 else axes[:1])):
                     yield from _data(base, ranks // stages // degree, max(1, inside // degree))
 
 
