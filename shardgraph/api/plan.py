@@ -47,8 +47,9 @@ def plan(
 ) -> Plan:
     """Find the plan with the least predicted time per sample whose predicted peak fits, over all layouts of devices.
 
-    Meshes of data, tensor and pipeline parallelism, what is sharded over data ranks, what backward recomputes, and
-    microbatches are searched together; annotations of the model and the options below are constraints. Nothing is run:
+    Meshes of data, tensor, context, expert and pipeline parallelism, what is sharded over data ranks, what backward
+    recomputes, microbatches and schedules are searched together, and what is kept in host memory where nothing fits
+    otherwise; annotations of the model and the options below are constraints. Nothing is run:
     no process group, accelerator or memory for weights is needed, and the model may be on ``meta``. The same search
     answers ``plan="auto"`` of :func:`shardgraph.compile` and :func:`shardgraph.analyze`.
 

@@ -132,7 +132,7 @@ class Finals:
         self._guesses |= {layout: guess.seconds / layout.samples for layout, guess in estimated}
         if not self._deep:
             for layout, _ in estimated:
-                if layout.plain and layout.microbatches == 1:
+                if layout.plain and layout.microbatches == 1 and not layout.offload:
                     self._price(layout)
         fitting = [pair for pair in estimated if pair[1].memory <= self._budget * _MEMORY_DOUBT]
         presets = _best_of_presets(fitting)
