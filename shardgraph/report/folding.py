@@ -18,6 +18,7 @@ from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.precision import dtype_of
 
 SHALLOW = ((5, 6, 7), (8, 9, 10))
 """Numbers of layers of the programs that are analysed: the first and the last layer differ from those between, and so
@@ -62,8 +63,9 @@ def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
 
 def merges_layers(plan: Plan, model: nn.Module, stack: Stack) -> bool:
     """Whether buckets of collectives hold several layers, so that one more layer does not insert the same again."""
-    layer = model.get_submodule(stack.path)[0]
-    nbytes = sum(parameter.nbytes for parameter in layer.parameters())
+    layer, reduce = model.get_submodule(f"{stack.path}.0"), plan.precision.reduce
+    item = dtype_of(reduce).itemsize if reduce is not None else 0
+    nbytes = sum(parameter.numel() * max(parameter.itemsize, item) for parameter in layer.parameters())
     return plan.data_size > 1 and nbytes <= plan.bucket
 
 

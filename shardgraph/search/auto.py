@@ -48,7 +48,7 @@ _MEMORY_DOUBT = 1.25
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
-_TRIES, _SMALL = 12, 32
+_TRIES, _SMALL = 12, 20
 """Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a model
 with no more parameters than the second number, which takes a second for each."""
 
