@@ -34,19 +34,19 @@ class CostTable:
     def of(self, layout: Layout) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
         be."""
-        degree = layout.tp * layout.cp * layout.ep
-        if degree in (1, self.degree):
+        if layout.degree in (1, self.degree):
             return self._priced(layout)
         axis = next(axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
-        one, divided = (self._priced(replace(layout, **{axis: ranks})) for ranks in (1, self.degree))
-        return one and divided and one.divided_by(degree, divided, self.degree)
+        one, divided = (self._priced(layout.along(axis, ranks)) for ranks in (1, self.degree))
+        return one and divided and one.divided_by(layout.degree, divided, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
         offload = "activations" if layout.offload in ("activations", "all") else ""  # parameters are the estimate's
-        axes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "ep")}
-        key = *axes.values(), layout.recompute, offload
+        key = layout.tp, layout.cp, layout.ep, layout.recompute, offload
         if key not in self._known:
-            alone = Layout(**axes, data="ddp", recompute=layout.recompute, offload=offload)
+            alone = Layout(
+                tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload
+            )
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
                 self._known[key] = self._analysed(plan)

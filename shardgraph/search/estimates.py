@@ -48,7 +48,7 @@ class Estimates:
         """All layouts of ``ranks`` ranks of a cluster, the fastest first; operators are divided only where that may be
         faster, or nothing fits."""
         every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes))
-        every = [layout for layout in every if layout.tp * layout.cp * layout.ep in (1, *self._degrees)]
+        every = [layout for layout in every if layout.degree in (1, *self._degrees)]
         undivided = (layout for layout in every if not layout.shared)
         estimated = list(self._estimated(undivided, machine, batches))
         if self._degrees and self._may_pay(estimated):
@@ -66,7 +66,7 @@ class Estimates:
         if device.host is None or device.is_cpu or self._question.offload is not None:
             return []  # a CPU's memory is its host's
         every = layouts(ranks, machine, self._layers, pipelines=False, axes=self._axes)
-        divided = [layout for layout in every if layout.tp * layout.cp * layout.ep in (1, *self._degrees)]
+        divided = [layout for layout in every if layout.degree in (1, *self._degrees)]
         offloaded = (replace(layout, offload=what) for layout in divided for what in OFFLOADS)
         return _fastest_first(self._estimated(offloaded, machine, batches))
 

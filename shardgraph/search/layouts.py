@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
@@ -55,7 +56,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """All ranks."""
-        return self.stages * self.data_ranks * self.cp * self.tp  # data ranks include those of experts
+        return self.stages * self.data_ranks * self.cp * self.tp  # those of experts have batches
 
     @property
     def shared(self) -> bool:
@@ -63,9 +64,19 @@ class Layout:
         return self.tp * self.cp > 1
 
     @property
+    def degree(self) -> int:
+        """Ranks that the model is divided among, apart from stages and what is stored."""
+        return self.tp * self.cp * self.ep
+
+    def along(self, axis: str, ranks: int) -> Layout:
+        """The layout with as many ranks along the axis ``"tp"``, ``"cp"`` or ``"ep"``."""
+        size: dict[str, Any] = {axis: ranks}
+        return replace(self, **size)
+
+    @property
     def plain(self) -> bool:
         """Whether ranks divide the batch, and nothing of the model but what is stored."""
-        return self.stages == self.tp == self.cp == self.ep == 1
+        return self.stages == self.degree == 1
 
     @property
     def samples(self) -> int:
@@ -130,7 +141,7 @@ def layouts(
             if degree > inside:
                 continue
             for staged in _staged(stages, layers):
-                for base in (replace(staged, **{axis: degree}) for axis in (axes if degree > 1 else axes[:1])):
+                for base in (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1])):
                     yield from _data(base, ranks // stages // degree, max(1, inside // degree))
 
 
