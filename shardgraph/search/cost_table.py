@@ -38,7 +38,9 @@ class CostTable:
             return self._priced(layout)
         axis = next(axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
         one, divided = (self._priced(layout.along(axis, ranks)) for ranks in (1, self.degree))
-        return one and divided and one.divided_by(layout.degree, divided, self.degree)
+        if one is None or divided is None:  # experts may be too few for the largest degree
+            return self._priced(layout)
+        return one.divided_by(layout.degree, divided, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
         offload = "activations" if layout.offload in ("activations", "all") else ""  # parameters are the estimate's
