@@ -63,7 +63,10 @@ CALLS = {
 def test_no_preset_that_fits_is_faster(name, devices):
     call = CALLS[name]()
     cluster = Cluster.of("H100", nodes=-(-devices // 8))
-    best = shardgraph.plan(**call, cluster=cluster, devices=devices).considered[0]
+    found = shardgraph.plan(**call, cluster=cluster, devices=devices)
+    best = found.considered[0]
+    if name == "deep":  # of many layouts some are not priced
+        assert "they take per sample at least" in found.explain() and "so none of them is" in found.explain()
     meshes = {plan: {"dp": devices} for plan in ("ddp", "zero1", "zero2", "fsdp")}
     if devices > 8:
         meshes["hsdp"] = {"dp_replicate": devices // 8, "dp_shard": 8}
@@ -105,7 +108,7 @@ class Layered(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.quick("case0", "case1")
+@pytest.mark.quick("case0")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100), ids="case{}".format)
 def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
@@ -142,12 +145,6 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     assert found.rank(budget)[0] == every.ranked()[0].rank(budget)[0], "whether any fits"
     if found.memory <= budget:
         assert found.per_sample == pytest.approx(every.ranked()[0].per_sample, rel=1e-9)
-
-
-def test_what_was_not_priced_has_a_bound():
-    """Estimates less the error of estimates: how much faster another layout could be at most."""
-    text = shardgraph.plan(**deep(), cluster=toy_cluster(1, 8)).explain()
-    assert "they take per sample at least" in text and "so none of them is" in text
 
 
 def test_what_fits_nowhere_else_is_kept_in_host_memory():
