@@ -139,7 +139,7 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     monkeypatch.setattr(auto, "cheapest", once)
     found = auto.search(source, batches, budget, pipelines=False).priced[0]
     estimates = Estimates(source, budget, pipelines=False)
-    every = auto._Finals(source, estimates, budget, float("inf"))
+    every = auto.Finals(source, estimates, budget, float("inf"))
     for layout, _ in estimates.all(devices, cluster, batches):
         every._price(layout)
     assert found.rank(budget)[0] == every.ranked()[0].rank(budget)[0], "whether any fits"

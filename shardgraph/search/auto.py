@@ -22,6 +22,7 @@ from shardgraph.errors import CaptureError, PlanError
 from shardgraph.plans.plan import Plan
 from shardgraph.search.batches import Batches
 from shardgraph.search.buckets import bucket_bytes
+from shardgraph.search.cost_table import SMALL
 from shardgraph.search.depths import Depths
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates
@@ -48,9 +49,9 @@ _MEMORY_DOUBT = 1.25
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
-_TRIES, _SMALL = 12, 20
-"""Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a model
-with no more parameters than the second number, which takes a second for each."""
+_TRIES = 12
+"""Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a small
+model."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Finals:
         self._source, self._estimates, self._budget = source, estimates, budget
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
-        small = not self._deep and len(self._question.shapes) <= _SMALL
+        small = not self._deep and len(self._question.shapes) <= SMALL
         self._most = _TRIES if small else _FINALISTS
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}

@@ -14,6 +14,10 @@ from shardgraph.search.layer_costs import LayerCosts, layer_costs, whole_costs
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
 
+SMALL = 20
+"""Parameters of a model whose programs take no time to make and analyse: its costs are found for each batch. Those of
+larger ones are scaled from the batch of the call, as operations that are large enough are."""
+
 
 @dataclass
 class CostTable:
@@ -44,22 +48,29 @@ class CostTable:
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
         offload = "activations" if layout.offload in ("activations", "all") else ""  # parameters are the estimate's
-        key = layout.tp, layout.cp, layout.ep, layout.recompute, offload
+        batch = layout.batch if self._small else None
+        key = layout.tp, layout.cp, layout.ep, layout.recompute, offload, batch
         if key not in self._known:
             alone = Layout(
                 tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload
             )
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
-                self._known[key] = self._analysed(plan)
+                self._known[key] = self._analysed(plan, batch)
             except PlanError:  # its operators cannot be divided so
                 self._known[key] = None
         return self._known[key]
 
-    def _analysed(self, plan: Plan) -> LayerCosts:
-        depths = self.source.depths
+    @property
+    def _small(self) -> bool:
+        return self.source.depths is None and len(self.source.question.shapes) <= SMALL
+
+    def _analysed(self, plan: Plan, batch: int | None) -> LayerCosts:
+        depths, call = self.source.depths, self.source.call
         if depths is None:
-            program, analysis = _program(self.source, plan)
+            resized = batch is not None and batch != call.batch
+            source = self.source.resized(batch, call.sequence) if resized else self.source
+            program, analysis = _program(source, plan)
             self._say_gaps(plan, program)
             return whole_costs(program, analysis)
         few, more = (_program(self.source.at(depths, layers, plan), plan) for layers in (TRACED, TRACED + 1))

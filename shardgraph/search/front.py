@@ -103,6 +103,7 @@ def front(
         here = replace(source, question=replace(question, cluster=machine))
         finals = Finals(here, estimates, question.budget, deadline)
         finals.price_best(estimated)
+        finals.finish(estimated)
         finals.price_all(_spread(estimated))
         priced = finals.ranked()
         if batches.total is not None:
