@@ -114,8 +114,10 @@ def on_rank(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
             except shardgraph.PlanError:
                 continue
         taken: dict[str, list[float]] = {plan: [] for plan in modules}
-        for _ in range(rounds):
-            for plan, module in modules.items():
+        for turn in range(rounds):
+            order = list(modules)
+            for plan in order[turn % len(order) :] + order[: turn % len(order)]:  # the first of a round is slower
+                module = modules[plan]
                 taken[plan].append(measured_step(module, (args, kwargs), SECONDS) / module.plan.data_size)
         chosen = modules["auto"].plan.name
         found[name] = {plan: statistics.median(values) for plan, values in taken.items()} | {f"is {chosen}": 0.0}
