@@ -68,8 +68,9 @@ class CostTable:
     def _analysed(self, plan: Plan, batch: int | None) -> LayerCosts:
         depths, call = self.source.depths, self.source.call
         if depths is None:
-            resized = batch is not None and batch != call.batch
-            source = self.source.resized(batch, call.sequence) if resized else self.source
+            source = self.source
+            if batch is not None and batch != call.batch:
+                source = source.resized(batch, call.sequence)
             program, analysis = _program(source, plan)
             self._say_gaps(plan, program)
             return whole_costs(program, analysis)
