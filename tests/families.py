@@ -85,6 +85,8 @@ def _made(family: str, kept: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]
         for name, size in _SIZES.items()
         if name not in kept and hasattr(default, name) and type(getattr(default, name)) in (int, type(None))
     }
+    if hasattr(default, "kv_lora_rank"):  # heads of keys are made from one latent vector, as many as of queries
+        sizes["num_key_value_heads"] = sizes.get("num_attention_heads", default.num_attention_heads)
     if isinstance(vars(default).get("layer_types"), list) and "layer_types" not in kept:
         sizes["layer_types"] = default.layer_types[: sizes.get("num_hidden_layers")]
     config = CONFIG_MAPPING[family](**sizes)

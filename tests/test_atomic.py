@@ -97,7 +97,7 @@ def fails_to_lower(error: type[ShardGraphError]) -> Callable[[pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise error("from a pass")
 
-    return lambda monkeypatch: monkeypatch.setattr("shardgraph.module.sharded.lower", fail)
+    return lambda monkeypatch: monkeypatch.setattr("shardgraph.module.remembered.lower", fail)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import shardgraph
 from tests import families
@@ -20,3 +22,21 @@ def test_a_family_is_captured_and_planned(family, plan):
         pytest.skip(f"{family} does not train small and by itself: {error}")
     analysis = shardgraph.analyze(model, plan=plan, example_kwargs=call, cluster="H100", mesh=PLANS[plan])
     assert analysis.peak_memory > 0
+
+
+class Split(nn.Module):
+    """Its Python needs numbers that it has computed, as loops over the experts that were chosen do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        sizes = (y > 0).sum(0).tolist()
+        return sum(part.sum() for part in y.split(sizes[0] + 1))
+
+
+def test_where_the_tracer_itself_fails_the_line_of_the_model_is_named():
+    with pytest.raises(shardgraph.CaptureError, match=r"test_families\.py:\d+, in forward:  sizes = .*\.tolist\(\)"):
+        shardgraph.compile(Split(), "single", example_inputs=(torch.ones(2, 4),), progress=False)

@@ -26,7 +26,7 @@ def test_the_state_is_of_dtensors_and_goes_on_from_what_was_loaded():
 
 def test_operations_of_a_step_are_on_plain_tensors():
     for seen in on_ranks(local_steps.operands, 2):
-        assert seen == {"step": False, "subclass": True, "closure": True, "foreign parameter": True}
+        assert seen == {"step": False, "subclass": True, "closure": False, "foreign parameter": True}
 
 
 def test_backward_sets_the_gradients_of_all_parameters_without_an_operation_on_dtensors():

@@ -41,7 +41,7 @@ def faulty(monkeypatch):
     def lower(*args, **options):
         return with_a_gradient_doubled(lowering.lower(*args, **options))
 
-    monkeypatch.setattr("shardgraph.module.sharded.lower", lower)
+    monkeypatch.setattr("shardgraph.module.remembered.lower", lower)
     monkeypatch.setattr(sys.modules["shardgraph.api.verify"], "lower", lower)
 
 

@@ -6,7 +6,7 @@ import operator
 import random
 import re
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -150,6 +150,9 @@ def export(
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, str(error))) from error
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if stack := getattr(error, "real_stack", None):  # of the user's code, where the tracer itself failed
+            at, reason = stack[-1], f"torch's tracer fails at this line ({str(error).partition(chr(10))[0]})"
+            raise CaptureError(_told(name, reason, [(at.filename, at.lineno, at.name, at.line)])) from error
         raise CaptureError(
             f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
         ) from error
@@ -267,16 +270,20 @@ def run_as_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _explain(name: str, message: str) -> str:
     """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
-    where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames[-1:]).rstrip()
-    reason = message.partition("\n")[0].strip()
-    hints = "".join(f"\n  {hint.strip()}" for hint in re.findall(r"Hint: (.+)", message)[:3])
+    return _told(name, message.partition("\n")[0].strip(), frames[-1:], re.findall(r"Hint: (.+)", message)[:3])
+
+
+def _told(name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterable[str] = ()) -> str:
+    """Why a model cannot be captured: the reason, the user's line, and what to do."""
+    where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames).rstrip()
+    remedies = "".join(f"\n  {hint.strip()}" for hint in hints)
     if "expert" in where:
-        hints += (
+        remedies += (
             "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
             "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
         )
     return (
         f"{name} cannot be captured as one graph: {reason}{where}\n"
         "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
-        f"{hints}"
+        f"{remedies}"
     )
