@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.optimization import Adafactor
 
 import shardgraph
+from shardgraph.module import sharded as module
+from shardgraph.module.remembered import lowered
 from tests.ranks import difference
 
 
@@ -292,6 +295,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         parameters, lr=0.1, max_iter=5, line_search_fn="strong_wolfe"
     ),
 }
+
+
+def compiled_once(plan: str) -> int:
+    """How often a model is lowered that is compiled for the inputs with which it is called."""
+    made = []
+    with mock.patch.object(module, "lowered", lambda *args: made.append(args) or lowered(*args)):
+        part, _ = batch()
+        sharded, _ = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)), example_inputs=(part,))
+        for _ in range(3):
+            sharded(part)
+    return len(made)
 
 
 def stepped(plan: str, name: str) -> float:

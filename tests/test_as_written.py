@@ -25,6 +25,10 @@ def test_what_is_called_as_it_is_written_is_differentiated_on_shards(of, plan):
     assert max(on_ranks(as_written.differentiated, args=(plan, of))) < EXACT
 
 
+def test_a_program_that_was_compiled_before_parameters_were_shards_is_that_of_the_first_call():
+    assert on_ranks(as_written.compiled_once, args=("fsdp",)) == [1, 1]
+
+
 def test_within_a_method_parameters_are_gathered_once_however_often_ranks_need_them():
     assert all(on_ranks(as_written.calls_of_ranks_that_differ, args=("fsdp",), timeout=60))
 

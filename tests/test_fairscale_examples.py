@@ -7,7 +7,7 @@ import pytest
 from tests.example_scripts import ROUNDED, loaded, losses_in, printed_by
 
 
-@pytest.mark.quick("fsdp-*")
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize(("name", "length"), [("fsdp", "EPOCHS"), ("auto_wrap", "STEPS")])
 def test_the_example_has_the_losses_of_one_process(name: str, length: str, capsys: pytest.CaptureFixture[str]):

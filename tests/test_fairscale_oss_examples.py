@@ -11,6 +11,7 @@ from tests.adascale import Paper
 from tests.example_scripts import ROUNDED, loaded, losses_in, printed_by
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_the_example_of_oss_has_the_losses_of_one_rank_and_half_of_its_state():
     example, printed = loaded("oss"), printed_by("oss")

@@ -87,6 +87,7 @@ def test_a_call_without_its_loss_is_not_cut_into_stages():
     assert not any("pp" in dict(each.mesh) for each in chosen().considered)
 
 
+@pytest.mark.slow
 def test_slow_links_between_nodes_bring_stages():
     cluster = toy_cluster(4, devices_per_node=2, memory=16 * GIB)
     assert cluster.inter is not None
@@ -96,6 +97,7 @@ def test_slow_links_between_nodes_bring_stages():
     assert sum(plan.pipeline.balance) == 12
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_the_batch_of_every_candidate():
     plan = shardgraph.plan(llama(8), example_kwargs=text(), cluster=toy_cluster(1, 4), global_batch=48)
     assert {each.samples for each in plan.considered} == {48}

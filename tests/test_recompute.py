@@ -204,6 +204,7 @@ def test_with_memory_for_everything_nothing_is_computed_again(deep):
     assert deep.fastest_within(deep.peak(deep.choices[0])).rules == "none"
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_is_an_error_that_says_the_smallest_that_can(deep):
     least = min(deep.peak(choice) for choice in deep.choices)
     with pytest.raises(PlanError, match=r"within .* per rank: the smallest peak is .*, with a predicted step of"):

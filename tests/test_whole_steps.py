@@ -45,7 +45,7 @@ def test_a_step_that_overflows_on_one_rank_is_left_out_on_all():
         assert facts["error"] < 1e-12
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_bits_are_those_of_the_step_taken_apart(plan):
     for same in on_ranks(whole_steps.bits, 2, args=(plan,)):

@@ -110,12 +110,10 @@ def conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Iter
         except NameError:  # in the tracer's own notation
             value = None
         source = guard.originating_source
-        if kind in ("DICT_CONTAINS", "DICT_NOT_CONTAINS"):
-            key, there = _contained(guard.create_fn, kind)
-            if (key in value) != there:
-                continue  # of a plain attribute, which the copy has among its buffers
-            if key == "_compiled_call_impl":
-                continue  # what replaces a module's call computes the same
+        if kind in ("DICT_CONTAINS", "DICT_NOT_CONTAINS") and not _holds(guard.create_fn, kind, value):
+            continue  # of a plain attribute, which the copy has among its buffers
+        if kind == "NOT_PRESENT_IN_GENERIC_DICT" and "_compiled_call_impl" in _arguments(guard.create_fn):
+            continue  # what replaces a module's call computes the same
         if kind != "TENSOR_MATCH":
             yield source.make_guard(guard.create_fn)  # its own remembers what it was made for
         # A parameter or buffer is an input of the graph, and any other tensor a constant in it.
@@ -128,7 +126,12 @@ def _of_buffer(name: str) -> bool:
     return "._buffers[" in name or "['_buffers'][" in name
 
 
-def _contained(create: Any, kind: str) -> tuple[Any, bool]:
-    """The key of a guard of what a dictionary contains, and whether it says that it does."""
+def _holds(create: Any, kind: str, contained: Any) -> bool:
+    """Whether a guard of what a dictionary contains holds."""
     arguments = {"key": next(iter(create.args), None), "invert": kind == "DICT_NOT_CONTAINS", **create.keywords}
-    return arguments["key"], not arguments["invert"]
+    return (arguments["key"] in contained) != arguments["invert"]
+
+
+def _arguments(create: Any) -> tuple[Any, ...]:
+    """What a guard is made with, beside its value."""
+    return *getattr(create, "args", ()), *getattr(create, "keywords", {}).values()
