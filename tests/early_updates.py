@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import shardgraph
 from shardgraph import ir, preset
-from shardgraph.module import update_in_backward
+from shardgraph.module import pipelined, state_on_disk, update_in_backward
 from shardgraph.report.step import program_memory
 from shardgraph.torch_api import local_tensor
 from tests import ranks
@@ -96,7 +96,12 @@ def peaks(plan: str) -> dict[str, tuple[int, int]]:
 
 
 def calls() -> dict[str, Any]:
-    """How often backward and the end of a step update, and what a schedule and a replaced step see."""
+    """How often backward and the end of a step update, and what a schedule and a replaced step see.
+
+    The process has had pipelines and optimizer state on disk, which watch all optimizers.
+    """
+    pipelined._watch_optimizers()
+    state_on_disk._hook_all_optimizers()
     sharded, x = deep("fsdp")
     optimizer = optim.SGD(sharded.parameters(), lr=0.01)
     schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

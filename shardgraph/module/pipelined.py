@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardgraph import torch_api
 from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
 from shardgraph.errors import PlanError, ShardGraphError
@@ -219,7 +219,7 @@ _PIPELINES: weakref.WeakSet[PipelinedModule] = weakref.WeakSet()
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse)
+    torch_api.before_every_step(_refuse)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardgraph import torch_api
 from shardgraph.errors import ShardGraphError
 
 _NEW: Any = WeakIdKeyDictionary()
@@ -52,4 +52,4 @@ def adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(adopt)
+    torch_api.before_every_step(adopt)

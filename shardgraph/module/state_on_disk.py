@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardgraph import torch_api
 from shardgraph.module.mapped_files import mapped_files
 from shardgraph.runtime.host import is_in_file
 from shardgraph.torch_api import as_placed, local_tensor
@@ -39,8 +40,8 @@ def keep_state_as_of(parameter: torch.Tensor, stand_in: torch.Tensor) -> None:
 
 @cache
 def _hook_all_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    torch_api.before_every_step(_before_step)
+    torch_api.after_every_step(_after_step)
 
 
 class _StateInFiles(dict[str, Any]):

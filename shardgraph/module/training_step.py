@@ -29,7 +29,7 @@ from shardgraph.torch_api import local_tensor
 
 def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, plan: Plan, state: State) -> bool:
     """Whether an optimizer can step on gradients that parameters do not have, on many at a time."""
-    if not is_elementwise(optimizer) or torch_api.has_step_hooks(optimizer, besides=1):
+    if not is_elementwise(optimizer) or torch_api.has_step_hooks(optimizer):
         return False
     if scaler is not None and state.mesh is not None and not isinstance(scaler, GradScaler):
         return False  # it would find an overflow on one rank alone

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
+
 import torch
 from torch.optim import optimizer as _optimizer
 
+_OWN: set[int] = set()
+"""The handles of hooks of all optimizers that leave alone what they have nothing to do with."""
 
-def has_step_hooks(optimizer: torch.optim.Optimizer, besides: int) -> bool:
-    """Whether hooks run before or after a step of an optimizer, besides so many of all optimizers."""
-    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    everywhere = len(_optimizer._global_optimizer_pre_hooks) + len(_optimizer._global_optimizer_post_hooks)
-    return own + everywhere > besides
+
+def before_every_step(hook: Callable[..., None]) -> None:
+    """Have ``hook`` called before each step of every optimizer, without being a hook to :func:`has_step_hooks`."""
+    _OWN.add(_optimizer.register_optimizer_step_pre_hook(hook).id)
+
+
+def after_every_step(hook: Callable[..., None]) -> None:
+    """As :func:`before_every_step`, after each step."""
+    _OWN.add(_optimizer.register_optimizer_step_post_hook(hook).id)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of anyone else run before or after a step of an optimizer."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    return not _OWN.issuperset(chain(_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks))
 
 
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
