@@ -12,6 +12,7 @@ from .api.verify import verify as verify
 from .api.visualize import visualize as visualize
 from .api.what_if import what_if as what_if
 from .calibration import calibrate as calibrate
+from .capture.decisions import assume as assume
 from .cost_models.cluster import Cluster as Cluster
 from .cost_models.device import (
     Device as Device,
@@ -48,6 +49,9 @@ from .errors import (
 )
 from .errors import (
     LaunchError as LaunchError,
+)
+from .errors import (
+    ModelCheckError as ModelCheckError,
 )
 from .errors import (
     OffloadError as OffloadError,

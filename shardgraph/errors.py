@@ -65,6 +65,10 @@ class BackwardError(ShardGraphError, RuntimeError):
     """A backward that PyTorch would refuse too: its parameters have changed, or it was to be differentiated again."""
 
 
+class ModelCheckError(ShardGraphError, AssertionError, ValueError):
+    """An ``assert``, or a branch that raises, of the model's forward; the message names its line."""
+
+
 class LaunchError(ShardGraphError):
     """A launched rank failed; the message has its traceback."""
 

@@ -42,7 +42,10 @@ def sharing_captures() -> Iterator[None]:
         except _Unknown:
             return original(model, args, kwargs, **options)
         if key not in _shared:
-            _shared[key] = original(model, args, kwargs, **options)
+            joint = original(model, args, kwargs, **options)
+            if joint.conditions:  # another call may take another way
+                return joint
+            _shared[key] = joint
             if len(_shared) > _KEPT:
                 _shared.popitem(last=False)
         _shared.move_to_end(key)

@@ -40,6 +40,7 @@ KINDS = {
     ir.Saved: "saved",
     ir.Mutation: "buffers",
     ir.Output: "activations",
+    ir.Checked: "activations",
     ir.IntermediateBase: "activations",
     ir.Updater: "optimizer state",
 }

@@ -51,7 +51,7 @@ _RECORDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *(ir.Accumulated, ir.Buffer, ir.Forwarded, ir.Gathered, ir.Gradient, ir.Input, ir.IntermediateBase),
-        *(ir.Mutation, ir.Output, ir.Parameter, ir.Returned, ir.Saved, ir.SquaredNorm, ir.Tangent),
+        *(ir.Checked, ir.Mutation, ir.Output, ir.Parameter, ir.Returned, ir.Saved, ir.SquaredNorm, ir.Tangent),
         *(ir.AttributeResult, ir.AttributeSet, ir.OutputAlias, Part),
     )
 }

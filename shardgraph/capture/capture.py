@@ -20,6 +20,7 @@ from shardgraph import ir, torch_api
 from shardgraph.capture import constraints
 from shardgraph.capture.canonical import same_kernels
 from shardgraph.capture.casting import casting, check_products, computed_dtypes
+from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
 from shardgraph.capture.few_layers import from_few_layers
 from shardgraph.capture.masks import drop_known_masks
@@ -120,6 +121,8 @@ def _traced(model: nn.Module, asked: Asked) -> tuple[ir.JointGraph, Callable[...
     fake_mode = FakeTensorMode()
     fake_args, fake_kwargs = asked.inputs(fake_mode)
     dtypes, loss_fn = asked.dtypes(model), asked.loss_fn
+    leaves = pytree.tree_leaves((asked.args, asked.kwargs))
+    decisions = Decisions(leaves, pytree.tree_leaves((fake_args, fake_kwargs)))
     with ExitStack() as stack:
 
         def private() -> nn.Module:
@@ -130,13 +133,13 @@ def _traced(model: nn.Module, asked: Asked) -> tuple[ir.JointGraph, Callable[...
 
         stack.enter_context(same_kernels())
         stack.enter_context(fake_mode)
-        exported = export(private, partial(present, fake_mode), loss_fn, fake_args, fake_kwargs)
+        exported = export(private, partial(present, fake_mode), loss_fn, fake_args, fake_kwargs, decisions)
     gm = exported.lowered.graph_module
     constraints.check_met(gm, asked.annotations)
     _name_modules(gm)
     mark_synchronized(gm, model)
-    leaves = pytree.tree_leaves((asked.args, asked.kwargs))
     joint = _joint_graph(exported, fake_mode, leaves)
+    joint.conditions = tuple(decisions.conditions)
     drop_known_masks(joint.module)
     joint.guards = partial(_guards, exported, loss_fn)
     joint.origin = exported.origin and replace(exported.origin, guards=partial(_guards_data, exported.origin, loss_fn))
@@ -202,9 +205,13 @@ def later_rows(rows: int, model: nn.Module, asked: Asked) -> Callable[[], list[i
 
 def output_shapes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> list[torch.Size | None]:
-    """The shapes of the tensors that ``model(*args, **kwargs)`` returns, None for all else; nothing is computed."""
-    leaves = pytree.tree_leaves(_fake_output(model, args, kwargs, device))
+) -> list[torch.Size | None] | None:
+    """The shapes of the tensors that ``model(*args, **kwargs)`` returns, None for all else; nothing is computed. None
+    if its Python reads values, without which they cannot be told."""
+    try:
+        leaves = pytree.tree_leaves(_fake_output(model, args, kwargs, device))
+    except torch_api.NoValue:
+        return None
     return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
@@ -327,6 +334,7 @@ def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted:
 def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any]) -> ir.JointGraph:
     gm, effects, canonical = exported.lowered.graph_module, exported.effects, exported.canonical
     gm.graph.set_codegen(torch_api.CodeGen())
+    _check_shapes(gm)
     bases: list[Any] = []
 
     def role(desc: Any) -> ir.Role | None:
@@ -375,7 +383,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
         if (first := seen.setdefault(ROLE.of(node), node)) is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
-    ir.set_outputs(gm, _sum_tied_gradients(gm, results))
+    ir.set_outputs(gm, _sum_tied_gradients(gm, results) + _checks(gm))
     for node in gm.graph.nodes:
         SOURCE.set(node, _source_line(node))
     forget_unknown(gm)
@@ -443,6 +451,28 @@ def _sum_tied_gradients(gm: fx.GraphModule, results: list[_Result]) -> list[_Res
             value = total
         merged[key] = (role, earlier if value is None else value)
     return list(merged.values())
+
+
+def _check_shapes(gm: fx.GraphModule) -> None:
+    """Raise CaptureError if the size of a value depends on what the graph computes."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val") if node.op == "call_function" else None
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"{getattr(node.target, '__name__', node.target)} gives a tensor whose shape depends on values, at "
+                f"{_source_line(node)}, and shapes of a captured graph are fixed: choose elements with torch.where or "
+                "by multiplying with a mask, or a fixed number of them with topk"
+            )
+
+
+def _checks(gm: fx.GraphModule) -> list[_Result]:
+    """The conditions that the graph checks as results of it, which whoever runs it checks."""
+    results: list[_Result] = []
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg):
+        condition, line = node.args
+        results.append((ir.Checked(len(results), line), condition))
+        gm.graph.erase_node(node)
+    return results
 
 
 def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], ir.Role | None]) -> dict[int, ir.OutputAlias]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,7 +72,7 @@ class Captures:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
-        self._joints: dict[Hashable, JointGraph] = {}
+        self._joints: defaultdict[Hashable, list[JointGraph]] = defaultdict(list)
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
         """The graph of ``call`` with the annotations and precision of ``plan``. It must not be modified: passes work on
@@ -80,18 +81,19 @@ class Captures:
         Raises:
             PlanError, CaptureError: as :func:`shardgraph.capture.capture.capture`.
         """
-        key = self._key(call, plan)
-        if key not in self._joints:
-            with torch.set_grad_enabled(call.training):
-                self._joints[key] = remembered(
-                    call, self._device, annotations=plan.annotations, precision=plan.precision
-                )
-        return self._joints[key]
+        joints, leaves = self._joints[self._key(call, plan)], pytree.tree_leaves((call.args, dict(call.kwargs)))
+        for joint in joints:
+            if all(condition.of(leaves) == condition.value for condition in joint.conditions):
+                return joint
+        with torch.set_grad_enabled(call.training):
+            joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
+        return joints[-1]
 
     def take(self, call: Call, plan: Plan) -> JointGraph:
         """:meth:`joint`, removed from this cache: for a caller that keeps the graph."""
-        self.joint(call, plan)
-        return self._joints.pop(self._key(call, plan))
+        joint = self.joint(call, plan)
+        self._joints[self._key(call, plan)].remove(joint)
+        return joint
 
     def _key(self, call: Call, plan: Plan) -> Hashable:
         """All that a captured graph depends on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 import random
 import re
@@ -16,6 +17,7 @@ from torch import fx, nn
 
 from shardgraph import torch_api
 from shardgraph.capture.canonical import FusedOperators
+from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.double import as_traced
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
@@ -93,8 +95,10 @@ def export(
     loss_fn: Callable[..., torch.Tensor] | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    decisions: Decisions,
 ) -> Exported:
     """Trace a call of the model that ``private()`` makes copies of, and that :func:`present` makes ready to be traced.
+    ``decisions`` are asked for values of its inputs.
 
     Raises:
         CaptureError: its Python cannot be traced into one graph, or it leaves behind what cannot be repeated.
@@ -108,7 +112,8 @@ def export(
     def trace(model: nn.Module, effects: Effects, assigned: Set[str]) -> torch_api.Trace:
         counted = {each.fqn for each in effects.results if each.number}
         present(model, assigned, counted)
-        traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
+        with torch_api.deciding(decisions):
+            traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
         inputs = _attributes(traced.graph, model)
         _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
         return traced
@@ -129,7 +134,7 @@ def export(
             try:
                 traced = trace(model := private(), effects, assigned)
             except torch_api.DynamoError as error:
-                raise CaptureError(_counting(effects, _explain(name, str(error)))) from error
+                raise CaptureError(_counting(effects, _explain(name, error, decisions))) from error
             guards, called = traced.guards, private()
             call(called)  # The same program is valid for the next call, if forward takes the same way then.
             again = trace(called, effects, assigned | {each.fqn for each in effects.results} - read)
@@ -137,7 +142,11 @@ def export(
             if repeats:
                 guards = partial(guards, later=again.guards)
         named = _canonical(model)
-        origin = None if effects or assigned else Origin(traced.code, traced.called, traced.guards_data)
+        origin = (
+            None
+            if effects or assigned or decisions.conditions
+            else Origin(traced.code, traced.called, traced.guards_data)
+        )
         try:
             return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
         except (RuntimeError, TypeError) as error:
@@ -148,10 +157,12 @@ def export(
                 register_types(traced.graph(*args, **kwargs))
             return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
     except torch_api.DynamoError as error:
-        raise CaptureError(_explain(name, str(error))) from error
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CaptureError(_explain(name, error, decisions)) from error
+    except (RuntimeError, AssertionError, AttributeError, NotImplementedError) as error:
         if stack := getattr(error, "real_stack", None):  # of the user's code, where the tracer itself failed
-            at, reason = stack[-1], f"torch's tracer fails at this line ({str(error).partition(chr(10))[0]})"
+            at, said = stack[-1], str(error).partition("\n")[0]
+            reads = "fake modes" in said  # as torch's tracer ends at tolist()
+            reason = "Python reads values that the graph computes" if reads else f"torch's tracer fails ({said})"
             raise CaptureError(_told(name, reason, [(at.filename, at.lineno, at.name, at.line)])) from error
         raise CaptureError(
             f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
@@ -254,6 +265,11 @@ def _lower(captured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch_api.export_joint(captured, args, kwargs)
 
 
+def _has_other_experts(frames: Iterable[Sequence[Any]]) -> bool:
+    """Whether the code is of a model of transformers that has its experts in one graph too."""
+    return any("use_experts_implementation" in "".join(linecache.getlines(str(file))) for file, *_ in frames)
+
+
 def run_as_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a model with the functions that its graph has, and the answers that its Python gets when traced."""
     state = random.getstate()
@@ -267,21 +283,35 @@ def run_as_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         random.setstate(state)
 
 
-def _explain(name: str, message: str) -> str:
+def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> str:
     """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
-    return _told(name, message.partition("\n")[0].strip(), frames[-1:], re.findall(r"Hint: (.+)", message)[:3])
+    message, stack = str(error), getattr(error, "real_stack", None) or ()
+    frames: list[Sequence[Any]] = [(at.filename, at.lineno, at.name, at.line) for at in stack] or re.findall(
+        r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2]
+    )
+    if own := re.search(r"context: raised exception (.+)|: got (\w+\(.+\))", message):
+        return (
+            f"forward of {name} raises {own[1] or own[2]} for inputs like these{_at(frames[-1:])}\n"
+            "  if a call of the model itself does not raise it, torch's tracer is at fault"
+        )
+    reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
+    branches = reason.startswith("Data-dependent") and decisions.remedy
+    return _told(name, reason, frames[-1:], [decisions.remedy] if branches else hints)
+
+
+def _at(frames: Iterable[Sequence[Any]]) -> str:
+    """Lines of code, of a file, a number, a function and a text each."""
+    return "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames).rstrip()
 
 
 def _told(name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterable[str] = ()) -> str:
     """Why a model cannot be captured: the reason, the user's line, and what to do."""
-    where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames).rstrip()
+    where = _at(frames)
     remedies = "".join(f"\n  {hint.strip()}" for hint in hints)
     if "expert" in where:
-        remedies += (
-            "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
-            "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
-        )
+        remedies += "\n  experts in a loop run for those that were chosen; in shardgraph.nn.MoE they are in one graph"
+        if _has_other_experts(frames):
+            remedies += ", and in this model with experts_implementation='grouped_mm' or 'batched_mm' in its config"
     return (
         f"{name} cannot be captured as one graph: {reason}{where}\n"
         "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."

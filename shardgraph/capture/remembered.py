@@ -23,6 +23,7 @@ from shardgraph.cache.digests import Digest, NoDigest
 from shardgraph.cache.graphs import graph_data, graph_of
 from shardgraph.cache.values import NotStorable, Reader, Writer, spec_data, spec_of, well_formed
 from shardgraph.capture.capture import Asked, capture, later_rows
+from shardgraph.capture.decisions import assumptions
 from shardgraph.capture.export import Traced
 from shardgraph.capture.numbers import is_number
 from shardgraph.torch_api import (
@@ -84,6 +85,7 @@ def _digest(call: Any, device: torch.device, options: dict[str, Any]) -> Digest:
     digest.put(
         entries.versions(), state_of_torch(device), tracer_settings(), autocast_state(device.type), call.training
     )
+    digest.put(assumptions())
     digest.put([name for name, _ in call.model.named_parameters(remove_duplicate=False)])
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     digest.put(str(spec))

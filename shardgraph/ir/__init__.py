@@ -36,6 +36,7 @@ from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
 from shardgraph.ir.graph import (
     AttributeResult,
     AttributeSet,
+    Condition,
     JointGraph,
     Origin,
     OutputAlias,
@@ -62,6 +63,7 @@ from shardgraph.ir.rank_operations import (
 from shardgraph.ir.roles import (
     Accumulated,
     Buffer,
+    Checked,
     Forwarded,
     Gathered,
     Gradient,

@@ -167,6 +167,29 @@ class RowNumber:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """A value of a call's inputs by which forward took its way, at ``line``.
+
+    ``function`` computes it, a tensor, of the flattened ``inputs`` with these positions. ``key`` is equal for equal
+    functions that were asked for at one line, and ``value`` what it was in the call that was captured.
+    """
+
+    key: str
+    line: str
+    value: Any
+    function: Callable[..., torch.Tensor]
+    inputs: tuple[int, ...]
+
+    def of(self, leaves: Sequence[Any]) -> Any:
+        """The value in a call with these flattened inputs, as numbers; an error's name if it has none there."""
+        try:
+            with torch.no_grad():
+                return self.function(*(leaves[i].detach().clone() for i in self.inputs)).tolist()
+        except (RuntimeError, IndexError, ValueError) as error:
+            return type(error).__name__
+
+
+@dataclass(frozen=True)
 class Origin:
     """What a graph was traced from: ``code``, Python that was traced through, and ``called``, functions that it calls
     and that were not. ``guards(model)`` are conditions, as :attr:`JointGraph.guards`, as data for JSON.
@@ -191,6 +214,7 @@ class JointGraph:
     graph again. ``guards(model)`` makes the conditions under which ``model``, as it is now, is captured as this graph;
     see :class:`shardgraph.torch_api.Guards`. ``rows`` is the length of the batch, dimension 0 of the first input that
     has one, and ``row_numbers()`` are the numbers that forward computes from it, or None if that cannot be told.
+    ``conditions`` are those values of inputs by which forward took its way.
     ``origin`` is what it was traced from, if that can be told, and ``kept`` its name on disk, if it is there.
     ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph.
     """
@@ -207,6 +231,7 @@ class JointGraph:
     guards: Callable[..., Any] | None = None
     rows: int = 0
     row_numbers: Callable[[], list[RowNumber] | None] = lambda: []
+    conditions: tuple[Condition, ...] = ()
     origin: Origin | None = None
     kept: str = ""
     placed: dict[Any, Any] = field(default_factory=dict)

@@ -72,6 +72,13 @@ class Mutation(Role):
 
 
 @dataclass(frozen=True)
+class Checked(_Indexed):
+    """The ``index``-th condition, one number that is 0 if it fails, without which forward raises at ``line``."""
+
+    line: str
+
+
+@dataclass(frozen=True)
 class Gradient(Role):
     """The gradient of a parameter or of an input."""
 

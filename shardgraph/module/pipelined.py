@@ -18,6 +18,7 @@ from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
+from shardgraph.module.decided import check_decided_alike
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
 from shardgraph.module.sharded import Setup, ShardedModule
 from shardgraph.passes.program import Program
@@ -116,6 +117,8 @@ class PipelinedModule(ShardedModule):
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
+        if count > 1:
+            check_decided_alike([item.executor.program.joint for item in work], pytree.tree_leaves(call))
         if loss_fn is None and count > 1 and not self._can_merge(call, [item.executor for item in work]):
             work = self._cut([call], loss_fn)
         self._set_attributes()
@@ -126,7 +129,8 @@ class PipelinedModule(ShardedModule):
         if key not in self._mergeable:
             shapes = output_shapes(self.original, *call, self._state.device)
             programs = [executor.program for executor in executors]
-            self._mergeable[key] = can_merge(programs, shapes) and all(rows_of(p.joint).apart for p in programs)
+            mergeable = shapes is not None and can_merge(programs, shapes)
+            self._mergeable[key] = mergeable and all(rows_of(program.joint).apart for program in programs)
             if not self._mergeable[key] and self.training and torch.is_grad_enabled():
                 warnings.warn(
                     "the batch goes through the pipeline as one microbatch, stage after stage, since the outputs of "

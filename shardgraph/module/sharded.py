@@ -27,6 +27,7 @@ from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.as_written import AsWritten, without_gradients
 from shardgraph.module.copying import copied_model
+from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
@@ -98,6 +99,7 @@ class ShardedModule(nn.Module):
     _setup: Setup
     _state: State
     _numbers: Numbers
+    _decided: Decided
     _sync: bool
     gradient_norm: torch.Tensor | None  # of all gradients, before the latest clipping by ``step``
     _as_written: AsWritten
@@ -121,7 +123,7 @@ class ShardedModule(nn.Module):
         replica = 0 if replicas is None else dist.get_rank(replicas)
         state = State(model, mesh, setup.device, replica, setup.backend)
         clear_with_optimizers(state)
-        self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
+        self._own(_setup=setup, _state=state, _numbers=Numbers(), _decided=Decided(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
         self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
@@ -487,14 +489,15 @@ class ShardedModule(nn.Module):
         if len(made) < len({*keys}) or self._communication(made[key] for key in keys) not in ([], self._agreed):
             # Ranks switch programs together or not at all: one that continued alone would block the others. A rank may
             # switch freely to programs that communicate nothing, or the same as those that ranks last agreed on.
-            text = "\n".join(_describe(key, self._changed(key)) for key in dict.fromkeys(keys))
+            text = "\n".join(self._describe(key) for key in dict.fromkeys(keys))
             self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode), and the model's attributes", text)
         for key, leaves in zip(keys, calls, strict=True):
             if key not in made:
                 made[key] = self._compile(leaves, spec, loss_fn)
+                self._decided.learn(_rest(key), made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
                 self._keep(after, made[key])
-                if after != key:  # its numbers cannot be lifted as before, and all keys have changed
+                if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
                     return self._executables(calls, spec, loss_fn)
             self._programs.move_to_end(key)
         self._latest = keys, [made[key] for key in keys]
@@ -505,9 +508,10 @@ class ShardedModule(nn.Module):
         """The program of this key for the model as it is now, if it has been compiled."""
         return next((each for each in self._programs.get(key, ()) if each.guards.hold), None)
 
-    def _changed(self, key: Any) -> str:
-        """What has changed on the model since the latest program of this key was compiled."""
-        return self._programs[key][-1].guards.failing if key in self._programs else ""
+    def _describe(self, key: Any) -> str:
+        """A program's key as readable text, and what has changed on the model since the latest one was compiled."""
+        changed = self._programs[key][-1].guards.failing if key in self._programs else ""
+        return "\n".join([_describe(key, changed), *self._decided.told(_rest(key), key[-1])])
 
     def _keep(self, key: Any, compiled: _Compiled) -> None:
         """Add a program to the cache."""
@@ -532,6 +536,7 @@ class ShardedModule(nn.Module):
         with self._setup.agreement.on_all_ranks("the compiled program") as lines:
             with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
                 program = self._build(leaves, spec, loss_fn, show)
+            lines += [f"{each.value} is the value at {each.line}" for each in program.joint.conditions]
             lines.append(program.digest)
             guards = program.joint.take_guards(self.original)
             self._state.layout.note(program.joint)
@@ -562,7 +567,11 @@ class ShardedModule(nn.Module):
         ambient = torch.is_grad_enabled(), autocast, torch.get_default_dtype(), torch_api.global_hooks()
         state = layout.modes, layout.trained, *ambient, loss_fn is not None
         inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
-        return [(layout.buffers, spec, each, *state) for each in inputs]
+        rests = ((spec, each, *state) for each in inputs)
+        return [
+            (layout.buffers, *rest, self._decided.values(rest, leaves))
+            for rest, leaves in zip(rests, calls, strict=True)
+        ]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -683,9 +692,14 @@ def module_of(parameter: torch.Tensor) -> ShardedModule:
     )
 
 
+def _rest(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What chooses a program beside buffers and values of inputs."""
+    return key[1:-1]
+
+
 def _describe(key: tuple[Any, ...], changed: str) -> str:
     """A program's key as readable text, and what ``changed`` on the model: what must be equal between ranks."""
-    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss = key
+    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss, _ = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
         is_tensor = len(kind) == 5

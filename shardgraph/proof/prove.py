@@ -240,7 +240,7 @@ class _Proving:
 
     def _compare_forward(self, results: dict[ir.Role, Any]) -> None:
         for role, value in results.items():
-            if isinstance(role, (ir.Output, ir.IntermediateBase)):
+            if isinstance(role, (ir.Output, ir.IntermediateBase, ir.Checked)):
                 self._compare(role, value, self.captured[role])
             elif isinstance(role, ir.Mutation):
                 expected = self.captured[role]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardgraph import ir, torch_api
 from shardgraph.errors import BackwardError
 from shardgraph.passes.program import Program, gradients_of
+from shardgraph.runtime.checked import check
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradients import check_unchanged, on_any_data_rank, tangent_of
 from shardgraph.runtime.pipeline.messages import in_layout
@@ -34,6 +35,7 @@ class Differentiable(Executor):
         self.settable = range(first)  # autograd counts tensors only
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
+        self.checked = [(i, role) for i, role in enumerate(self.results) if isinstance(role, ir.Checked)]
         inputs = program.reached if program.differentiable else ()
         # The results that the user sees, or a view of them, by position: with their tangents those that autograd
         # returns, and those that require no gradient.
@@ -84,6 +86,8 @@ class Differentiable(Executor):
             seed = rank_seed(common_draw(), self.state.replica * batches + plan.data_rank(mesh_rank(mesh)))
         with seeded(seed, self.state.device):
             results = self.forward([torch_api.local_tensor(value) for value in inputs])
+        for i, checked in self.checked:
+            check(checked, results[i])
         for i, role in self.mutated:
             if isinstance(role, ir.Buffer) and role.fqn in self.program.joint.replaced:
                 self.state.layout.replace(role.fqn, results[i])

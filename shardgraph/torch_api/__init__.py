@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch._C import _storage_address as storage_address  # type: ignore[attr-defined]  # the stubs lack it
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import DataDependentOutputException as NoValue
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from shardgraph.torch_api import releases
 from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
+from shardgraph.torch_api.decisions import deciding, example_of, traced_value
 from shardgraph.torch_api.execution import (
     autocast_state,
     below_autograd,

@@ -35,15 +35,19 @@ def _ignorable_calls() -> set[Callable[..., Any]]:
 
 
 @contextmanager
-def _quiet_metrics() -> Iterator[None]:
-    # torch 2.11 cannot write the ignored functions into its log of metrics, and prints a traceback at every capture.
-    logger = logging.getLogger("torch._dynamo.metrics_context")
-    before = logger.disabled
-    logger.disabled = before or torch.__version__ < "2.12"
+def _quiet() -> Iterator[None]:
+    # An operation that fails is told by the error, and torch 2.11 cannot write the ignored functions into its log of
+    # metrics, and prints a traceback at every capture.
+    metrics = ["torch._dynamo.metrics_context"] if torch.__version__ < "2.12" else []
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", *metrics)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def as_compiling() -> AbstractContextManager[Any]:
@@ -82,13 +86,14 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         assume_static_by_default=True,
         specialize_int=True,
         specialize_float=True,
+        rewrite_assert_with_torch_assert=False,  # without the line; see torch_api/decisions.py
         # Writes are not repeated by the graph's caller, who is told of them.
         replay_side_effects=False,
         side_effect_replay_policy="warn",
         ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
         **GUARD_HOOKS,
     )
-    with _quiet_metrics(), static, warnings.catch_warnings(record=True) as caught:
+    with _quiet(), static, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with get_metrics_context(), as_compiling():
             captured = fullgraph_capture(model, args, kwargs)

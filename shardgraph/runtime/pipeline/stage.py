@@ -15,6 +15,7 @@ from shardgraph import ir, torch_api
 from shardgraph.cost_models.actions import Kind
 from shardgraph.passes.program import StageProgram
 from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.runtime.checked import check
 from shardgraph.runtime.executor import Bound, Executor, State
 from shardgraph.runtime.pipeline.messages import empty_like_traced, flat, in_layout
 from shardgraph.runtime.rng import seeded
@@ -123,6 +124,8 @@ class RunningStage(torch_api.PipelineStageBase):
                 self.written[fwd_chunk_id][role.of.fqn] = value
             elif isinstance(role, (ir.Output, ir.IntermediateBase)):
                 self.outputs[fwd_chunk_id][role] = value
+            elif isinstance(role, ir.Checked):
+                check(role, value)
         if self.is_last:
             return self.outputs[fwd_chunk_id].get(ir.Output(0))
         return tuple(self.leaving["forward", fwd_chunk_id])

@@ -1,0 +1,215 @@
+"""Decisions that a model's Python makes by values of its inputs: a mask's ``any()``, the largest label.
+
+A captured graph is the way that forward took for the values of one call. What it asked of them is a
+:class:`~shardgraph.ir.Condition`: a function of the inputs, which is computed before each call and chooses the program,
+as shapes do. What depends on parameters or random numbers is known only within the graph, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardgraph import torch_api
+from shardgraph.capture.numbers import is_number
+from shardgraph.ir import Condition
+from shardgraph.torch_api import FakeTensor, unset_fake_temporarily
+
+_LARGEST = 4096
+"""Elements of the largest value that decides: lists of numbers are lengths and the like."""
+
+_EMPTY = "the value is one of the inputs': give example inputs that have values, not on the device meta"
+_RANDOM = (
+    "a random number decides what is computed, and would decide differently on each rank: set its probability to 0 "
+    "(layerdrop=0.0 in the config of a model of transformers), with which it is captured"
+)
+_IN_THE_GRAPH = (
+    "values of inputs may decide, but this one depends on parameters, buffers or earlier layers: compute both ways and "
+    "choose with torch.where, or, if it is always the same, say so with shardgraph.assume({place!r}, False)"
+)
+
+_assumed: dict[str, bool] = {}
+
+
+def assume(place: str, value: bool | None) -> None:
+    """Have models captured as if the condition of a branch were always ``value``; each call checks that it is.
+
+    For a branch on a value that is known only within the graph, such as one for numbers that have overflowed. It
+    applies to all that is captured from now on in this process, and must be the same on all ranks.
+
+    Args:
+        place: the branch, as an error of capture names it: the file's name and the line, ``"modeling.py:312"``. Of
+            ``a and b`` each is a branch of its own.
+        value: whether the condition is true; None takes back what was said.
+
+    Raises:
+        ValueError: ``place`` is no file and line.
+        ModelCheckError: later, in a call in which it is not as assumed.
+    """
+    if not re.fullmatch(r"[^/\\:]+:\d+", place):
+        raise ValueError(f"assume({place!r}, ...): a branch is named by its file and line, such as 'modeling.py:312'")
+    if value is None:
+        _assumed.pop(place, None)
+    else:
+        _assumed[place] = bool(value)
+
+
+def assumptions() -> list[tuple[str, bool]]:
+    """All that is assumed, sorted."""
+    return sorted(_assumed.items())
+
+
+class Decisions:
+    """What is asked while a call with these ``leaves`` is traced, with ``fakes`` in their place."""
+
+    def __init__(self, leaves: Sequence[Any], fakes: Sequence[Any]) -> None:
+        self.conditions: list[Condition] = []
+        self.remedy = ""  # what would help with the latest value that is not known
+        self._leaves = leaves
+        self._position = {
+            id(fake): i
+            for i, (leaf, fake) in enumerate(zip(leaves, fakes, strict=True))
+            if isinstance(leaf, torch.Tensor) and not is_number(leaf)
+        }
+
+    def value(self, node: fx.Node, line: str) -> Any:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        if (value := _of_random(node)) is not None:
+            return value
+        self.remedy = _IN_THE_GRAPH.format(place=_place(line))
+        value = torch_api.traced_value(node)
+        if not isinstance(value, torch.Tensor) or value.numel() > _LARGEST:
+            return None
+        found = self._function(node)
+        if found is None:
+            if _draws(node):
+                self.remedy = _RANDOM
+            return None
+        function, used = found
+        if any(map(_is_empty, (self._leaves[i] for i in used))):
+            self.remedy = _EMPTY
+            return None
+        asked = f"{line}\n{function.graph}"
+        for condition in self.conditions:
+            if condition.key == asked:
+                return condition.value
+        try:
+            with unset_fake_temporarily(), _NothingRandom():
+                value = Condition("", "", None, function, used).of(self._leaves)
+        except _RandomError:
+            self.remedy = _RANDOM
+            return None
+        if isinstance(value, str):
+            return None  # an error, which is told where it happens
+        self.conditions.append(Condition(asked, line, value, function, used))
+        return value
+
+    def assumed(self, line: str) -> bool | None:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        return _assumed.get(_place(line))
+
+    def _function(self, node: fx.Node) -> tuple[fx.GraphModule, tuple[int, ...]] | None:
+        """How ``node`` is computed from inputs alone, and from which; None if it is not."""
+        known, writing, cast = self._known(node.graph)
+        if node not in known:
+            return None
+        needed = {node, *writing}
+        for each in reversed(known):
+            if each in needed:
+                needed.update(each.all_input_nodes)
+        if not needed <= known.keys():
+            return None
+        positions = [self._position[known[each]] for each in known if each in needed and each.op == "placeholder"]
+        if cast and any(self._leaves[i].is_floating_point() for i in positions):
+            return None  # autocast decides what such operations give
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for each in known:
+            if each in needed:
+                copies[each] = graph.node_copy(each, copies.__getitem__)
+                copies[each].meta = {}
+        graph.output(copies[node])
+        return fx.GraphModule(torch.nn.Module(), graph), tuple(positions)
+
+    def _known(self, graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[fx.Node], bool]:
+        """The nodes that are computed from inputs alone, placeholders with what they are in the call, those of them
+        that write in place, and whether there is a change of autocast."""
+        known: dict[fx.Node, Any] = {}
+        writing: list[fx.Node] = []
+        cast = False
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                example = torch_api.example_of(node)
+                if id(example) in self._position:
+                    known[node] = id(example)
+                continue
+            cast = cast or "autocast" in getattr(node.target, "__name__", "")
+            if node.op not in ("call_function", "call_method") or node.target in _MODES:
+                continue
+            if all(each in known for each in node.all_input_nodes):
+                known[node] = None
+                if _writes(node):
+                    writing.append(node)
+            elif _writes(node):
+                for each in node.all_input_nodes:
+                    known.pop(each, None)  # it depends on more from here on
+        return known, writing, cast
+
+
+_MODES = {torch._C._set_grad_enabled}
+
+
+def _place(line: str) -> str:
+    """``file:line`` of a line as the tracer tells it."""
+    found = re.match(r"(.*?):(\d+), in ", line)
+    return f"{Path(found[1]).name}:{found[2]}" if found else ""
+
+
+def _is_empty(leaf: torch.Tensor) -> bool:
+    """Whether it has no values."""
+    return leaf.is_meta or isinstance(leaf, FakeTensor)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether an operation of the tracer's graph may write to a tensor that it is given."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("setitem", "__setitem__") or name.startswith("__i") or "out" in node.kwargs
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a value is a comparison of random numbers of ``torch.rand``, or of Python's."""
+    return any(each.target in (torch.rand, torch.rand_like) for each in (node, *node.all_input_nodes))
+
+
+def _of_random(node: fx.Node) -> bool | None:
+    """What a comparison of ``torch.rand`` gives, whose numbers are in [0, 1), where it gives the same for all: a layer
+    that is dropped with probability 0 is never dropped."""
+    if node.target not in (operator.lt, operator.le, operator.gt, operator.ge) or len(node.args) != 2:
+        return None
+    number, bound = node.args
+    drawn = isinstance(number, fx.Node) and number.target is torch.rand
+    if not drawn or not isinstance(bound, (int, float)):
+        return None
+    below = node.target in (operator.lt, operator.le)
+    if bound >= 1:
+        return below
+    return not below if bound < 0 or (bound == 0 and node.target in (operator.lt, operator.ge)) else None
+
+
+class _RandomError(Exception):
+    pass
+
+
+class _NothingRandom(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _RandomError
+        return func(*args, **(kwargs or {}))

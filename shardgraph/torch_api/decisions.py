@@ -1,0 +1,173 @@
+"""Where a model's Python asks for the values of tensors while it is traced: branches, numbers and lists.
+
+torch's tracer ends at a branch on a tensor. Within :func:`deciding` a branch that can only raise is a check in the
+graph, and for all other values a :class:`Decider` is asked first.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+
+
+class Decider(Protocol):
+    """What answers for values of tensors."""
+
+    def value(self, node: fx.Node, line: str) -> Any:
+        """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
+        if nothing is known of it."""
+
+    def assumed(self, line: str) -> bool | None:
+        """Whether a branch at this ``line`` is to be captured as if its condition were true or false, and checked."""
+
+
+_decider: ContextVar[Decider | None] = ContextVar("decider", default=None)
+
+
+@contextmanager
+def deciding(decider: Decider) -> Iterator[None]:
+    """Have ``decider`` asked for values while a model is traced inside."""
+    _install()
+    token = _decider.set(decider)
+    try:
+        yield
+    finally:
+        _decider.reset(token)
+
+
+def example_of(placeholder: fx.Node) -> Any:
+    """The tensor with which the tracer was given an input of its graph; None if it is no tensor."""
+    argument = placeholder.meta.get("grapharg")
+    return getattr(argument, "example", None)
+
+
+def traced_value(node: fx.Node) -> Any:
+    """The fake tensor of a node of the tracer's graph, or what else it gives."""
+    return node.meta.get("example_value")
+
+
+@functools.cache
+def _install() -> None:
+    """Ask at the tracer's own handlers of branches and conversions, which go on as before without an answer."""
+    for kind in _subclasses(symbolic_convert.InstructionTranslatorBase):
+        for name, code in dis.opmap.items():
+            if "JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")):
+                kind.dispatch_table[code] = _jump(kind.dispatch_table[code], "IF_TRUE" in name, "OR_POP" in name)
+        kind.dispatch_table[dis.opmap["UNARY_NOT"]] = _negation(kind.dispatch_table[dis.opmap["UNARY_NOT"]])
+    handlers: Any = TensorVariable
+    for name, convert in _CONVERSIONS.items():
+        if original := getattr(handlers, name, None):  # torch 2.11 has fewer of them
+            setattr(handlers, name, _conversion(original, convert))
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "method_item": lambda value: value,
+    "method_tolist": lambda value: value,
+    "bool_impl": bool,
+    "nb_int_impl": int,
+    "nb_index_impl": int,
+    "nb_float_impl": float,
+}
+
+
+def _subclasses(kind: type) -> set[Any]:
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
+
+
+def _known(tx: Any, variable: Any) -> Any:
+    """What the decider says of a tensor's value; None if it does not know, or there is none."""
+    decider = _decider.get()
+    return None if decider is None else decider.value(variable.as_proxy().node, _line(tx))
+
+
+def _line(tx: Any) -> str:
+    file, number = tx.f_code.co_filename, tx.lineno
+    return f"{file}:{number}, in {tx.f_code.co_name}:  {linecache.getline(file, number).strip()}"
+
+
+def _conversion(original: Callable[..., Any], convert: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        value = _known(tx, self)
+        if value is None:
+            return original(self, tx, *args, **kwargs)
+        return VariableTracker.build(tx, convert(value))
+
+    return wrapped
+
+
+def _negation(original: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(tx: Any, instruction: Any) -> None:
+        variable = tx.stack[-1].realize()
+        value = _known(tx, variable) if isinstance(variable, TensorVariable) else None
+        if value is None:
+            original(tx, instruction)
+            return
+        tx.pop()
+        tx.push(VariableTracker.build(tx, not value))
+
+    return wrapped
+
+
+def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable[..., None]:
+    """A jump on a condition that ``on_true`` jumps if it is true, and then ``keeps`` it on the stack."""
+
+    def wrapped(tx: Any, instruction: Any) -> None:
+        variable, decider = tx.stack[-1].realize(), _decider.get()
+        if decider is None or not isinstance(variable, TensorVariable):
+            original(tx, instruction)
+            return
+        jumping, going_on = _raises(tx, instruction.target), _raises(tx, tx.next_instruction)
+        if jumping or going_on:
+            value: Any = on_true if going_on else not on_true
+            _check(tx, variable, value)
+        elif (value := _known(tx, variable)) is None:
+            value = decider.assumed(_line(tx))
+            if value is None:
+                original(tx, instruction)
+                return
+            _check(tx, variable, value)
+        tx.pop()
+        if bool(value) is on_true:
+            if keeps:
+                tx.push(variable)
+            tx.jump(instruction)
+
+    return wrapped
+
+
+_ELSEWHERE = ("JUMP", "STORE", "DELETE", "RETURN", "YIELD", "FOR_ITER", "SEND", "IMPORT", "SETUP", "RERAISE")
+"""In the names of instructions after which more may happen than the making of an exception."""
+
+
+def _raises(tx: Any, start: Any) -> bool:
+    """Whether the code from an instruction on makes an exception, raises it, and does nothing else."""
+    first = tx.indexof[start]
+    for instruction in tx.instructions[first : first + 200]:
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if any(each in instruction.opname for each in _ELSEWHERE):
+            return False
+    return False
+
+
+def _check(tx: Any, variable: Any, expected: bool) -> None:
+    """Have the graph check that a value is true or not, as is ``expected``."""
+    condition = variable.as_proxy()
+    if not expected:
+        condition = wrap_fx_proxy(
+            tx, tx.output.create_proxy("call_function", torch.logical_not, (condition,), {})
+        ).as_proxy()
+    tx.output.create_proxy("call_function", torch._assert_async, (condition, _line(tx)), {})
