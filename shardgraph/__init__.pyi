@@ -13,6 +13,7 @@ from .api.visualize import visualize as visualize
 from .api.what_if import what_if as what_if
 from .calibration import calibrate as calibrate
 from .capture.decisions import assume as assume
+from .capture.rewrites import rewrite as rewrite
 from .cost_models.cluster import Cluster as Cluster
 from .cost_models.device import (
     Device as Device,

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -37,18 +38,26 @@ _COUNTS = {
     2: "num_hidden_layers encoder_layers decoder_layers n_layer n_layers num_layers num_decoder_layers "
        "num_key_value_heads num_experts_per_tok",
     4: "num_attention_heads encoder_attention_heads decoder_attention_heads n_head n_heads num_heads num_experts "
-       "num_local_experts n_routed_experts",
+       "num_local_experts n_routed_experts mamba_n_heads",
     8: "head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim patch_size",
     16: "q_lora_rank kv_lora_rank",
     1: "n_group topk_group",
-    128: "vocab_size",
+    128: "vocab_size vocab_size_per_layer_input",
 }  # fmt: skip
 _SIZES = {name: size for sizes in (_WIDTHS, _COUNTS) for size, names in sizes.items() for name in names.split()}
 _KEPT = [
-    (), ("head_dim",), ("layer_types",), ("head_dim", "layer_types"), ("hidden_dim", "dim", "image_size", "patch_size"),
-    ("d_kv", "num_layers"), ("vocab_size",),
+    (), ("head_dim",), ("layer_types",), ("head_dim", "layer_types"), ("hidden_dim",),
+    ("hidden_dim", "dim", "image_size", "patch_size"), ("d_kv", "num_layers"), ("vocab_size",),
 ]  # fmt: skip
 """Sizes that stay a family's own, where smaller ones do not fit together: the first that work are taken."""
+
+_ROWS = 8
+"""Images of a call, so that each of four microbatches has more than one: batch normalization refuses one number."""
+
+_NEEDED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},  # of two layers
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # it has no default
+}
 
 
 def listed() -> list[str]:
@@ -79,7 +88,23 @@ def build(family: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _made(family: str, kept: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]]:
-    default = CONFIG_MAPPING[family]()
+    config = _small(CONFIG_MAPPING[family], kept)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # as their checkpoints have it
+    kind, _ = next((kind, names) for kind, names in _KINDS if family in names)
+    torch.manual_seed(0)
+    model = kind.from_config(config).train()
+    if kind is AutoModelForImageClassification:
+        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
+        pixels = torch.randn(_ROWS, getattr(config, "num_channels", 3), side, side)
+        return model, {"pixel_values": pixels, "labels": torch.arange(_ROWS) % config.num_labels}
+    ids = torch.randint(3, min(getattr(config, "vocab_size", 0) or 128, 100), (4, 16))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _small(kind: Any, kept: tuple[str, ...]) -> Any:
+    """A configuration with small sizes, those of its parts too."""
+    default = kind()
     sizes: dict[str, Any] = {
         name: size
         for name, size in _SIZES.items()
@@ -88,17 +113,12 @@ def _made(family: str, kept: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]
     if hasattr(default, "kv_lora_rank"):  # heads of keys are made from one latent vector, as many as of queries
         sizes["num_key_value_heads"] = sizes.get("num_attention_heads", default.num_attention_heads)
     if isinstance(vars(default).get("layer_types"), list) and "layer_types" not in kept:
-        sizes["layer_types"] = default.layer_types[: sizes.get("num_hidden_layers")]
-    config = CONFIG_MAPPING[family](**sizes)
-    kind, _ = next((kind, names) for kind, names in _KINDS if family in names)
-    torch.manual_seed(0)
-    model = kind.from_config(config).train()
-    if kind is AutoModelForImageClassification:
-        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
-        pixels = torch.randn(4, getattr(config, "num_channels", 3), side, side)
-        return model, {"pixel_values": pixels, "labels": torch.arange(4) % config.num_labels}
-    ids = torch.randint(3, min(getattr(config, "vocab_size", 0) or 128, 100), (4, 16))
-    return model, {"input_ids": ids, "labels": ids}
+        count = sizes.get("num_hidden_layers", len(default.layer_types))
+        kinds = [*dict.fromkeys(default.layer_types), *default.layer_types]  # each, if there are layers enough
+        sizes["layer_types"] = kinds[:count]
+    configs = {name: part for name, part in vars(default).items() if isinstance(part, PreTrainedConfig)}
+    parts = {name: _small(type(part), kept) for name, part in configs.items()}
+    return kind(**sizes | _NEEDED.get(kind.model_type, {}), **parts)
 
 
 @cache

@@ -27,6 +27,7 @@ from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
+from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
@@ -108,8 +109,9 @@ def capture(
     """
     _check_modules(model)
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
-    few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
-    joint = few or _traced(model, asked)[0]
+    with rewritten(model):
+        few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
+        joint = few or _traced(model, asked)[0]
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     joint.row_numbers = later_rows(joint.rows, model, asked)
@@ -196,7 +198,7 @@ def later_rows(rows: int, model: nn.Module, asked: Asked) -> Callable[[], list[i
     def found() -> list[ir.RowNumber] | None:
         mode = FakeTensorMode()
         copied = _stand_in(model, mode, asked.device, asked.dtypes(model))
-        with asked.casting(copied, model), same_kernels():
+        with asked.casting(copied, model), same_kernels(), rewritten(model):
             traced, inputs = Traced(copied, asked.loss_fn), asked.inputs(mode)
             return row_numbers(lambda call: traced(*call[0], **call[1]), inputs, rows, mode)
 
@@ -228,7 +230,7 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, device)
     private = _stand_in(model, mode, device, {})
-    with same_kernels(), mode, torch.no_grad():
+    with same_kernels(), rewritten(model), mode, torch.no_grad():
         return private(*fake_args, **fake_kwargs)
 
 

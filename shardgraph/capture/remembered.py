@@ -26,6 +26,7 @@ from shardgraph.capture.capture import Asked, capture, later_rows
 from shardgraph.capture.decisions import assumptions
 from shardgraph.capture.export import Traced
 from shardgraph.capture.numbers import is_number
+from shardgraph.capture.rewrites import rewrites_of
 from shardgraph.torch_api import (
     FakeTensorMode,
     NotStored,
@@ -86,6 +87,7 @@ def _digest(call: Any, device: torch.device, options: dict[str, Any]) -> Digest:
         entries.versions(), state_of_torch(device), tracer_settings(), autocast_state(device.type), call.training
     )
     digest.put(assumptions())
+    digest.outside(rewrites_of(call.model))
     digest.put([name for name, _ in call.model.named_parameters(remove_duplicate=False)])
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     digest.put(str(spec))

@@ -1,0 +1,73 @@
+"""Modules that compute something in a way that cannot be captured, and another way for each in which it can.
+
+One table, by class. While a model is captured, the classes that it has modules of compute with the other forward; it
+must give the same results and gradients. What runs outside of programs is as the classes have it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardgraph.capture.expert_loops import EXPERT_LOOPS
+
+_rewrites: dict[str, Callable[..., Any]] = dict(EXPERT_LOOPS)
+_one_at_a_time = threading.RLock()
+
+
+def rewrite(kind: type[nn.Module] | str, forward: Callable[..., Any] | None) -> None:
+    """Have modules of a class captured with another forward, from now on.
+
+    Args:
+        kind: the class, or its name with that of its module, ``"package.module.Class"``; subclasses that have no
+            forward of their own are included.
+        forward: ``forward(self, ...)``, which returns what the class's own does, with the same gradients, and can be
+            captured; None to take back what was said.
+
+    Raises:
+        TypeError: ``kind`` is neither.
+    """
+    if not isinstance(kind, str) and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(
+            f"rewrite({kind!r}, ...): a class of modules, or the name of one, such as 'package.module.Class'"
+        )
+    name = kind if isinstance(kind, str) else _name(kind)
+    if forward is None:
+        _rewrites.pop(name, None)
+    else:
+        _rewrites[name] = forward
+
+
+def rewrites_of(model: nn.Module) -> dict[type[nn.Module], Callable[..., Any]]:
+    """The classes of a model's modules that have another forward, and that."""
+    found = {}
+    for kind in dict.fromkeys(map(type, model.modules())):
+        owner = next((each for each in kind.__mro__ if "forward" in vars(each)), None)
+        if owner is not None and (forward := _rewrites.get(_name(owner))) is not None:
+            found[owner] = forward
+    return found
+
+
+@contextmanager
+def rewritten(model: nn.Module) -> Iterator[None]:
+    """Inside, these classes compute with their other forward."""
+    if not (rewrites := rewrites_of(model)):
+        yield
+        return
+    with _one_at_a_time:
+        before = {kind: vars(kind)["forward"] for kind in rewrites}
+        try:
+            for kind, forward in rewrites.items():
+                kind.forward = forward
+            yield
+        finally:
+            for kind, forward in before.items():
+                kind.forward = forward
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,100 @@
+"""Modules that cannot be captured as they are written, and are captured with another forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import shardgraph
+from tests import families
+
+
+def longcat():
+    return families.build("longcat_flash")
+
+
+def jetmoe():
+    return families.build("jetmoe")
+
+
+def dbrx():
+    ffn = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16}
+    config = transformers.DbrxConfig(
+        d_model=16,
+        n_heads=2,
+        n_layers=2,
+        max_seq_len=32,
+        vocab_size=64,
+        ffn_config=ffn,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
+    )
+    config.attn_config.rope_theta = config.rope_theta = 10000.0
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    torch.manual_seed(0)
+    ids = torch.randint(0, 64, (4, 8))
+    return transformers.DbrxForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.quick("jetmoe")
+@pytest.mark.parametrize("make", [longcat, jetmoe, dbrx])
+def test_experts_in_a_loop_are_captured_as_grouped_products_with_equal_gradients(make):
+    model, call = make()
+    report = shardgraph.verify(model, (), "fsdp", mesh={"dp": 2}, example_kwargs=call, steps=2)
+    assert report.ok, str(report)
+
+
+class Hit(nn.Module):
+    """It computes for the rows that it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = (x.sum(1) > 0).nonzero().flatten()
+        return torch.zeros_like(x).index_add(0, found, self.layer(x[found]))
+
+
+class Derived(Hit):
+    """With the forward of its base."""
+
+
+def masked(self: Hit, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x) * (x.sum(1, keepdim=True) > 0)
+
+
+@pytest.fixture
+def rewritten():
+    shardgraph.rewrite(Hit, masked)
+    yield
+    shardgraph.rewrite(Hit, None)
+
+
+@pytest.mark.parametrize("kind", [Hit, Derived])
+def test_a_class_can_be_given_a_forward_that_is_captured(kind, rewritten, monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), kind()), torch.randn(8, 4)
+    sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
+    torch.testing.assert_close(sharded(x), model(x))
+    monkeypatch.setattr(type(sharded), "_compile", None)
+    torch.testing.assert_close(sharded(x + 1), model(x + 1))
+
+
+def test_outside_of_programs_a_class_computes_as_it_is_written(rewritten):
+    sharded = shardgraph.compile(nn.Sequential(Hit()), "single", example_inputs=(torch.ones(2, 4),), progress=False)
+    assert Hit.forward is not masked
+    sharded.original[0](torch.ones(2, 4))
+
+
+def test_without_another_forward_the_line_is_named():
+    with pytest.raises(shardgraph.CaptureError, match=r"nonzero.*test_rewrites\.py:\d+"):
+        shardgraph.compile(nn.Sequential(Hit()), "single", example_inputs=(torch.ones(2, 4),), progress=False)
+
+
+def test_a_rewrite_is_of_a_class_of_modules():
+    with pytest.raises(TypeError, match="a class of modules"):
+        shardgraph.rewrite(dict, masked)
