@@ -46,9 +46,7 @@ def cpu_core() -> Device:
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
     flops_per_cycle = 2 * 2 * lanes  # float32: two units that each do a fused multiply-add of a vector
     peak = hertz * flops_per_cycle
-    per_second = {"float32": peak / 2, "float64": peak / 4}
-    per_second |= dict.fromkeys(("bfloat16", "float16"), peak / 8)  # without instructions of their own: converted
-    rates = {f"matmul/{dtype}": Rate(rate, overhead=5e-6) for dtype, rate in per_second.items()}
+    rates = {"matmul/float32": Rate(peak / 2, overhead=5e-6)}
     return Device(
         name="cpu",
         memory=machine_memory() // cpu_cores(),

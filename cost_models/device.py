@@ -23,6 +23,9 @@ BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "o
 VIEW = "view"
 """Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
 
+CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4}
+"""Parts of a CPU's rate in float32: half as many numbers are in a vector, and those of 16 bits are converted."""
+
 MEMORY = "memory"
 """All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
 
@@ -142,13 +145,15 @@ class Device:
         """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.
 
         A kind without a rate of its own falls back to a simpler one: attention and convolution to matmul, every kind
-        counted in bytes to pointwise. Views without a rate cost nothing.
+        counted in bytes to pointwise, and on a CPU other dtypes to float32. Views without a rate cost nothing.
         """
         if kind == VIEW:
             return self.rates.get(VIEW, Rate(1.0))
         if kind in FLOP_KINDS:
             part = kind if f"{kind}/{dtype}" in self.rates else "matmul"
             rate = self.rates.get(f"{part}/{dtype}")
+            if rate is None and self.is_cpu and dtype in CPU_RATES and (measured := self.rate(kind, "float32")):
+                return replace(measured, per_second=measured.per_second * CPU_RATES[dtype])
         else:
             rate, part = self.rates.get(kind, self.rates["pointwise"]), MEMORY
         return rate and replace(rate, per_second=rate.per_second * self.sustained.get(part, 1.0))
