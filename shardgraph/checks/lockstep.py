@@ -20,6 +20,7 @@ from shardgraph.ir.attributes import ROLE, SOURCE
 from shardgraph.mesh import Mesh, coordinates, group_along, position_of
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.runtime.bind import SYMBOLIC, on_rank
+from shardgraph.runtime.layouts import suited
 
 Inputs = Sequence[Mapping[Role, Any]]
 Results = list[tuple[Role | None, Any]]
@@ -101,12 +102,13 @@ class _Lockstep(fx.Interpreter):
         if node.target in SYMBOLIC:
             here = on_rank(node.target, args, lambda axis: along(self.mesh, axis, rank))
             return here if isinstance(here, int) else here[0](*here[1])
+        target = suited(node.target)
         try:
             if self.rng is None or not draws(node):
-                return node.target(*args, **kwargs)
+                return target(*args, **kwargs)
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self.rng[rank])
-                result = node.target(*args, **kwargs)
+                result = target(*args, **kwargs)
                 self.rng[rank] = torch.get_rng_state()
             return result
         except Exception as error:

@@ -12,6 +12,7 @@ from shardgraph import torch_api
 from shardgraph.passes.analysis.liveness import overwritten
 from shardgraph.passes.analysis.overwrites import IN_PLACE
 from shardgraph.runtime.backends.gloo import suit_gloo
+from shardgraph.runtime.layouts import suit_layouts
 from shardgraph.runtime.side_by_side import read_where_stored
 
 
@@ -21,6 +22,7 @@ def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         node.target = IN_PLACE[node.target]
     read_where_stored(gm)
     suit_gloo(gm)
+    suit_layouts(gm)
     return torch_api.boxed(gm)
 
 
