@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 import warnings
 import weakref
@@ -108,6 +109,7 @@ class ShardedModule(nn.Module):
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
     _agreed: list[str] | None  # communication of the programs that ranks last agreed on
+    _orders: dict[str, str]  # communication in the order that ranks agreed on, by its sorted lines
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
@@ -121,10 +123,10 @@ class ShardedModule(nn.Module):
         self._own(original=model, training=model.training, plan=plan, loss_fn=setup.loss_fn)
         self._own(mesh=mesh, replicas=replicas)
         replica = 0 if replicas is None else dist.get_rank(replicas)
-        state = State(model, mesh, setup.device, replica, setup.backend)
+        state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement)
         clear_with_optimizers(state)
-        self._own(_setup=setup, _state=state, _numbers=Numbers(), _decided=Decided(), _sync=True)
-        self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
+        self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
+        self._own(_programs=OrderedDict(), _latest=None, _agreed=None, _orders={})
         self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
 
@@ -485,24 +487,75 @@ class ShardedModule(nn.Module):
         latest, compiled = self._latest or (None, [])
         if latest == keys and all(each.guards.hold for each in {*compiled}):
             return [each.executor for each in compiled]
-        made = {key: valid for key in keys if (valid := self._valid(key)) is not None}
-        if len(made) < len({*keys}) or self._communication(made[key] for key in keys) not in ([], self._agreed):
-            # Ranks switch programs together or not at all: one that continued alone would block the others. A rank may
-            # switch freely to programs that communicate nothing, or the same as those that ranks last agreed on.
-            text = "\n".join(self._describe(key) for key in dict.fromkeys(keys))
-            self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode), and the model's attributes", text)
+        shown = "\n".join(_describe(key, self._changed(key)) for key in dict.fromkeys(keys))
+        try:
+            keys, compiled = self._programs_of(calls, spec, loss_fn)
+        except Exception as error:  # of any kind: the other ranks must not wait for this one
+            self._setup.agreement.agree("the compiled program", shown, error)
+            raise
+        # A rank may switch by itself to programs that communicate nothing, or the same as those that ranks last agreed
+        # on. They make any other switch together: one that continued alone would block the others.
+        communication = self._communication(keys, compiled)
+        if communication and communication != self._agreed:
+            compiled = self._agree_on(keys, compiled, shown)
+            self._agreed = self._communication(keys, compiled)
+        self._setup.agreement.show(shown)
+        self._latest = keys, compiled
+        return [each.executor for each in compiled]
+
+    def _programs_of(
+        self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None
+    ) -> tuple[list[Any], list[_Compiled]]:
+        """The keys of calls, and a program for each, compiled if it is not yet: on this rank alone."""
+        keys, made = self._keys(calls, spec, loss_fn), dict[Any, _Compiled]()
         for key, leaves in zip(keys, calls, strict=True):
-            if key not in made:
+            if key not in made and (valid := self._valid(key)) is not None:
+                made[key] = valid
+            elif key not in made:
                 made[key] = self._compile(leaves, spec, loss_fn)
                 self._decided.learn(_rest(key), made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
                 self._keep(after, made[key])
-                if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
-                    return self._executables(calls, spec, loss_fn)
+                if after != key:  # its numbers cannot be lifted as before, and all keys have changed
+                    return self._programs_of(calls, spec, loss_fn)
             self._programs.move_to_end(key)
-        self._latest = keys, [made[key] for key in keys]
-        self._agreed = self._communication(self._latest[1]) or self._agreed
-        return [each.executor for each in self._latest[1]]
+        return keys, [made[key] for key in keys]
+
+    def _agree_on(self, keys: list[Any], compiled: list[_Compiled], shown: str) -> list[_Compiled]:
+        """The programs of a call that ranks make together, after all have agreed to run them; ``shown`` describes it.
+
+        Where every rank has a batch of its own, batches may differ, and programs by their computation: then those of
+        the first rank say in which order collectives start. Ranks that share batches must have the same program.
+        """
+        agreement = self._setup.agreement
+        topic = "the inputs of a call (shapes, dtypes, mode), and the model's attributes"
+        if not self.plan.is_of_data:
+            agreement.agree(topic, "\n".join([shown, *(each.executor.program.digest for each in compiled)]))
+            return compiled
+        mine = self._communication(keys, compiled)
+        sent = ["\n".join(sorted(text.splitlines())) for text in mine]
+        if {*sent} <= self._orders.keys():
+            agreement.agree(topic, "\n\n".join(mine), shown="\n".join([shown, *mine]))
+            return compiled
+        agreement.agree(topic, "\n\n".join(sent), shown="\n".join([shown, *sent]))
+        orders = json.loads(agreement.from_first_rank("the order of collectives", lambda: json.dumps(mine)))
+        self._orders.update(zip(sent, orders, strict=True))
+        ordered = {each: self._in_order(each) for each in {*compiled}}
+        for variants in self._programs.values():
+            variants[:] = [ordered.get(each, each) for each in variants]
+        compiled = [ordered[each] for each in compiled]
+        agreement.agree("the order of collectives", "\n\n".join(self._communication(keys, compiled)))
+        return compiled
+
+    def _in_order(self, compiled: _Compiled) -> _Compiled:
+        """The same with the order of collectives that ranks have agreed on, if they have."""
+        program = compiled.executor.program
+        following = self._following(program)
+        return compiled if following is program else _Compiled(self._bound(following), compiled.guards)
+
+    def _following(self, program: Program) -> Program:
+        order = self._orders.get("\n".join(sorted(program.communication.splitlines())))
+        return program if order in (None, program.communication) else program.following(order)
 
     def _valid(self, key: Any) -> _Compiled | None:
         """The program of this key for the model as it is now, if it has been compiled."""
@@ -526,21 +579,22 @@ class ShardedModule(nn.Module):
         if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
 
-    def _communication(self, compiled: Iterable[_Compiled]) -> list[str]:
-        """The communication of calls of these programs, in order."""
-        return [text for each in compiled if (text := each.executor.program.communication)]
+    def _communication(self, keys: Iterable[Any], compiled: Iterable[_Compiled]) -> list[str]:
+        """The communication of calls of these programs, in order; with the shapes of batches that ranks share."""
+        return [
+            text if self.plan.is_of_data else f"{text}\ninputs {key[2]}"
+            for key, each in zip(keys, compiled, strict=True)
+            if (text := each.executor.program.communication)
+        ]
 
     @collected_later()
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
         self._state.layout.look_up()
-        with self._setup.agreement.on_all_ranks("the compiled program") as lines:
-            with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
-                program = self._build(leaves, spec, loss_fn, show)
-            lines += [f"{each.value} is the value at {each.line}" for each in program.joint.conditions]
-            lines.append(program.digest)
-            guards = program.joint.take_guards(self.original)
-            self._state.layout.note(program.joint)
-        return _Compiled(self._bound(program), guards)
+        with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
+            program = self._build(leaves, spec, loss_fn, show)
+        guards = program.joint.take_guards(self.original)
+        self._state.layout.note(program.joint)
+        return _Compiled(self._bound(self._following(program)), guards)
 
     def _bound(self, program: Program) -> Executor:
         return Differentiable(program, self._state)

@@ -160,6 +160,11 @@ class Plan:
         return math.prod(size for _, size in self.data_mesh)
 
     @property
+    def is_of_data(self) -> bool:
+        """Whether every rank computes its own batch by itself, so that only parameters and gradients are sent."""
+        return not self.operators and not self.experts and self.pipeline is None
+
+    @property
     def calls(self) -> int:
         """Number of calls of a rank in one step, whose gradients are added up before the optimizer's step."""
         return self.batch.calls if self.batch else 1

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
-from shardgraph.errors import CollectiveError, ShardGraphError
+from shardgraph.errors import CollectiveError, RankMismatchError, ShardGraphError
 from shardgraph.passes.analysis.liveness import own_results
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host
+from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.bind import bind
 from shardgraph.runtime.gradient_statistics import GradientStatistics
@@ -37,7 +38,7 @@ class State:
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
     gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
-    ``backend`` makes what runs its graphs.
+    ``backend`` makes what runs its graphs, ``agreement`` is that of its ranks.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class State:
         device: torch.device,
         replica: int = 0,
         backend: Backend = eager.backend,
+        agreement: Agreement | None = None,
     ) -> None:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
+        self.agreement = agreement
         self.layout = Layout(model)
         self.stored = Stored()
         self._unarranged: list[fx.GraphModule] = []
@@ -102,7 +105,10 @@ class Executor:
         if (name, absent) not in self._bound:
             gm, forward = self.program.graph(name, absent), self.program.graphs.get(sibling(name, "forward"))
             self.state.arrange(gm)
-            self._bound[name, absent] = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model)
+            # Ranks of a pipeline run their own graphs, and count steps instead.
+            agreement = self.state.agreement if self.program.plan.pipeline is None else None
+            made = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model, agreement)
+            self._bound[name, absent] = made
         return self._bound[name, absent]
 
     def deliver(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
@@ -142,7 +148,7 @@ class Bound:
     ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
     results, of which those of ``own`` share memory with nothing else. ``after`` is the forward graph that ran before
     and may have left copies in flight, ``model`` the one that was captured. While there is an ``observer``, it runs the
-    graphs of all, with the same inputs.
+    graphs of all, with the same inputs. One that communicates tells the ``agreement`` that it begins.
     """
 
     observer: ClassVar[Callable[[Bound, list[Any]], Sequence[Any]] | None] = None
@@ -154,8 +160,10 @@ class Bound:
         backend: Backend = eager.backend,
         after: fx.GraphModule | None = None,
         model: nn.Module | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.module, self.model = bind(gm, mesh), model
+        self._agreement = agreement if any(map(ir.is_collective, gm.graph.nodes)) else None
         self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
         ]
@@ -171,6 +179,8 @@ class Bound:
         self.settles = copies and not continues
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._agreement is not None:
+            self._agreement.go_on()
         try:
             with torch_api.below_autograd():
                 results = list(self._call(inputs) if Bound.observer is None else Bound.observer(self, inputs))
@@ -178,6 +188,8 @@ class Bound:
             node = self._failing_collective(error)
             if node is None or isinstance(error, ShardGraphError):
                 raise
+            if self._agreement is not None and (verdict := self._agreement.verdict_against()) is not None:
+                raise RankMismatchError(verdict) from error
             raise CollectiveError(f"{ir.describe_collective(node)} failed: {error}\n  {_whose(error)}") from error
         if self.settles:
             host.settle()
