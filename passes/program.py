@@ -29,6 +29,7 @@ from shardgraph.passes.parameters.accumulate_gradients import (
     ReduceAlone,
     local_gradient,
 )
+from shardgraph.passes.parameters.shadow import Shadow
 from shardgraph.passes.parameters.update_parameters import UpdateParameters
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
 from shardgraph.passes.pipeline.batch_norm import BatchNorm
@@ -195,6 +196,15 @@ class Program:
             run_on_graphs(graphs, steps, self.context.of_graph())
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
         return self._made[name, absent]
+
+    def shadow(self, name: str) -> fx.GraphModule:
+        """What a rank without a batch runs while others run graph ``name``; see :class:`Shadow`."""
+        key = f"shadow of {name}", frozenset[ir.Tangent]()
+        if key not in self._made:
+            graphs: Graphs = {name: self.graph(name)}
+            run_on_graphs(graphs, [Shadow()], self.context.of_graph())
+            self._made[key] = graphs[name]
+        return self._made[key]
 
     @cached_property
     def _saved(self) -> dict[ir.Role, Names]:

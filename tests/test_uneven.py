@@ -68,3 +68,40 @@ def test_a_rank_that_evaluates_while_others_train_is_told_at_once():
     for told, seconds in shardgraph.launch(uneven.one_rank_evaluates, 2, args=("fsdp",), timeout=90):
         assert "RankMismatchError" in told and "-gradients on" in told and "+gradients off" in told, told
         assert seconds < AT_ONCE
+
+
+# -- ranks with unequally many batches -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
+def test_ranks_with_unequally_many_batches_train_inside_of_join_as_ddp_does(plan):
+    for errors in on_ranks(uneven.unequally_many, 2, args=(plan,)):
+        assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.slow
+def test_ranks_with_unequally_many_batches_train_inside_of_join_under_hybrid_sharding():
+    for errors in on_ranks(uneven.unequally_many, 4, args=("hsdp", {"dp_replicate": 2, "dp_shard": 2})):
+        assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_rank_without_data_follows_training_and_evaluation_of_a_batch_norm(plan):
+    for error, apart in on_ranks(uneven.evaluated_beside, 2, args=(plan,)):
+        assert error < EXACT and apart == 0.0
+
+
+def test_a_rank_without_data_follows_mixed_precision():
+    first, second = on_ranks(uneven.half_precision_beside)
+    assert first == second
+
+
+def test_losses_inside_of_join_may_count_by_their_elements():
+    assert max(on_ranks(uneven.weighted_beside)) < EXACT
+
+
+def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_to():
+    for told in on_ranks(uneven.refusals_of_join):
+        assert "join() cannot be under plan 'tp'" in told["tp"]
+        assert "run out of data" in told["stopped"]
+        assert "never made such a call" in told["never called"]

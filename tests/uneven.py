@@ -213,3 +213,163 @@ def one_rank_evaluates(plan: str) -> tuple[str, float]:
     return _told(trained if dist.get_rank() else evaluated)
 
 
+
+
+# -- ranks with unequally many batches -------------------------------------------------------------------------
+
+STEPS = (5, 3)  # of the ranks, in turn
+
+
+def _steps(rank: int | None = None) -> int:
+    return STEPS[(dist.get_rank() if rank is None else rank) % len(STEPS)]
+
+
+def normed() -> nn.Module:
+    """A model whose batch norm has statistics."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
+
+
+def _stepped(wrapped: nn.Module, way: str) -> None:
+    """The steps of this rank, with a schedule and clipped gradients."""
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+    for step in range(_steps()):
+        x, y = batches(step, (4, 3))[dist.get_rank()]
+        if way == "step":
+            wrapped.step(x, target=y, optimizer=optimizer, max_norm=0.1)  # type: ignore[operator]
+        else:
+            with wrapped.no_sync():  # type: ignore[operator]
+                F.mse_loss(wrapped(x), y).backward()
+            F.mse_loss(wrapped(2 * x), y).backward()
+            if isinstance(wrapped, DDP):
+                nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            else:
+                wrapped.clip_grad_norm_(0.1)  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+
+
+def _alone(over_all: bool, accumulated: bool) -> nn.Module:
+    """The unsharded model after the same steps."""
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+    for step in range(max(STEPS)):
+        parts = batches(step, (4, 3))
+        present = [part for rank, part in enumerate(parts) if step < _steps(rank)]
+        count = len(parts) if over_all else len(present)
+        for scale in (1, 2) if accumulated else (1,):
+            (sum(F.mse_loss(trained(scale * x), y) for x, y in present) / count).backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return trained
+
+
+def unequally_many(plan: str, mesh: dict[str, int] | None = None) -> dict[str, float]:
+    """Weights after training with unequally many batches, less those of the unsharded model and of DDP."""
+    found = {}
+    for over_all in (True, False):
+        for way in ("backward", "step"):
+            sharded = shardgraph.compile(model(), plan, mesh=mesh, loss_fn=F.mse_loss)
+            with sharded.join(divide_by_initial_world_size=over_all):
+                _stepped(sharded, way)
+            found[f"{way}, {over_all}"] = apart(sharded, _alone(over_all, way == "backward"))
+        replicated = DDP(model())
+        with replicated.join(divide_by_initial_world_size=over_all):
+            _stepped(replicated, "backward")
+        found[f"DDP, {over_all}"] = apart(replicated, _alone(over_all, True))
+    return found
+
+
+def evaluated_beside(plan: str) -> tuple[float, float]:
+    """The largest difference of a weight, and of a statistic between ranks, where ranks train a batch norm, and
+    evaluate after each step, unequally often."""
+    sharded = shardgraph.compile(normed(), plan)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1e-2)
+    with sharded.join():
+        for step in range(_steps()):
+            x, y = batches(step, (4, 3))[dist.get_rank()]
+            sharded.train()
+            F.mse_loss(sharded(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sharded.eval()
+            with torch.no_grad():
+                sharded(x)
+    alone = normed()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1e-2)
+    for step in range(max(STEPS)):
+        present = [part for rank, part in enumerate(batches(step, (4, 3))) if step < _steps(rank)]
+        (sum(F.mse_loss(alone(x), y) for x, y in present) / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = torch.cat([buffer.double().flatten() for buffer in sharded.buffers()])
+    both = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(both, mine)
+    return apart(sharded, alone), (both[0] - both[1]).abs().max().item()
+
+
+def half_precision_beside() -> list[float]:
+    """The loss of each rank on one batch after training in bfloat16 with unequally many batches: of shards of one
+    model, so equal."""
+    sharded = shardgraph.compile(model().float(), "fsdp", precision="bf16")
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1e-2)
+    with sharded.join():
+        for step in range(_steps()):
+            x, y = batches(step, (4, 3))[dist.get_rank()]
+            F.mse_loss(sharded(x.float()).float(), y.float()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    x, _ = batches(9, (4, 4))[0]
+    with torch.no_grad():
+        return sharded(x.float()).flatten().tolist()
+
+
+def weighted_beside() -> float:
+    """The largest difference of a weight to training on the mean over the rows that there are in each step."""
+    sharded = shardgraph.compile(model(), "fsdp", loss_fn=F.mse_loss, loss_weight="tokens")
+    optimizer, alone = torch.optim.SGD(sharded.parameters(), lr=1e-2), model()
+    with sharded.join():
+        for step in range(_steps()):
+            x, y = batches(step, (4, 3))[dist.get_rank()]
+            sharded.train_step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1e-2)
+    for step in range(max(STEPS)):
+        present = [part for rank, part in enumerate(batches(step, (4, 3))) if step < _steps(rank)]
+        x, y = (torch.cat(each) for each in zip(*present, strict=True))
+        F.mse_loss(alone(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return apart(sharded, alone)
+
+
+def refusals_of_join() -> dict[str, str]:
+    """What ranks are told where ``join`` cannot be, or is asked to stop."""
+    told = {}
+    divided = shardgraph.compile(model(), "tp", example_inputs=(torch.ones(2, 6).double(),))
+    told["tp"] = _told(lambda: divided.join().__enter__())[0]
+    sharded = shardgraph.compile(model(), "fsdp")
+
+    def stopped() -> None:
+        with sharded.join(throw_on_early_termination=True):
+            for step in range(_steps()):
+                sharded(batches(step, (4, 3))[dist.get_rank()][0]).sum().backward()
+
+    def never_called() -> None:
+        fresh = shardgraph.compile(model(), "fsdp")
+        with fresh.join():
+            for _ in range(dist.get_rank()):
+                fresh(torch.ones(2, 6).double()).sum().backward()
+
+    for name, call in (("stopped", stopped), ("never called", never_called)):
+        try:
+            call()
+        except (RuntimeError, ShardGraphError) as error:
+            told[name] = str(error)
+    return told

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.joining import joined
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers, shown
 from shardgraph.module.remembered import lowered
@@ -51,6 +52,7 @@ from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.gradient_statistics import GradientStatistics
+from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.torch_api import pytree
@@ -222,6 +224,7 @@ class ShardedModule(nn.Module):
         if self._setup.loss_weight == "tokens":
             values = [lambda role: self._state.value(role, leaves)]
             reduction, rows, counts = loss_counts([executor.program], values)
+            announce(self._state, lambda: ("weigh",))
             loss = loss * weight_by_elements(reduction.elements(rows, counts), self.plan, self._state)
         return loss if scaler is None else scaler.scale(loss)
 
@@ -261,7 +264,7 @@ class ShardedModule(nn.Module):
                     "sharded.parameters(), or of some of them"
                 )
         flat, loss = FlatUpdate.of(optimizer, self._state), None
-        if training_step.is_flat(optimizer, scaler, self.plan, self._state):
+        if self._state.joining is None and training_step.is_flat(optimizer, scaler, self.plan, self._state):
             loss = self._step_flat(args, kwargs, flat, max_norm, scaler)
         if loss is None:
             loss = self.train_step(*args, scaler=scaler, **kwargs)
@@ -329,6 +332,7 @@ class ShardedModule(nn.Module):
 
         As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
         """
+        announce(self._state, lambda: ("clip", max_norm, norm_type, error_if_nonfinite))
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
@@ -343,6 +347,26 @@ class ShardedModule(nn.Module):
             yield
         finally:
             self._sync = before
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[None]:
+        """Train inside on unequally many batches: ranks that have no more take part in the others' steps without any.
+
+        As ``DistributedDataParallel.join``, whose arguments it has, also under plans that shard parameters. A rank that
+        leaves the block repeats the calls of this module, of :meth:`clip_grad_norm_` and of optimizers that the others
+        make, with gradients of zero, until all have left it. So parameters and optimizer states are the same, or shards
+        of the same, at any time.
+
+        Args:
+            divide_by_initial_world_size: gradients are means over all ranks; False: over those that have batches.
+            enable: False: ranks have equally many batches, and nothing is done.
+            throw_on_early_termination: raise on all ranks as soon as one has no more batches.
+
+        Raises:
+            ShardGraphError: the plan divides more than data.
+        """
+        return joined(self, divide_by_initial_world_size, throw_on_early_termination) if enable else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
@@ -497,7 +521,8 @@ class ShardedModule(nn.Module):
         # on. They make any other switch together: one that continued alone would block the others.
         communication = self._communication(keys, compiled)
         if communication and communication != self._agreed:
-            compiled = self._agree_on(keys, compiled, shown)
+            if not announce(self._state, lambda: ("switch", communication)):
+                compiled = self._agree_on(keys, compiled, shown)
             self._agreed = self._communication(keys, compiled)
         self._setup.agreement.show(shown)
         self._latest = keys, compiled
@@ -530,7 +555,9 @@ class ShardedModule(nn.Module):
         agreement = self._setup.agreement
         topic = "the inputs of a call (shapes, dtypes, mode), and the model's attributes"
         if not self.plan.is_of_data:
-            agreement.agree(topic, "\n".join([shown, *(each.executor.program.digest for each in compiled)]))
+            digests = [each.executor.program.digest for each in compiled]
+            topic += f", which ranks share under plan {self.plan.name!r}"
+            agreement.agree(topic, "\n".join([shown, *digests]))
             return compiled
         mine = self._communication(keys, compiled)
         sent = ["\n".join(sorted(text.splitlines())) for text in mine]

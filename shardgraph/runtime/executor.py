@@ -52,6 +52,7 @@ class State:
     ) -> None:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
         self.agreement = agreement
+        self.joining: Any = None  # what ranks without data are told by, while there may be any
         self.layout = Layout(model)
         self.stored = Stored()
         self._unarranged: list[fx.GraphModule] = []
@@ -110,6 +111,14 @@ class Executor:
             made = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model, agreement)
             self._bound[name, absent] = made
         return self._bound[name, absent]
+
+    def shadow(self, name: str) -> Bound:
+        """The bound graph that a rank without a batch runs while others run ``name``."""
+        key = f"shadow of {name}", frozenset[ir.Tangent]()
+        if key not in self._bound:
+            made = self.program.shadow(name)
+            self._bound[key] = Bound(made, self.state.mesh, eager.backend, None, self.state.model, self.state.agreement)
+        return self._bound[key]
 
     def deliver(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
         """The model's output, from the results of its program by role. Sets the attributes that are results too."""
