@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
@@ -58,6 +60,7 @@ from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
+_REDUCED_BY = {"allreduce_hook": "", "fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
 _MAX_VARIANTS = 8  # programs of one key, for different attributes of the model
 
 
@@ -348,6 +351,35 @@ class ShardedModule(nn.Module):
         finally:
             self._sync = before
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward passes from now on reduce gradients, as of ``FSDPModule``; see :meth:`no_sync`."""
+        if not recurse:
+            raise ShardGraphError(
+                "gradients of the whole model are reduced by one program: set_requires_gradient_sync(..., recurse=True)"
+            )
+        self._own(_sync=requires_gradient_sync)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients as this hook of ``DistributedDataParallel`` would: in float16 or bfloat16, or as they are.
+
+        It takes the hooks of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype, and sets
+        ``precision.reduce`` of the plan. All ranks must call it. Programs are compiled anew.
+
+        Raises:
+            ShardGraphError: it is another hook: the program reduces gradients, and calls no Python for them.
+        """
+        dtype = _REDUCED_BY.get(getattr(hook, "__name__", ""))
+        if dtype is None or getattr(hook, "__module__", "") != default_hooks.__name__:
+            raise ShardGraphError(
+                f"the communication hook {getattr(hook, '__name__', hook)!r} is Python for every bucket of gradients, "
+                "and the program reduces them by itself. fp16_compress_hook and bf16_compress_hook work, and are "
+                "Precision(reduce='float16') and 'bfloat16'. To send less, as PowerSGD does, use shardgraph.LocalSGD or "
+                "no_sync(); to change gradients, do so between backward and the optimizer's step"
+            )
+        if dtype and self.plan.precision.reduce != dtype:
+            self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
+            self.forget()
+
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
@@ -503,6 +535,7 @@ class ShardedModule(nn.Module):
     def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
+            _check_local(leaves)
             self._numbers.see(leaves, spec)
         self._state.layout.refresh()
         if self._state.layout.strange:
@@ -773,9 +806,14 @@ def module_of(parameter: torch.Tensor) -> ShardedModule:
     )
 
 
-def _rest(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What chooses a program beside buffers and values of inputs."""
-    return key[1:-1]
+def _check_local(leaves: Sequence[Any]) -> None:
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is DTensor:
+            raise ShardGraphError(
+                f"input {i} of the call is a DTensor of shape {list(leaf.shape)}, placed {leaf.placements}, and ranks are "
+                "called with their own parts of a batch as plain tensors: give its to_local(), or its full_tensor() "
+                "where ranks share a batch"
+            )
 
 
 def _describe(key: tuple[Any, ...], changed: str) -> str:

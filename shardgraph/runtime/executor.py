@@ -7,6 +7,7 @@ import re
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.bind import bind
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.layout import Layout
+from shardgraph.runtime.ranges import in_ranges
 from shardgraph.runtime.side_by_side import Stored
 from shardgraph.torch_api import pytree
 
@@ -108,7 +110,7 @@ class Executor:
             self.state.arrange(gm)
             # Ranks of a pipeline run their own graphs, and count steps instead.
             agreement = self.state.agreement if self.program.plan.pipeline is None else None
-            made = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model, agreement)
+            made = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model, agreement, name)
             self._bound[name, absent] = made
         return self._bound[name, absent]
 
@@ -170,8 +172,9 @@ class Bound:
         after: fx.GraphModule | None = None,
         model: nn.Module | None = None,
         agreement: Agreement | None = None,
+        name: str = "",
     ) -> None:
-        self.module, self.model = bind(gm, mesh), model
+        self.module, self.model, self._name = bind(gm, mesh), model, name
         self._agreement = agreement if any(map(ir.is_collective, gm.graph.nodes)) else None
         self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
@@ -182,6 +185,7 @@ class Bound:
         ]
         self.own = own_results(self.module)
         self._call = backend(self.module)
+        self._has_ranges = backend is eager.backend
         continues = any(isinstance(role, ir.Saved) for role, _ in self.results)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
         # After a step's last graph the caller may change parameters, and read gradients, in host memory.
@@ -192,7 +196,7 @@ class Bound:
             self._agreement.go_on()
         try:
             with torch_api.below_autograd():
-                results = list(self._call(inputs) if Bound.observer is None else Bound.observer(self, inputs))
+                results = list(self._run(inputs) if Bound.observer is None else Bound.observer(self, inputs))
         except RuntimeError as error:
             node = self._failing_collective(error)
             if node is None or isinstance(error, ShardGraphError):
@@ -203,6 +207,17 @@ class Bound:
         if self.settles:
             host.settle()
         return results
+
+    def _run(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the graph; in named ranges while a profiler records, for which there is other code."""
+        if not torch_api.is_profiled() or not self._has_ranges:
+            return self._call(inputs)
+        return self._ranged(inputs)
+
+    @cached_property
+    def _ranged(self) -> Callable[[list[Any]], Sequence[Any]]:
+        made: Callable[[list[Any]], Sequence[Any]] = in_ranges(self.module, self._name)
+        return made
 
     def _failing_collective(self, error: BaseException) -> fx.Node | None:
         """The collective whose line of generated code raised, or None if another operation did."""

@@ -28,6 +28,7 @@ from shardgraph.torch_api.execution import (
     boxed,
     differentiated,
     global_hooks,
+    is_profiled,
     keep_graph,
     modes_active,
     next_operation,
