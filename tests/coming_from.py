@@ -167,6 +167,43 @@ def tensors_of_the_user() -> list[str]:
     return told
 
 
+def left_alone(plan: str) -> dict[str, Any]:
+    """Training with an ignored layer, of which each rank has its own values, beside FSDP2 that ignores it too."""
+    found: dict[str, Any] = {}
+    weights = {}
+    for kind in (plan, "FSDP2"):
+        plain = model()
+        with torch.no_grad():
+            plain[0].weight.add_(dist.get_rank())
+        if kind == "FSDP2":
+            wrapped = fully_shard(plain, ignored_params={*plain[0].parameters()})
+        else:
+            shardgraph.annotate(plain, {"0.*": shardgraph.ignored()})
+            wrapped = shardgraph.compile(plain, kind)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        for step in range(3):
+            x = torch.full((2, 6), 1.0 + dist.get_rank() + step, dtype=torch.float64)
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights[kind] = [whole(parameter.detach()) for parameter in wrapped.parameters()]
+        found[kind] = [type(parameter.data).__name__ for parameter in (wrapped[0].weight, wrapped[3].weight)]
+    found["apart"] = apart(weights[plan], weights["FSDP2"])
+    sharded = shardgraph.compile(plain_with_ignored(), plan, loss_fn=F.mse_loss)
+    x, y = torch.full((2, 6), 1.0 + dist.get_rank()).double(), torch.ones(2, 3).double()
+    sharded.train_step(x, target=y)
+    before = sharded[0].weight.grad.clone()
+    norm = sharded.clip_grad_norm_(1e-3)
+    found["norm"], found["clipped"] = norm.item(), not torch.equal(before, sharded[0].weight.grad)
+    return found
+
+
+def plain_with_ignored() -> nn.Module:
+    plain = model()
+    shardgraph.annotate(plain, {"0.*": shardgraph.ignored()})
+    return plain
+
+
 # -- profiles --------------------------------------------------------------------------------------------------
 
 

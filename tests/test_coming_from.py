@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import shardgraph
 from tests import coming_from
 from tests.standing import on_ranks
 
@@ -48,6 +50,28 @@ def test_dtensors_of_the_user_are_refused_by_name():
         assert "'weight'" in parameter and "DTensor" in parameter
         assert "input 0" in given and "DTensor" in given and "to_local()" in given
         assert "'mask'" in buffer and "DTensor" in buffer
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_ignored_parameters_are_each_rank_s_own_as_with_fsdp2(plan):
+    first, second = on_ranks(coming_from.left_alone, 2, args=(plan,))
+    for found in (first, second):
+        assert found["apart"] < EXACT
+        assert found[plan] == found["FSDP2"] == ["Tensor", "DTensor"]
+        assert found["norm"] == first["norm"] and not found["clipped"]
+
+
+def test_gradients_of_ignored_parameters_are_proved_to_be_the_rank_s_own():
+    proof = shardgraph.prove(coming_from.plain_with_ignored(), (torch.ones(2, 6).double(),), "fsdp")
+    assert proof.ok, proof
+
+
+def test_ignored_parameters_are_refused_where_operators_are_divided_and_by_verify():
+    model, x = coming_from.plain_with_ignored(), torch.ones(2, 6).double()
+    with pytest.raises(shardgraph.PlanError, match=r"ignored\(\).* a plan of data alone works"):
+        shardgraph.verify(model, (x,), "tp", mesh={"tp": 2})
+    with pytest.raises(shardgraph.ShardGraphError, match="each rank trains its own"):
+        shardgraph.verify(model, (x,), "fsdp")
 
 
 def test_a_profile_has_ranges_of_modules_and_collectives():

@@ -144,7 +144,7 @@ def compile(
         runs = backend_of(backend, device)
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
-        lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model)]
+        lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model, question.plan.ignores)]
     if tune is not None:
         positive = isinstance(tune, (int, float)) and not isinstance(tune, bool) and tune > 0
         expect(positive, "tune", tune, "a number of seconds above 0")
