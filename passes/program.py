@@ -351,5 +351,3 @@ def gradients_of(results: Iterable[tuple[ir.Role | None, Any]]) -> dict[str, Any
 def _inputs_of(gm: fx.GraphModule, kind: type[ir.Forwarded | ir.Returned]) -> list[torch.Tensor]:
     inputs = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
     return [inputs[index] for index in sorted(inputs)]
-
-

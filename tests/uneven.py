@@ -123,7 +123,7 @@ def short_beside_long() -> tuple[float, bool]:
         (sum(original(part) for part in parts) / 2).backward()
         pairs = zip(sharded.parameters(), original.parameters(), strict=True)
         worst = max([worst, *((whole(a.grad) - b.grad).abs().max().item() for a, b in pairs)])
-    return worst, sharded.program.communication in sharded._orders.values()
+    return worst, sharded.program.communication in sharded._switches._orders.values()
 
 
 def compiled_by_one_rank() -> list[int]:
@@ -211,8 +211,6 @@ def one_rank_evaluates(plan: str) -> tuple[str, float]:
     for call in (trained, evaluated, trained):
         call()
     return _told(trained if dist.get_rank() else evaluated)
-
-
 
 
 # -- ranks with unequally many batches -------------------------------------------------------------------------

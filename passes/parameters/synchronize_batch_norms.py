@@ -28,9 +28,9 @@ class SynchronizeBatchNorms(Pass):
     data-parallel ranks, which may have unequally many.
 
     In forward, each rank's means and variances are gathered with its number of rows, in one collective, and combined
-    (Chan et al., 1979, "Updating formulae and a pairwise algorithm for computing sample variances"); in backward the two
-    sums per channel that the derivative needs are reduced in one, with that number. Gradients of weight and bias are this rank's part, as all gradients
-    are before they are reduced. Must not change: what is not such a batch norm.
+    (Chan et al., 1979, "Updating formulae and a pairwise algorithm for computing sample variances"); in backward the
+    two sums per channel that the derivative needs are reduced in one, with that number. Gradients of weight and bias
+    are this rank's part, as all gradients are before they are reduced. Must not change: what is not such a batch norm.
 
     Raises:
         PlanError: the plan has a pipeline, or the batch norm is another kernel.

@@ -212,9 +212,9 @@ def _check_not_compiled(model: nn.Module) -> None:
     distributed = [name for name, each in _tensors(model) if isinstance(each, DTensor)]
     if isinstance(model, ShardedModule) or distributed:
         raise ShardGraphError(
-            f"the model is compiled already, or sharded by other means{_first(distributed)}: its parameters are shards. "
-            "Compile it once, and build it anew for another plan; state_dict() of one loads into the other. Placements "
-            "of your own are annotations: shardgraph.annotate(model, {name: shard(dim, axis)})"
+            f"the model is compiled already, or sharded by other means{_first(distributed)}: its parameters are "
+            "shards. Compile it once, and build it anew for another plan; state_dict() of one loads into the other. "
+            "Placements of your own are annotations: shardgraph.annotate(model, {name: shard(dim, axis)})"
         )
 
 

@@ -35,8 +35,9 @@ def joined(module: ShardedModule, over_all: bool, throw: bool) -> Iterator[None]
     plan, state = module.plan, module._state
     if not plan.is_of_data or plan.copies > 1 or plan.gradient_statistics or plan.offload.parameters:
         raise ShardGraphError(
-            f"join() cannot be under plan {plan.name!r}: a rank without data takes part in gathers of parameters and in "
-            "reductions of gradients alone, under ddp, zero1, zero2, fsdp and hsdp. Give all ranks equally many batches"
+            f"join() cannot be under plan {plan.name!r}: a rank without data takes part in gathers of parameters and "
+            "in reductions of gradients alone, under ddp, zero1, zero2, fsdp and hsdp. Give all ranks equally many "
+            "batches"
         )
     if state.mesh is None or plan.data_size == 1:
         yield
@@ -133,7 +134,7 @@ class Joining:
     def _perform(self, event: Event) -> None:
         module, (kind, *given) = self._module, event
         if kind == "switch":
-            module._agreed = given[0]
+            module._switches.agreed = given[0]
         elif kind == "forward":
             self._known(given[0]).shadow_forward()
         elif kind in ("backward", "local"):
@@ -153,7 +154,8 @@ class Joining:
     def _program(self, communication: str) -> Differentiable | None:
         """A program of this rank that communicates so."""
         compiled = (each.executor for variants in self._module._programs.values() for each in variants)
-        return next((each for each in compiled if each.program.communication == communication), None)
+        known = (each for each in compiled if each.program.communication == communication)
+        return next((each for each in known if isinstance(each, Differentiable)), None)
 
     def _known(self, communication: str) -> Differentiable:
         program = self._program(communication)

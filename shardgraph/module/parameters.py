@@ -17,7 +17,6 @@ from shardgraph.plans.parameter_plan import OWN
 from shardgraph.plans.plan import ParameterPlan
 from shardgraph.plans.shards import part_of
 
-
 _OWN: Any = WeakIdKeyDictionary()
 
 

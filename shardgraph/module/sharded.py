@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,11 +35,12 @@ from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.joining import joined
 from shardgraph.module.local_step import step_together
-from shardgraph.module.numbers import Numbers, shown
+from shardgraph.module.numbers import Numbers
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
+from shardgraph.module.switches import Switches, described
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
 from shardgraph.passes.lowering import STAGES
@@ -113,8 +113,7 @@ class ShardedModule(nn.Module):
     _unsharded: ExitStack | None  # within, parameters are whole
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
-    _agreed: list[str] | None  # communication of the programs that ranks last agreed on
-    _orders: dict[str, str]  # communication in the order that ranks agreed on, by its sorted lines
+    _switches: Switches
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class ShardedModule(nn.Module):
         state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement)
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
-        self._own(_programs=OrderedDict(), _latest=None, _agreed=None, _orders={})
+        self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
         self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
 
@@ -373,8 +372,8 @@ class ShardedModule(nn.Module):
             raise ShardGraphError(
                 f"the communication hook {getattr(hook, '__name__', hook)!r} is Python for every bucket of gradients, "
                 "and the program reduces them by itself. fp16_compress_hook and bf16_compress_hook work, and are "
-                "Precision(reduce='float16') and 'bfloat16'. To send less, as PowerSGD does, use shardgraph.LocalSGD or "
-                "no_sync(); to change gradients, do so between backward and the optimizer's step"
+                "Precision(reduce='float16') and 'bfloat16'. To send less, as PowerSGD does, use shardgraph.LocalSGD "
+                "or no_sync(); to change gradients, do so between backward and the optimizer's step"
             )
         if dtype and self.plan.precision.reduce != dtype:
             self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
@@ -525,7 +524,7 @@ class ShardedModule(nn.Module):
     def forget(self) -> None:
         """Drop all programs."""
         self._programs.clear()
-        self._latest = self._agreed = None
+        self._latest = self._switches.agreed = None
 
     def compile_for(self, call: Call) -> None:
         """Compile for a call now, without running; only the shapes, dtypes and numbers of its inputs matter."""
@@ -544,22 +543,33 @@ class ShardedModule(nn.Module):
         latest, compiled = self._latest or (None, [])
         if latest == keys and all(each.guards.hold for each in {*compiled}):
             return [each.executor for each in compiled]
-        shown = "\n".join(_describe(key, self._changed(key)) for key in dict.fromkeys(keys))
+        text = "\n".join(described(key, self._changed(key)) for key in dict.fromkeys(keys))
+        agreement, switches = self._setup.agreement, self._switches
         try:
             keys, compiled = self._programs_of(calls, spec, loss_fn)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
-            self._setup.agreement.agree("the compiled program", shown, error)
+            agreement.agree("the compiled program", text, error)
             raise
-        # A rank may switch by itself to programs that communicate nothing, or the same as those that ranks last agreed
-        # on. They make any other switch together: one that continued alone would block the others.
-        communication = self._communication(keys, compiled)
-        if communication and communication != self._agreed:
+        programs = [each.executor.program for each in compiled]
+        communication = switches.communication(keys, programs)
+        if communication and communication != switches.agreed:
             if not announce(self._state, lambda: ("switch", communication)):
-                compiled = self._agree_on(keys, compiled, shown)
-            self._agreed = self._communication(keys, compiled)
-        self._setup.agreement.show(shown)
+                compiled = self._replaced(compiled, switches.agree(keys, programs, text))
+            switches.agreed = switches.communication(keys, [each.executor.program for each in compiled])
+        agreement.show(text)
         self._latest = keys, compiled
         return [each.executor for each in compiled]
+
+    def _replaced(self, compiled: list[_Compiled], programs: list[Program]) -> list[_Compiled]:
+        """The same with these programs in the places of theirs, also where they are kept."""
+        changed = {
+            each: _Compiled(self._bound(program), each.guards)
+            for each, program in {*zip(compiled, programs, strict=True)}
+            if each.executor.program is not program
+        }
+        for variants in self._programs.values():
+            variants[:] = [changed.get(each, each) for each in variants]
+        return [changed.get(each, each) for each in compiled]
 
     def _programs_of(
         self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None
@@ -578,44 +588,6 @@ class ShardedModule(nn.Module):
                     return self._programs_of(calls, spec, loss_fn)
             self._programs.move_to_end(key)
         return keys, [made[key] for key in keys]
-
-    def _agree_on(self, keys: list[Any], compiled: list[_Compiled], shown: str) -> list[_Compiled]:
-        """The programs of a call that ranks make together, after all have agreed to run them; ``shown`` describes it.
-
-        Where every rank has a batch of its own, batches may differ, and programs by their computation: then those of
-        the first rank say in which order collectives start. Ranks that share batches must have the same program.
-        """
-        agreement = self._setup.agreement
-        topic = "the inputs of a call (shapes, dtypes, mode), and the model's attributes"
-        if not self.plan.is_of_data:
-            digests = [each.executor.program.digest for each in compiled]
-            topic += f", which ranks share under plan {self.plan.name!r}"
-            agreement.agree(topic, "\n".join([shown, *digests]))
-            return compiled
-        mine = self._communication(keys, compiled)
-        sent = ["\n".join(sorted(text.splitlines())) for text in mine]
-        if {*sent} <= self._orders.keys():
-            agreement.agree(topic, "\n\n".join(mine), shown="\n".join([shown, *mine]))
-            return compiled
-        agreement.agree(topic, "\n\n".join(sent), shown="\n".join([shown, *sent]))
-        orders = json.loads(agreement.from_first_rank("the order of collectives", lambda: json.dumps(mine)))
-        self._orders.update(zip(sent, orders, strict=True))
-        ordered = {each: self._in_order(each) for each in {*compiled}}
-        for variants in self._programs.values():
-            variants[:] = [ordered.get(each, each) for each in variants]
-        compiled = [ordered[each] for each in compiled]
-        agreement.agree("the order of collectives", "\n\n".join(self._communication(keys, compiled)))
-        return compiled
-
-    def _in_order(self, compiled: _Compiled) -> _Compiled:
-        """The same with the order of collectives that ranks have agreed on, if they have."""
-        program = compiled.executor.program
-        following = self._following(program)
-        return compiled if following is program else _Compiled(self._bound(following), compiled.guards)
-
-    def _following(self, program: Program) -> Program:
-        order = self._orders.get("\n".join(sorted(program.communication.splitlines())))
-        return program if order in (None, program.communication) else program.following(order)
 
     def _valid(self, key: Any) -> _Compiled | None:
         """The program of this key for the model as it is now, if it has been compiled."""
@@ -639,14 +611,6 @@ class ShardedModule(nn.Module):
         if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
 
-    def _communication(self, keys: Iterable[Any], compiled: Iterable[_Compiled]) -> list[str]:
-        """The communication of calls of these programs, in order; with the shapes of batches that ranks share."""
-        return [
-            text if self.plan.is_of_data else f"{text}\ninputs {key[2]}"
-            for key, each in zip(keys, compiled, strict=True)
-            if (text := each.executor.program.communication)
-        ]
-
     @collected_later()
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
         self._state.layout.look_up()
@@ -654,7 +618,7 @@ class ShardedModule(nn.Module):
             program = self._build(leaves, spec, loss_fn, show)
         guards = program.joint.take_guards(self.original)
         self._state.layout.note(program.joint)
-        return _Compiled(self._bound(self._following(program)), guards)
+        return _Compiled(self._bound(self._switches.following(program)), guards)
 
     def _bound(self, program: Program) -> Executor:
         return Differentiable(program, self._state)
@@ -810,24 +774,7 @@ def _check_local(leaves: Sequence[Any]) -> None:
     for i, leaf in enumerate(leaves):
         if type(leaf) is DTensor:
             raise ShardGraphError(
-                f"input {i} of the call is a DTensor of shape {list(leaf.shape)}, placed {leaf.placements}, and ranks are "
-                "called with their own parts of a batch as plain tensors: give its to_local(), or its full_tensor() "
-                "where ranks share a batch"
+                f"input {i} of the call is a DTensor of shape {list(leaf.shape)}, placed {leaf.placements}, and ranks "
+                "are called with their own parts of a batch as plain tensors: give its to_local(), or its "
+                "full_tensor() where ranks share a batch"
             )
-
-
-def _describe(key: tuple[Any, ...], changed: str) -> str:
-    """A program's key as readable text, and what ``changed`` on the model: what must be equal between ranks."""
-    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss, _ = key
-    lines = [f"structure {spec}"]
-    for i, kind in enumerate(kinds):
-        is_tensor = len(kind) == 5
-        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
-    lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
-    lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
-    lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
-    shapes = ", ".join(f"{list(kind[0])} {kind[1]}" for kind in dict.fromkeys(buffers) if isinstance(kind, tuple))
-    lines.append(f"default dtype {dtype}, {len(hooks)} hooks of all modules")
-    lines.append(f"{len(buffers)} buffers, of shapes {shapes or 'none'}")
-    lines.append(f"no longer {changed}" if changed else "the model's attributes as they were")
-    return "\n".join(lines)

@@ -239,8 +239,8 @@ class Agreement:
     def _differences(self, store: dist.Store, *posts: tuple[int, str]) -> list[str]:
         """The lines in which the texts of two ranks differ, which are under these keys."""
         left, right = (store.get(key).decode().splitlines() if store.check([key]) else [] for _, key in posts)
-        names = (f"rank {rank}" for rank, _ in posts)
-        lines = list(difflib.unified_diff(left, right, *names, n=0, lineterm=""))
+        one, other = (f"rank {rank}" for rank, _ in posts)
+        lines = list(difflib.unified_diff(left, right, one, other, n=0, lineterm=""))
         return [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])]
 
     def _compare(self, store: dist.Store) -> str:

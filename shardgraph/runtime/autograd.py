@@ -17,8 +17,8 @@ from shardgraph.ir.attributes import SHARD_OF
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.runtime.checked import check
 from shardgraph.runtime.executor import Executor, State, mesh_rank
-from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.gradients import check_unchanged, on_any_data_rank, tangent_of
+from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
 
@@ -117,7 +117,9 @@ class Differentiable(Executor):
             event = "local" if local else "backward"
             announce(state, lambda: (event, self.program.communication, not has_gradients(state)))
         if state.joining is not None and state.joining.factor != 1.0:
-            tangents.update({role: grad if grad is None else grad * state.joining.factor for role, grad in tangents.items()})
+            tangents.update(
+                {role: grad if grad is None else grad * state.joining.factor for role, grad in tangents.items()}
+            )
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         reached = (self.program.reached[role] for role, grad in tangents.items() if grad is not None)
         used = frozenset().union(state.unreduced, *reached) if self.optional else frozenset()
@@ -223,8 +225,8 @@ class Differentiable(Executor):
             if state.joining is not None and state.joining.missing:
                 raise ShardGraphError(
                     "inside of join() gradients that were accumulated under no_sync() are reduced by a call that has "
-                    f"none of {sorted(names)[:3]}, and ranks without data cannot follow: end no_sync() with a call that "
-                    "trains the same parameters"
+                    f"none of {sorted(names)[:3]}, and ranks without data cannot follow: end no_sync() with a call "
+                    "that trains the same parameters"
                 )
             names -= {*executor._left_out(frozenset(state.unreduced), reduces=True)}
             bound = executor.graph("reduce")
