@@ -14,7 +14,6 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MEMORY_KIND, REDUCES, SUBJECT
 from shardgraph.passes.base import Context, Graphs, GraphsPass
 from shardgraph.passes.builder import Builder
-from shardgraph.passes.schedule.follow import in_words
 
 aten = torch.ops.aten
 
@@ -68,7 +67,8 @@ def _follows_another(start: fx.Node) -> bool:
 def _zeros(start: fx.Node, context: Context) -> fx.Node:
     if start not in REDUCES and SUBJECT.get(start) != "statistics of batch norm":
         raise ShardGraphError(
-            f"a rank without data cannot take part in {in_words(start)}: ranks exchange values of their batches there"
+            f"a rank without data cannot take part in {ir.describe_collective(start)}: ranks exchange values of their "
+            "batches there"
         )
     value = start.args[0].meta["val"]
     build = Builder(start.graph, context.values, {}, after=start.prev)

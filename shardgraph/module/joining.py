@@ -10,27 +10,43 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardgraph import torch_api
 from shardgraph.errors import RankMismatchError, ShardGraphError
+from shardgraph.module.switches import Switches
+from shardgraph.plans.plan import Plan
 from shardgraph.runtime.autograd import Differentiable
+from shardgraph.runtime.executor import State
 from shardgraph.runtime.loss_weight import weight_by_elements
-
-if TYPE_CHECKING:
-    from shardgraph.module.sharded import ShardedModule
 
 Event = tuple[Any, ...]
 """What ranks do next: its name, and what it is done with."""
 
 
+class Module(Protocol):
+    """What is needed of a compiled module."""
+
+    plan: Plan
+    _state: State
+    _switches: Switches
+
+    @property
+    def _programs(self) -> Mapping[Any, list[Any]]: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def zero_grad(self) -> None: ...
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor: ...
+
+
 @contextmanager
-def joined(module: ShardedModule, over_all: bool, throw: bool) -> Iterator[None]:
+def joined(module: Module, over_all: bool, throw: bool) -> Iterator[None]:
     """See :meth:`shardgraph.module.sharded.ShardedModule.join`."""
     plan, state = module.plan, module._state
     if not plan.is_of_data or plan.copies > 1 or plan.gradient_statistics or plan.offload.parameters:
@@ -63,11 +79,11 @@ class Joining:
     loss for them.
     """
 
-    def __init__(self, module: ShardedModule, over_all: bool, throw: bool) -> None:
+    def __init__(self, module: Module, over_all: bool, throw: bool) -> None:
         self._module, self._over_all, self._throw = module, over_all, throw
-        assert module.mesh is not None
+        assert module._state.mesh is not None
         axes = tuple(axis for axis, _ in module.plan.data_mesh)
-        self._group = torch_api.group_along(module.mesh, axes)
+        self._group = torch_api.group_along(module._state.mesh, axes)
         self._ranks = dist.get_process_group_ranks(self._group)
         self._optimizers: list[torch.optim.Optimizer] = []  # in the order of their first step
         self._following = False
