@@ -64,6 +64,13 @@ def test_ranks_of_a_pipeline_are_told_at_once_of_another_size():
         assert seconds < AT_ONCE
 
 
+def test_an_error_of_the_rank_that_compiles_alone_is_told_on_the_others():
+    (told, seconds), (own, _) = shardgraph.launch(uneven.one_rank_cannot_compile, 2, timeout=90)
+    assert own.startswith("CaptureError") and "three rows are too many" in own
+    assert told.startswith("RankMismatchError: rank 1 failed at the compiled program") and "three rows" in told
+    assert seconds < AT_ONCE
+
+
 def test_a_rank_that_evaluates_while_others_train_is_told_at_once():
     for told, seconds in shardgraph.launch(uneven.one_rank_evaluates, 2, args=("fsdp",), timeout=90):
         assert "RankMismatchError" in told and "-gradients on" in told and "+gradients off" in told, told

@@ -196,6 +196,26 @@ def unlike_batches_in_a_pipeline() -> tuple[str, float]:
     return _told(lambda: sharded.train_step(torch.ones(4 + 2 * dist.get_rank(), 3, 32)))
 
 
+class Refuses(nn.Module):
+    """Cannot be captured for batches of three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise ValueError("three rows are too many")
+        return self.linear(x)
+
+
+def one_rank_cannot_compile() -> tuple[str, float]:
+    """What a rank is told if one of them cannot compile for the batch that it alone has."""
+    sharded = shardgraph.compile(Refuses(), "fsdp")
+    sharded(torch.ones(2, 4)).sum().backward()
+    return _told(lambda: sharded(torch.ones(2 + dist.get_rank(), 4)).sum().backward())
+
+
 def one_rank_evaluates(plan: str) -> tuple[str, float]:
     """What a rank is told if one of them leaves the loop a step early and evaluates."""
     sharded = shardgraph.compile(model(), plan)
