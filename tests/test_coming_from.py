@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import shardgraph
+from shardgraph import Plan, ignored, preset
 from tests import coming_from
 from tests.standing import on_ranks
 
@@ -64,6 +67,12 @@ def test_ignored_parameters_are_each_rank_s_own_as_with_fsdp2(plan):
 def test_gradients_of_ignored_parameters_are_proved_to_be_the_rank_s_own():
     proof = shardgraph.prove(coming_from.plain_with_ignored(), (torch.ones(2, 6).double(),), "fsdp")
     assert proof.ok, proof
+
+
+def test_a_plan_carries_what_it_ignores():
+    plan = replace(preset("fsdp", {"dp": 2}), annotations=(("0.*", ignored()),))
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.ignores("0.weight") and not plan.ignores("3.weight")
 
 
 def test_ignored_parameters_are_refused_where_operators_are_divided_and_by_verify():

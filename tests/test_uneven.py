@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import shardgraph
+from shardgraph.passes.lowering import build_program
+from shardgraph.proof.prove import prove
 from tests import uneven
 from tests.standing import on_ranks
 
@@ -33,6 +36,15 @@ def test_losses_of_unlike_batches_may_count_by_their_elements(plan):
 def test_collectives_of_a_long_batch_start_in_the_order_of_a_short_one_on_another_rank():
     for error, ordered in on_ranks(uneven.short_beside_long):
         assert error < EXACT and ordered
+
+
+def test_a_program_takes_the_order_of_collectives_of_another_batch():
+    batches = (torch.zeros(shape, dtype=torch.long) for shape in (uneven.SHORT, uneven.LONG))
+    short, long = (build_program(uneven.Words(), uneven.ONE_BY_ONE, (ids,)) for ids in batches)
+    assert long.communication != short.communication
+    following = long.following(short.communication)
+    assert following.communication == short.communication
+    assert prove(following).ok
 
 
 def test_a_rank_compiles_by_itself_for_a_batch_that_only_it_has():
@@ -112,3 +124,4 @@ def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_t
         assert "join() cannot be under plan 'tp'" in told["tp"]
         assert "run out of data" in told["stopped"]
         assert "never made such a call" in told["never called"]
+        assert told["as written"].startswith("Linear, which runs as it is written, communicates")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0) for _ in range(4))
+        layers = (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0) for _ in range(3))
         self.embedding, self.layers, self.head = nn.Embedding(50, 32), nn.ModuleList(layers), nn.Linear(32, 50)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -106,16 +107,18 @@ class Words(nn.Module):
         return self.head(x).logsumexp(-1).mean()
 
 
+SHORT, LONG = (1, 2), (4, 64)
+ONE_BY_ONE = replace(shardgraph.preset("fsdp", {"dp": 2}), bucket=0)
+
+
 def short_beside_long() -> tuple[float, bool]:
     """The largest difference of a gradient to the mean of both ranks', one of which has a long sequence in its first
-    call; and whether the two orders of collectives would have been the same without the other rank."""
+    call; and whether the last program has an order of collectives that ranks have agreed on."""
     torch.manual_seed(0)
     words = Words().double()
     original, worst = copy.deepcopy(words), 0.0
-    plan = shardgraph.preset("fsdp", {"dp": 2})
-    plan = shardgraph.Plan(**{**vars(plan), "bucket": 0})
-    sharded = shardgraph.compile(words, plan)
-    for shapes in ([(1, 2), (4, 64)], [(4, 64), (1, 2)], [(4, 64), (1, 9)]):
+    sharded = shardgraph.compile(words, ONE_BY_ONE)
+    for shapes in ([SHORT, LONG], [LONG, SHORT], [LONG, (1, 9)]):
         parts = [torch.randint(50, shape) for shape in shapes]
         sharded.zero_grad()
         original.zero_grad()
@@ -385,7 +388,11 @@ def refusals_of_join() -> dict[str, str]:
             for _ in range(dist.get_rank()):
                 fresh(torch.ones(2, 6).double()).sum().backward()
 
-    for name, call in (("stopped", stopped), ("never called", never_called)):
+    def as_written() -> None:
+        with sharded.join():
+            sharded[0](torch.ones(2, 6).double())
+
+    for name, call in (("stopped", stopped), ("never called", never_called), ("as written", as_written)):
         try:
             call()
         except (RuntimeError, ShardGraphError) as error:

@@ -72,6 +72,15 @@ def joined(module: Module, over_all: bool, throw: bool) -> Iterator[None]:
         _ACTIVE.discard(joining)
 
 
+def refuse_inside(what: str) -> None:
+    """Raise ShardGraphError inside of ``join()``: ``what`` communicates, and ranks without data cannot follow."""
+    if _ACTIVE:
+        raise ShardGraphError(
+            f"{what} communicates, and ranks that have run out of data do not take part in it: inside of join() call "
+            "the module itself, its clip_grad_norm_ and steps of optimizers, and anything else before or after"
+        )
+
+
 class Joining:
     """One block of :func:`joined` on this rank.
 
