@@ -474,7 +474,8 @@ class ShardedModule(nn.Module):
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
         if not self._shared:
-            check_shared(self.plan, self.mesh, leaves)
+            with self._setup.agreement.communicating():
+                check_shared(self.plan, self.mesh, leaves)
             self._own(_shared=True)
         return executor, self._numbers.lift(leaves, spec)
 

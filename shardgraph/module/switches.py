@@ -25,9 +25,9 @@ class Switches:
         self._orders: dict[str, str] = {}  # communication in the order that ranks have, by its sorted lines
 
     def communication(self, keys: Iterable[Any], programs: Iterable[Program]) -> list[str]:
-        """The communication of calls of these programs, in order; with the shapes of batches that ranks share."""
+        """The communication of calls of these programs, in order; where ranks share batches, all that they compute."""
         return [
-            text if self.plan.is_of_data else f"{text}\ninputs {key[2]}"
+            text if self.plan.is_of_data else f"{text}\n{program.digest} of inputs {key[2]}"
             for key, program in zip(keys, programs, strict=True)
             if (text := program.communication)
         ]

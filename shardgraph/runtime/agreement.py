@@ -135,6 +135,21 @@ class Agreement:
             with contextlib.suppress(RuntimeError):  # the store is gone: communication will tell
                 self._store.set(f"since/{self._rank}", f"{self._round} {self._since}")
 
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Run what communicates with the others, as all last agreed: :meth:`go_on`.
+
+        Raises:
+            RankMismatchError: it fails, and another rank has not gone on.
+        """
+        self.go_on()
+        try:
+            yield
+        except RuntimeError as error:
+            if (verdict := self.verdict_against()) is not None:
+                raise RankMismatchError(verdict) from error
+            raise
+
     def show(self, text: str) -> None:
         """Post the text by which messages describe what this rank goes on with; not a round."""
         if self._store is not None:
@@ -264,9 +279,9 @@ class Agreement:
         absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
         who = f"{_named(absent)} did not come" if absent else "all ranks came, but one then stopped"
         return (
-            f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank was given a batch of "
-            "another shape, or none, or has ended, or is still busy: give all ranks batches of the same shapes and "
-            "equally many, or allow more time with timeout="
+            f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank makes another "
+            "call, or none, or has ended, or is still busy: give all ranks equally many batches, or train inside of "
+            "join(), or allow more time with timeout="
         )
 
     def _has_posted(self, store: dist.Store, rank: int) -> bool:
