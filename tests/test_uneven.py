@@ -119,6 +119,11 @@ def test_losses_inside_of_join_may_count_by_their_elements():
     assert max(on_ranks(uneven.weighted_beside)) < EXACT
 
 
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_rank_without_data_follows_losses_that_leave_parameters_out(plan):
+    assert max(on_ranks(uneven.heads_beside, 2, args=(plan,))) < EXACT
+
+
 def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_to():
     for told in on_ranks(uneven.refusals_of_join):
         assert "join() cannot be under plan 'tp'" in told["tp"]

@@ -370,6 +370,38 @@ def weighted_beside() -> float:
     return apart(sharded, alone)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        return self.one(hidden), self.other(hidden)
+
+
+def heads_beside(plan: str) -> float:
+    """The largest difference of a weight where ranks use one of two outputs each, and one rank has no more data."""
+    torch.manual_seed(0)
+    alone = Heads().double()
+    sharded = shardgraph.compile(copy.deepcopy(alone), plan)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    with sharded.join():
+        for step in range(_steps()):
+            x, y = batches(step, (4, 3))[rank := dist.get_rank()]
+            F.mse_loss(sharded(x)[(step + rank) % 2], y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for step in range(max(STEPS)):
+        for rank, (x, y) in enumerate(batches(step, (4, 3))):
+            if step < _steps(rank):
+                (F.mse_loss(alone(x)[(step + rank) % 2], y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return apart(sharded, alone)
+
+
 def refusals_of_join() -> dict[str, str]:
     """What ranks are told where ``join`` cannot be, or is asked to stop."""
     told = {}

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardgraph import ir, torch_api
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SUBJECT
-
-_ENTER = torch.ops.profiler._record_function_enter_new.default
-_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def in_ranges(gm: fx.GraphModule, name: str) -> Any:
@@ -24,7 +20,7 @@ def in_ranges(gm: fx.GraphModule, name: str) -> Any:
 
     def leave(depth: int) -> None:
         while len(entered) > depth:
-            graph.call_function(_EXIT, (entered.pop()[1],))
+            graph.call_function(torch_api.LEAVE_RANGE, (entered.pop()[1],))
 
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -33,7 +29,7 @@ def in_ranges(gm: fx.GraphModule, name: str) -> Any:
         with graph.inserting_before(node):
             leave(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1][0], zip(names, entered, strict=False))))
             for each in names[len(entered) :]:
-                entered.append((each, graph.call_function(_ENTER, (each, None))))
+                entered.append((each, graph.call_function(torch_api.ENTER_RANGE, (each, None))))
     return torch_api.boxed(ranged)
 
 

@@ -23,6 +23,8 @@ from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value
 from shardgraph.torch_api.execution import (
+    ENTER_RANGE,
+    LEAVE_RANGE,
     autocast_state,
     below_autograd,
     boxed,
