@@ -129,7 +129,7 @@ class ShardedModule(nn.Module):
         replica = 0 if replicas is None else dist.get_rank(replicas)
         state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement)
         clear_with_optimizers(state)
-        self._own(_setup=setup, _state=state, _numbers=Numbers(), _sync=True)
+        self._own(_setup=setup, _state=state, _numbers=Numbers(), _decided=Decided(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
         self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
@@ -544,13 +544,15 @@ class ShardedModule(nn.Module):
         latest, compiled = self._latest or (None, [])
         if latest == keys and all(each.guards.hold for each in {*compiled}):
             return [each.executor for each in compiled]
-        text = "\n".join(described(key, self._changed(key)) for key in dict.fromkeys(keys))
+        shown = [described(key, self._changed(key)) for key in dict.fromkeys(keys)]
         agreement, switches = self._setup.agreement, self._switches
         try:
             keys, compiled = self._programs_of(calls, spec, loss_fn)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
-            agreement.agree("the compiled program", text, error)
+            agreement.agree("the compiled program", "\n".join(shown), error)
             raise
+        told = (line for key in dict.fromkeys(keys) for line in self._decided.told(_rest(key), key[-1]))
+        text = "\n".join([*shown, *told])
         programs = [each.executor.program for each in compiled]
         communication = switches.communication(keys, programs)
         if communication and communication != switches.agreed:
@@ -585,7 +587,7 @@ class ShardedModule(nn.Module):
                 self._decided.learn(_rest(key), made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
                 self._keep(after, made[key])
-                if after != key:  # its numbers cannot be lifted as before, and all keys have changed
+                if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
                     return self._programs_of(calls, spec, loss_fn)
             self._programs.move_to_end(key)
         return keys, [made[key] for key in keys]
@@ -594,10 +596,9 @@ class ShardedModule(nn.Module):
         """The program of this key for the model as it is now, if it has been compiled."""
         return next((each for each in self._programs.get(key, ()) if each.guards.hold), None)
 
-    def _describe(self, key: Any) -> str:
-        """A program's key as readable text, and what has changed on the model since the latest one was compiled."""
-        changed = self._programs[key][-1].guards.failing if key in self._programs else ""
-        return "\n".join([_describe(key, changed), *self._decided.told(_rest(key), key[-1])])
+    def _changed(self, key: Any) -> str:
+        """What has changed on the model since the latest program of this key was compiled."""
+        return self._programs[key][-1].guards.failing if key in self._programs else ""
 
     def _keep(self, key: Any, compiled: _Compiled) -> None:
         """Add a program to the cache."""
@@ -779,3 +780,8 @@ def _check_local(leaves: Sequence[Any]) -> None:
                 "are called with their own parts of a batch as plain tensors: give its to_local(), or its "
                 "full_tensor() where ranks share a batch"
             )
+
+
+def _rest(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What chooses a program beside buffers and values of inputs."""
+    return key[1:-1]

@@ -70,7 +70,7 @@ def _sorted(communication: str) -> str:
 
 def described(key: tuple[Any, ...], changed: str) -> str:
     """A program's key as readable text, and what ``changed`` on the model."""
-    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss = key
+    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss, _ = key
     lines = [f"structure {spec}"]
     for i, kind in enumerate(kinds):
         is_tensor = len(kind) == 5
