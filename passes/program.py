@@ -29,10 +29,13 @@ from shardgraph.passes.parameters.accumulate_gradients import (
     ReduceAlone,
     local_gradient,
 )
+from shardgraph.passes.parameters.shadow import Shadow
 from shardgraph.passes.parameters.update_parameters import UpdateParameters
 from shardgraph.passes.partition.drop_zero_tangents import DropZeroTangents
 from shardgraph.passes.pipeline.batch_norm import BatchNorm
 from shardgraph.passes.pipeline.weight_gradients import SplitBackward
+from shardgraph.passes.schedule.follow import form as _form
+from shardgraph.passes.schedule.follow import in_words, put_in_order
 from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.plan import Plan
 
@@ -194,6 +197,15 @@ class Program:
             self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
         return self._made[name, absent]
 
+    def shadow(self, name: str) -> fx.GraphModule:
+        """What a rank without a batch runs while others run graph ``name``; see :class:`Shadow`."""
+        key = f"shadow of {name}", frozenset[ir.Tangent]()
+        if key not in self._made:
+            graphs: Graphs = {name: self.graph(name)}
+            run_on_graphs(graphs, [Shadow()], self.context.of_graph())
+            self._made[key] = graphs[name]
+        return self._made[key]
+
     @cached_property
     def _saved(self) -> dict[ir.Role, Names]:
         """The parameters in whose memory forward may have left each value that it saves."""
@@ -294,14 +306,31 @@ class Program:
     @cached_property
     def communication(self) -> str:
         """The communication of a call as text, in order; ranks may mix programs for which it is equal."""
-        return "\n".join(line for gm in self.graphs.values() for line in self._communication_of(gm))
+        lines = [f"{name}: {line}" for name, gm in self.graphs.items() for line in self._communication_of(gm)]
+        if lines and self.differentiable and self.optional:  # backward asks all ranks for those
+            lines.append(f"which of {self.optional} have a gradient")
+        return "\n".join(lines)
 
     def _communication_of(self, gm: fx.GraphModule) -> Iterator[str]:
-        for node in ir.collectives(gm):
-            rest = [arg for arg in node.args if not isinstance(arg, fx.Node)]
-            yield f"{node.target} {_form(node.args[0])} {rest}"
+        yield from map(in_words, ir.collectives(gm))
         if self.plan.pipeline is not None:  # messages between stages, and reductions outside the graphs
             yield f"results {[(role, _form(value)) for role, value in ir.outputs(gm)]}"
+
+    def following(self, communication: str) -> Program:
+        """The same program with its collectives in the order of that ``communication``, of another program.
+
+        Schedules follow from times, and so from the sizes of a batch, but which collectives there are does not. The
+        program itself if what it communicates is something else, or cannot be in that order.
+        """
+        if sorted(self.communication.splitlines()) != sorted(communication.splitlines()):
+            return self
+        graphs = {name: ir.copy_graph(gm) for name, gm in self.graphs.items()}
+        for name, gm in graphs.items():
+            prefix = f"{name}: "
+            order = [line.removeprefix(prefix) for line in communication.splitlines() if line.startswith(prefix)]
+            if not put_in_order(gm, order):
+                return self
+        return Program(self.joint, graphs, self.actions, self.plan, self.parameters, self.shapes, self.context)
 
 
 def schedule(plan: Plan, trains: bool) -> Order:
@@ -322,8 +351,3 @@ def gradients_of(results: Iterable[tuple[ir.Role | None, Any]]) -> dict[str, Any
 def _inputs_of(gm: fx.GraphModule, kind: type[ir.Forwarded | ir.Returned]) -> list[torch.Tensor]:
     inputs = {role.index: node.meta["val"] for role, node in ir.placeholders(gm).items() if isinstance(role, kind)}
     return [inputs[index] for index in sorted(inputs)]
-
-
-def _form(value: Any) -> str:
-    tensor = value.meta.get("val") if isinstance(value, fx.Node) else value
-    return f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else str(tensor)

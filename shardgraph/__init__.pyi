@@ -94,6 +94,9 @@ from .optim.local_sgd import (
 from .optim.sharded import ShardedOptimizer as ShardedOptimizer
 from .plans.annotations.constrain import constrain as constrain
 from .plans.annotations.kinds import (
+    ignored as ignored,
+)
+from .plans.annotations.kinds import (
     input as input,
 )
 from .plans.annotations.kinds import (

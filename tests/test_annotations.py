@@ -417,7 +417,8 @@ def test_every_kind_is_in_the_plan_prints_and_round_trips():
     model, args = net()
     annotate(model, EVERY)
     plan = check(model, args, "fsdp+tp", BOTH)
-    assert {type(annotation).__name__ for _, annotation in plan.annotations} == set(KINDS)
+    # Plans of data alone may ignore a parameter: test_coming_from.py.
+    assert {type(annotation).__name__ for _, annotation in plan.annotations} == set(KINDS) - {"ignored"}
     assert Plan.from_yaml(plan.to_yaml()) == plan
     for pattern, annotation in plan.annotations:
         assert f"annotated {pattern!r}: {annotation}" in str(plan)

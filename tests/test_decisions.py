@@ -104,9 +104,13 @@ def test_a_value_of_an_earlier_layer_is_refused_with_its_line(kind):
     assert "test_decisions.py:" in refused(Forward(bodies[kind]), torch.randn(2, 4))
 
 
-def test_ranks_that_would_go_different_ways_are_told_so():
+def test_ranks_go_different_ways_with_the_same_parameters():
+    assert max(on_ranks(deciding.ways_of_ranks, 2)) < 1e-6
+
+
+def test_ranks_that_would_go_different_ways_to_other_parameters_are_told_so():
     for told in on_ranks(deciding.values_differ, 2):
-        assert "if not mask.all():" in told
+        assert "if mask.all():" in told
 
 
 def test_microbatches_of_a_pipeline_go_the_way_of_the_batch_or_are_refused():

@@ -154,6 +154,8 @@ def test_verify_finds_every_mistake_of_the_pass():
     with lowered(kept):
         assert made.verify().ok
     own = [mutant for mutant in mutants(made.program) if mutant.made_by == "synchronize-batch-norms"]
-    # The order in which statistics of ranks are gathered is that of a mean and a variance over them: any is right.
-    verdicts = {str(mutant): made.found(mutant) for mutant in own[::5] if "in another order" not in str(mutant)}
+    # The order in which statistics of ranks are gathered is that of a mean and a variance over them: any is right. An
+    # all-reduce of an all-reduce multiplies sums and the number of rows that they are divided by alike.
+    equal = ("in another order", "all-reduce doubled")
+    verdicts = {str(each): made.found(each) for each in own[::5] if not any(words in str(each) for words in equal)}
     assert len(verdicts) > 20 and set(verdicts.values()) <= {"refused", "synchronize-batch-norms"}

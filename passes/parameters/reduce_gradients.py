@@ -15,6 +15,7 @@ from shardgraph.mesh import together
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
 from shardgraph.passes.parameters.rewrite import replace_results
+from shardgraph.plans.parameter_plan import OWN
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
     build = Builder(gm.graph, context.values, {**labels, REDUCES: fqn}, after=gradient)
     node, dtype = gradient, gradient.meta["val"].dtype
     stored = context.stored.get(fqn, dtype)
-    if world == 1 and not sums:
+    if entry.gradient == OWN or (world == 1 and not sums):
         return node if dtype == stored else build.cast(node, stored)
     early = dtype == torch.float16 and world > 1
     if early:

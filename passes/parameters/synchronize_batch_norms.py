@@ -25,12 +25,12 @@ _BACKWARD = aten.native_batch_norm_backward.default
 @dataclass(frozen=True)
 class SynchronizeBatchNorms(Pass):
     """Takes a graph with batch norms of this rank's rows that are ``SYNCHRONIZED``; normalizes over the rows of all
-    data-parallel ranks, which have equally many.
+    data-parallel ranks, which may have unequally many.
 
-    In forward, each rank's means and variances are gathered, in one collective, and combined (Chan et al., 1979,
-    "Updating formulae and a pairwise algorithm for computing sample variances"); in backward the two sums per channel
-    that the derivative needs are reduced in one. Gradients of weight and bias are this rank's part, as all gradients
-    are before they are reduced. Must not change: what is not such a batch norm.
+    In forward, each rank's means and variances are gathered with its number of rows, in one collective, and combined
+    (Chan et al., 1979, "Updating formulae and a pairwise algorithm for computing sample variances"); in backward the
+    two sums per channel that the derivative needs are reduced in one, with that number. Gradients of weight and bias
+    are this rank's part, as all gradients are before they are reduced. Must not change: what is not such a batch norm.
 
     Raises:
         PlanError: the plan has a pipeline, or the batch norm is another kernel.
@@ -76,15 +76,17 @@ class _Written:
         self.x, self.value = x, x.meta["val"]
         self.channels, self.ranks = self.value.shape[1], context.plan.data_size
         self.dims = [dim for dim in range(self.value.dim()) if dim != 1]
-        self.count = self.ranks * self.value.numel() // max(self.channels, 1)
         self.dtype = torch.promote_types(self.value.dtype, torch.float32)  # in which statistics are computed
+        rows = self.value.numel() // max(self.channels, 1)
+        options = {"dtype": self.dtype, "device": self.value.device}
+        self.count = self.build.call(aten.full.default, [1], rows, **options)  # of this rank
 
     def forward(self) -> None:
         build, node = self.build, self.node
         weight, bias = node.args[1:3]
         momentum, eps = node.args[-2:]
         values = self._computed(self.x)
-        mean, variance = self._over_all_ranks(values)
+        mean, variance, count = self._over_all_ranks(values)
         scale = build.call(aten.rsqrt.default, build.call(aten.add.Tensor, variance, eps))
         if self.value.dtype == self.dtype:
             args = (self.x, weight, bias, mean, variance, momentum, eps)
@@ -99,7 +101,8 @@ class _Written:
             normalized = build.call(aten._to_copy.default, normalized, dtype=self.value.dtype)
         results = [normalized, mean, scale]
         if node.target is _WITH_STATISTICS:
-            unbiased = build.call(aten.mul.Tensor, variance, self.count / max(self.count - 1, 1))
+            others = build.call(aten.clamp_min.default, build.call(aten.sub.Tensor, count, 1), 1)
+            unbiased = build.call(aten.mul.Tensor, variance, build.call(aten.div.Tensor, count, others))
             for running, present in zip(node.args[3:5], (mean, unbiased), strict=True):
                 results.append(self._moved(running, present, momentum))
         self._replace(results)
@@ -114,8 +117,10 @@ class _Written:
         products = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, gradients, centred), self.dims)
         results: list[fx.Node | None] = [None, None, None]
         if mask[0]:
-            packed = build.all_reduce(build.call(aten.cat.default, [sums, products]), together(self.axes))
-            means = build.call(aten.div.Tensor, packed, self.count)
+            own = build.call(aten.cat.default, [sums, products, self.count])
+            packed = build.all_reduce(own, together(self.axes))
+            count = build.call(aten.slice.Tensor, packed, 0, 2 * self.channels, 2 * self.channels + 1)
+            means = build.call(aten.div.Tensor, packed, count)
             of_gradients = build.call(aten.slice.Tensor, means, 0, 0, self.channels)
             of_products = build.call(aten.slice.Tensor, means, 0, self.channels, 2 * self.channels)
             slope = build.call(aten.mul.Tensor, of_products, build.call(aten.mul.Tensor, scale, scale))
@@ -128,21 +133,32 @@ class _Written:
             results[2] = sums
         self._replace(results)
 
-    def _over_all_ranks(self, values: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The mean and the biased variance of each channel, from those of each rank."""
+    def _over_all_ranks(self, values: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The mean and the biased variance of each channel, from those of each rank, and the number of rows of all."""
         build = self.build
         own = [
             build.call(aten.mean.dim, values, self.dims),
             build.call(aten.var.correction, values, self.dims, correction=0),
+            self.count,
         ]
         gathered = build.call(aten.cat.default, own)
         for axis in reversed(self.axes):
             gathered = build.all_gather(gathered, axis)
-        each = build.view(gathered, (self.ranks, 2, self.channels))
-        means, variances = (build.call(aten.select.int, each, 1, index) for index in (0, 1))
-        within = build.call(aten.mean.dim, variances, [0])
-        between = build.call(aten.var.correction, means, [0], correction=0)
-        return build.call(aten.mean.dim, means, [0]), build.call(aten.add.Tensor, within, between)
+        each = build.view(gathered, (self.ranks, 2 * self.channels + 1))
+        counts = build.call(aten.slice.Tensor, each, 1, 2 * self.channels, 2 * self.channels + 1)
+        means, variances = (
+            build.call(aten.slice.Tensor, each, 1, i * self.channels, (i + 1) * self.channels) for i in (0, 1)
+        )
+        count = build.call(aten.sum.dim_IntList, counts, [0])
+
+        def over_ranks(values: fx.Node) -> fx.Node:
+            counted = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, values, counts), [0])
+            return build.call(aten.div.Tensor, counted, count)
+
+        mean = over_ranks(means)
+        apart = build.call(aten.sub.Tensor, means, mean)
+        between = build.call(aten.mul.Tensor, apart, apart)
+        return mean, over_ranks(build.call(aten.add.Tensor, variances, between)), count
 
     def _moved(self, running: Any, present: fx.Node, momentum: float) -> fx.Node:
         build, stored = self.build, running.meta["val"].dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def compile(
         runs = backend_of(backend, device)
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
-        lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model)]
+        lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model, question.plan.ignores)]
     if tune is not None:
         positive = isinstance(tune, (int, float)) and not isinstance(tune, bool) and tune > 0
         expect(positive, "tune", tune, "a number of seconds above 0")
@@ -209,11 +209,22 @@ def _local_ranks() -> int:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    if isinstance(model, ShardedModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    distributed = [name for name, each in _tensors(model) if isinstance(each, DTensor)]
+    if isinstance(model, ShardedModule) or distributed:
         raise ShardGraphError(
-            "the model is compiled already, or sharded by other means: its parameters are shards. Compile it once, and "
-            "build it anew for another plan; state_dict() of one loads into the other"
+            f"the model is compiled already, or sharded by other means{_first(distributed)}: its parameters are "
+            "shards. Compile it once, and build it anew for another plan; state_dict() of one loads into the other. "
+            "Placements of your own are annotations: shardgraph.annotate(model, {name: shard(dim, axis)})"
         )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _first(distributed: list[str]) -> str:
+    return f" ({distributed[0]!r} is a DTensor)" if distributed else ""
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:

@@ -206,6 +206,12 @@ class _Trial:
         args, kwargs = parts[0]
         with traced_in_double(exact):
             plan = answer(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
+        own = [fqn for fqn, each in original.named_parameters() if each.requires_grad and plan.ignores(fqn)]
+        if own and plan.data_size > 1:
+            raise ShardGraphError(
+                f"{own[0]!r} is ignored(), so that each rank trains its own, and verify compares all ranks with one "
+                "model: shardgraph.prove proves its gradients, or freeze it with requires_grad_(False) meanwhile"
+            )
         parts, batch = _cut_batch(original, call, plan.data_size)
         comparison: Comparison
         if plan.pipeline is None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.checkpoint import sharded_like
+from shardgraph.module.joining import refuse_inside
 from shardgraph.torch_api import local_tensor
 
 _RUN = "_compiled_call_impl"
@@ -72,6 +73,7 @@ class AsWritten:
             return run()
         if self._refusal is not None:
             raise ShardGraphError(self._refusal)
+        refuse_inside(f"{type(module).__name__}, which runs as it is written,")
         with self._session(), self._in_place(module, shards):
             return run()
 

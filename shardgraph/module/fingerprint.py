@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -10,9 +11,15 @@ from torch import nn
 _SPREAD = 4096  # elements of a larger tensor that are hashed
 
 
-def fingerprint(model: nn.Module) -> str:
-    """The names, shapes, dtypes and hashed values of the model's parameters, one line each."""
-    lines = [f"{name}: {list(p.shape)} {p.dtype} {digest(p)}" for name, p in model.named_parameters()]
+def fingerprint(model: nn.Module, may_differ: Callable[[str], bool] = lambda name: False) -> str:
+    """The names, shapes, dtypes and hashed values of the model's parameters, one line each.
+
+    Ranks may have different values of those whose names ``may_differ`` is true for.
+    """
+    lines = [
+        f"{name}: {list(p.shape)} {p.dtype} {'' if may_differ(name) else digest(p)}"
+        for name, p in model.named_parameters()
+    ]
     return "\n".join([type(model).__name__, *lines])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardgraph.module.joining import refuse_inside
 from shardgraph.runtime.device import accelerator
 
 
@@ -50,6 +51,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        refuse_inside("GradScaler")
         flags: dict[torch.device, Any] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         flags = flags or {found_inf.device: found_inf}  # a rank without gradients takes part in the reduction too
         if dist.is_initialized():

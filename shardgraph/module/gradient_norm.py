@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardgraph.module.parameters import is_each_ranks_own
 from shardgraph.torch_api import local_tensor
 
 
@@ -22,7 +23,8 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` for parameters of any placement, on one mesh or several, and any order.
 
     Torch's own returns the same on most plans; it fails for parameters on different meshes, and for orders for which
-    DTensor has no reduction or a rank's empty shard has no norm. All ranks of the meshes must call this.
+    DTensor has no reduction or a rank's empty shard has no norm. All ranks of the meshes must call this. Parameters
+    that are ``ignored()`` do not count, and are not clipped: their gradients differ between ranks.
 
     Returns:
         the norm of the gradients before clipping, a scalar, the same on every rank.
@@ -31,7 +33,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+    gradients = [each.grad for each in listed if each.grad is not None and not is_each_ranks_own(each)]
     norm = total_norm(gradients, float(norm_type))
     clip_by(gradients, norm, max_norm, error_if_nonfinite)
     return norm

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardgraph import torch_api
 from shardgraph.module.local_step import step_on_shard
+from shardgraph.plans.parameter_plan import OWN
 from shardgraph.plans.plan import ParameterPlan
 from shardgraph.plans.shards import part_of
+
+_OWN: Any = WeakIdKeyDictionary()
+
+
+def is_each_ranks_own(parameter: torch.Tensor) -> bool:
+    """Whether a plan leaves a parameter to each rank, with its own gradient."""
+    return parameter in _OWN
 
 
 def own_part(full: torch.Tensor, entry: ParameterPlan, mesh: DeviceMesh | None) -> torch.Tensor:
@@ -37,8 +48,11 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
 @torch.no_grad()
 def as_parameter(local: torch.Tensor, old: nn.Parameter, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
     """The parameter whose shard on this rank is ``local``, with the attributes and hooks of ``old``, which it replaces.
-    Hooks are in the same dictionaries, so that their handles remove them.
+    Hooks are in the same dictionaries, so that their handles remove them. What the plan leaves alone stays plain.
     """
+    if entry.gradient == OWN and mesh is not None:
+        _OWN[made := like(local, old)] = True
+        return made
     return like(local if mesh is None else as_dtensor(local, entry, old.shape, mesh), old)
 
 

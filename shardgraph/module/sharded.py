@@ -6,8 +6,8 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
@@ -31,12 +33,14 @@ from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.joining import joined
 from shardgraph.module.local_step import step_together
-from shardgraph.module.numbers import Numbers, shown
+from shardgraph.module.numbers import Numbers
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
+from shardgraph.module.switches import Switches, described
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
 from shardgraph.passes.lowering import STAGES
@@ -50,11 +54,13 @@ from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.gradient_statistics import GradientStatistics
+from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
+_REDUCED_BY = {"allreduce_hook": "", "fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
 _MAX_VARIANTS = 8  # programs of one key, for different attributes of the model
 
 
@@ -107,7 +113,7 @@ class ShardedModule(nn.Module):
     _unsharded: ExitStack | None  # within, parameters are whole
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
-    _agreed: list[str] | None  # communication of the programs that ranks last agreed on
+    _switches: Switches
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
@@ -121,10 +127,10 @@ class ShardedModule(nn.Module):
         self._own(original=model, training=model.training, plan=plan, loss_fn=setup.loss_fn)
         self._own(mesh=mesh, replicas=replicas)
         replica = 0 if replicas is None else dist.get_rank(replicas)
-        state = State(model, mesh, setup.device, replica, setup.backend)
+        state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement)
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _decided=Decided(), _sync=True)
-        self._own(_programs=OrderedDict(), _latest=None, _agreed=None)
+        self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
         self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
 
@@ -220,6 +226,7 @@ class ShardedModule(nn.Module):
         if self._setup.loss_weight == "tokens":
             values = [lambda role: self._state.value(role, leaves)]
             reduction, rows, counts = loss_counts([executor.program], values)
+            announce(self._state, lambda: ("weigh",))
             loss = loss * weight_by_elements(reduction.elements(rows, counts), self.plan, self._state)
         return loss if scaler is None else scaler.scale(loss)
 
@@ -259,7 +266,7 @@ class ShardedModule(nn.Module):
                     "sharded.parameters(), or of some of them"
                 )
         flat, loss = FlatUpdate.of(optimizer, self._state), None
-        if training_step.is_flat(optimizer, scaler, self.plan, self._state):
+        if self._state.joining is None and training_step.is_flat(optimizer, scaler, self.plan, self._state):
             loss = self._step_flat(args, kwargs, flat, max_norm, scaler)
         if loss is None:
             loss = self.train_step(*args, scaler=scaler, **kwargs)
@@ -327,6 +334,7 @@ class ShardedModule(nn.Module):
 
         As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
         """
+        announce(self._state, lambda: ("clip", max_norm, norm_type, error_if_nonfinite))
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
@@ -341,6 +349,55 @@ class ShardedModule(nn.Module):
             yield
         finally:
             self._sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward passes from now on reduce gradients, as of ``FSDPModule``; see :meth:`no_sync`."""
+        if not recurse:
+            raise ShardGraphError(
+                "gradients of the whole model are reduced by one program: set_requires_gradient_sync(..., recurse=True)"
+            )
+        self._own(_sync=requires_gradient_sync)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients as this hook of ``DistributedDataParallel`` would: in float16 or bfloat16, or as they are.
+
+        It takes the hooks of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype, and sets
+        ``precision.reduce`` of the plan. All ranks must call it. Programs are compiled anew.
+
+        Raises:
+            ShardGraphError: it is another hook: the program reduces gradients, and calls no Python for them.
+        """
+        dtype = _REDUCED_BY.get(getattr(hook, "__name__", ""))
+        if dtype is None or getattr(hook, "__module__", "") != default_hooks.__name__:
+            raise ShardGraphError(
+                f"the communication hook {getattr(hook, '__name__', hook)!r} is Python for every bucket of gradients, "
+                "and the program reduces them by itself. fp16_compress_hook and bf16_compress_hook work, and are "
+                "Precision(reduce='float16') and 'bfloat16'. To send less, as PowerSGD does, use shardgraph.LocalSGD "
+                "or no_sync(); to change gradients, do so between backward and the optimizer's step"
+            )
+        if dtype and self.plan.precision.reduce != dtype:
+            self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
+            self.forget()
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[None]:
+        """Train inside on unequally many batches: ranks that have no more take part in the others' steps without any.
+
+        As ``DistributedDataParallel.join``, whose arguments it has, also under plans that shard parameters. A rank that
+        leaves the block repeats the calls of this module, of :meth:`clip_grad_norm_` and of optimizers that the others
+        make, with gradients of zero, until all have left it. So parameters and optimizer states are the same, or shards
+        of the same, at any time.
+
+        Args:
+            divide_by_initial_world_size: gradients are means over all ranks; False: over those that have batches.
+            enable: False: ranks have equally many batches, and nothing is done.
+            throw_on_early_termination: raise on all ranks as soon as one has no more batches.
+
+        Raises:
+            ShardGraphError: the plan divides more than data.
+        """
+        return joined(self, divide_by_initial_world_size, throw_on_early_termination) if enable else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
@@ -417,7 +474,8 @@ class ShardedModule(nn.Module):
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
         if not self._shared:
-            check_shared(self.plan, self.mesh, leaves)
+            with self._setup.agreement.communicating():
+                check_shared(self.plan, self.mesh, leaves)
             self._own(_shared=True)
         return executor, self._numbers.lift(leaves, spec)
 
@@ -467,7 +525,7 @@ class ShardedModule(nn.Module):
     def forget(self) -> None:
         """Drop all programs."""
         self._programs.clear()
-        self._latest = self._agreed = None
+        self._latest = self._switches.agreed = None
 
     def compile_for(self, call: Call) -> None:
         """Compile for a call now, without running; only the shapes, dtypes and numbers of its inputs matter."""
@@ -477,6 +535,7 @@ class ShardedModule(nn.Module):
     def _executables(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None) -> list[Any]:
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
+            _check_local(leaves)
             self._numbers.see(leaves, spec)
         self._state.layout.refresh()
         if self._state.layout.strange:
@@ -485,33 +544,61 @@ class ShardedModule(nn.Module):
         latest, compiled = self._latest or (None, [])
         if latest == keys and all(each.guards.hold for each in {*compiled}):
             return [each.executor for each in compiled]
-        made = {key: valid for key in keys if (valid := self._valid(key)) is not None}
-        if len(made) < len({*keys}) or self._communication(made[key] for key in keys) not in ([], self._agreed):
-            # Ranks switch programs together or not at all: one that continued alone would block the others. A rank may
-            # switch freely to programs that communicate nothing, or the same as those that ranks last agreed on.
-            text = "\n".join(self._describe(key) for key in dict.fromkeys(keys))
-            self._setup.agreement.agree("the inputs of a call (shapes, dtypes, mode), and the model's attributes", text)
+        shown = [described(key, self._changed(key)) for key in dict.fromkeys(keys)]
+        agreement, switches = self._setup.agreement, self._switches
+        try:
+            keys, compiled = self._programs_of(calls, spec, loss_fn)
+        except Exception as error:  # of any kind: the other ranks must not wait for this one
+            agreement.agree("the compiled program", "\n".join(shown), error)
+            raise
+        told = (line for key in dict.fromkeys(keys) for line in self._decided.told(_rest(key), key[-1]))
+        text = "\n".join([*shown, *told])
+        programs = [each.executor.program for each in compiled]
+        communication = switches.communication(keys, programs)
+        if communication and communication != switches.agreed:
+            if not announce(self._state, lambda: ("switch", communication)):
+                compiled = self._replaced(compiled, switches.agree(keys, programs, text))
+            switches.agreed = switches.communication(keys, [each.executor.program for each in compiled])
+        agreement.show(text)
+        self._latest = keys, compiled
+        return [each.executor for each in compiled]
+
+    def _replaced(self, compiled: list[_Compiled], programs: list[Program]) -> list[_Compiled]:
+        """The same with these programs in the places of theirs, also where they are kept."""
+        changed = {
+            each: _Compiled(self._bound(program), each.guards)
+            for each, program in {*zip(compiled, programs, strict=True)}
+            if each.executor.program is not program
+        }
+        for variants in self._programs.values():
+            variants[:] = [changed.get(each, each) for each in variants]
+        return [changed.get(each, each) for each in compiled]
+
+    def _programs_of(
+        self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None
+    ) -> tuple[list[Any], list[_Compiled]]:
+        """The keys of calls, and a program for each, compiled if it is not yet: on this rank alone."""
+        keys, made = self._keys(calls, spec, loss_fn), dict[Any, _Compiled]()
         for key, leaves in zip(keys, calls, strict=True):
-            if key not in made:
+            if key not in made and (valid := self._valid(key)) is not None:
+                made[key] = valid
+            elif key not in made:
                 made[key] = self._compile(leaves, spec, loss_fn)
                 self._decided.learn(_rest(key), made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
                 self._keep(after, made[key])
                 if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
-                    return self._executables(calls, spec, loss_fn)
+                    return self._programs_of(calls, spec, loss_fn)
             self._programs.move_to_end(key)
-        self._latest = keys, [made[key] for key in keys]
-        self._agreed = self._communication(self._latest[1]) or self._agreed
-        return [each.executor for each in self._latest[1]]
+        return keys, [made[key] for key in keys]
 
     def _valid(self, key: Any) -> _Compiled | None:
         """The program of this key for the model as it is now, if it has been compiled."""
         return next((each for each in self._programs.get(key, ()) if each.guards.hold), None)
 
-    def _describe(self, key: Any) -> str:
-        """A program's key as readable text, and what has changed on the model since the latest one was compiled."""
-        changed = self._programs[key][-1].guards.failing if key in self._programs else ""
-        return "\n".join([_describe(key, changed), *self._decided.told(_rest(key), key[-1])])
+    def _changed(self, key: Any) -> str:
+        """What has changed on the model since the latest program of this key was compiled."""
+        return self._programs[key][-1].guards.failing if key in self._programs else ""
 
     def _keep(self, key: Any, compiled: _Compiled) -> None:
         """Add a program to the cache."""
@@ -526,21 +613,14 @@ class ShardedModule(nn.Module):
         if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
 
-    def _communication(self, compiled: Iterable[_Compiled]) -> list[str]:
-        """The communication of calls of these programs, in order."""
-        return [text for each in compiled if (text := each.executor.program.communication)]
-
     @collected_later()
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
         self._state.layout.look_up()
-        with self._setup.agreement.on_all_ranks("the compiled program") as lines:
-            with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
-                program = self._build(leaves, spec, loss_fn, show)
-            lines += [f"{each.value} is the value at {each.line}" for each in program.joint.conditions]
-            lines.append(program.digest)
-            guards = program.joint.take_guards(self.original)
-            self._state.layout.note(program.joint)
-        return _Compiled(self._bound(program), guards)
+        with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
+            program = self._build(leaves, spec, loss_fn, show)
+        guards = program.joint.take_guards(self.original)
+        self._state.layout.note(program.joint)
+        return _Compiled(self._bound(self._switches.following(program)), guards)
 
     def _bound(self, program: Program) -> Executor:
         return Differentiable(program, self._state)
@@ -692,23 +772,16 @@ def module_of(parameter: torch.Tensor) -> ShardedModule:
     )
 
 
+def _check_local(leaves: Sequence[Any]) -> None:
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is DTensor:
+            raise ShardGraphError(
+                f"input {i} of the call is a DTensor of shape {list(leaf.shape)}, placed {leaf.placements}, and ranks "
+                "are called with their own parts of a batch as plain tensors: give its to_local(), or its "
+                "full_tensor() where ranks share a batch"
+            )
+
+
 def _rest(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """What chooses a program beside buffers and values of inputs."""
     return key[1:-1]
-
-
-def _describe(key: tuple[Any, ...], changed: str) -> str:
-    """A program's key as readable text, and what ``changed`` on the model: what must be equal between ranks."""
-    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss, _ = key
-    lines = [f"structure {spec}"]
-    for i, kind in enumerate(kinds):
-        is_tensor = len(kind) == 5
-        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
-    lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
-    lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
-    lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
-    shapes = ", ".join(f"{list(kind[0])} {kind[1]}" for kind in dict.fromkeys(buffers) if isinstance(kind, tuple))
-    lines.append(f"default dtype {dtype}, {len(hooks)} hooks of all modules")
-    lines.append(f"{len(buffers)} buffers, of shapes {shapes or 'none'}")
-    lines.append(f"no longer {changed}" if changed else "the model's attributes as they were")
-    return "\n".join(lines)

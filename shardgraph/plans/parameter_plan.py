@@ -16,7 +16,8 @@ from shardgraph.sizes import divisors
 REPLICATE = "replicate"
 SHARD = "shard(0)"
 AUTO = "auto"
-GRADIENTS = ("all_reduce", "reduce_scatter")
+OWN = "none"
+GRADIENTS = ("all_reduce", "reduce_scatter", OWN)
 
 
 def split_text(dim: int, blocks: int = 1) -> str:
@@ -42,7 +43,8 @@ class ParameterPlan:
         row; a rank has some of them, and tokens are sent to it), ``"replicate"``, or ``"auto"``.
     ``gradient``
         ``"reduce_scatter"``: each rank receives its shard of the summed gradient (ZeRO-2, ZeRO-3).
-        ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1).
+        ``"all_reduce"``: each rank holds the whole summed gradient (DDP, ZeRO-1). ``"none"``: it is not reduced, and
+        the parameter, which is replicated, stays a plain tensor.
     ``reshard_after_forward``
         Free the gathered parameter after forward and gather it again in backward (ZeRO-3), instead of
         keeping it (ZeRO-1, ZeRO-2). For a replicated parameter: likewise its copy in the computation's precision.

@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from shardgraph.plans.batch import Batch, divided
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.explanation import explained
 from shardgraph.plans.offload_plan import NOTHING, Offload
-from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, REPLICATE, SHARD, ParameterPlan
+from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, OWN, REPLICATE, SHARD, ParameterPlan
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan_file import SCHEMA, read_plan, written_plan
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -158,6 +159,24 @@ class Plan:
     def data_size(self) -> int:
         """Number of ranks with a batch of their own."""
         return math.prod(size for _, size in self.data_mesh)
+
+    @property
+    def is_of_data(self) -> bool:
+        """Whether every rank computes its own batch by itself, so that only parameters and gradients are sent."""
+        return not self.operators and not self.experts and self.pipeline is None
+
+    @cached_property
+    def ignores_any(self) -> bool:
+        """Whether it may leave a parameter to each rank."""
+        unreduced = any(entry.gradient == OWN for _, entry in self.parameters)
+        return unreduced or any(isinstance(each, kinds.ignored) for _, each in self.annotations)
+
+    def ignores(self, fqn: str) -> bool:
+        """Whether the plan leaves the parameter of this name to each rank, with its own gradient."""
+        entry = next((entry for pattern, entry in reversed(self.parameters) if fnmatch.fnmatchcase(fqn, pattern)), None)
+        if entry is not None and entry.gradient == OWN:
+            return True
+        return any(isinstance(each, kinds.ignored) and matches(pattern, fqn) for pattern, each in self.annotations)
 
     @property
     def calls(self) -> int:

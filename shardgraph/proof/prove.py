@@ -14,7 +14,7 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MADE_BY, SOURCE
 from shardgraph.mesh import size_along
 from shardgraph.passes.program import Halves, Program, StageProgram
-from shardgraph.plans.parameter_plan import unsharded
+from shardgraph.plans.parameter_plan import OWN, unsharded
 from shardgraph.proof.definitions import added, filled
 from shardgraph.proof.held import Held, UntypedError, of_term
 from shardgraph.proof.norms import Squared
@@ -253,7 +253,9 @@ class _Proving:
             if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter) and gradient is not None:
                 fqn = role.of.fqn
                 try:
-                    expected = stored(self.terms, self._mean(gradient), self.program.parameters[fqn], self.mesh)
+                    entry = self.program.parameters[fqn]
+                    due = gradient if entry.gradient == OWN else self._mean(gradient)
+                    expected = stored(self.terms, due, entry, self.mesh)
                 except UntypedError as error:
                     self._unknown(role, str(error))
                 else:

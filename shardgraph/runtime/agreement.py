@@ -21,6 +21,7 @@ from shardgraph.errors import RankMismatchError
 from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
+_LOOK = 0.5  # seconds until a rank that waits first looks whether the others come; then twice as many
 _SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -37,7 +38,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._timeout = timeout
-        self._round = self._texts = 0
+        self._round = self._texts = self._since = 0
         self._store: dist.Store | None = None
         if group is None or dist.get_world_size(group) <= 1 or dist.get_backend(group) == "fake":
             return
@@ -48,22 +49,27 @@ class Agreement:
         # A separate connection: a long wait on the shared one would block the process group's own threads.
         self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # the stubs lack it
 
-    def agree(self, topic: str, value: str | None = None, error: BaseException | None = None) -> None:
+    def agree(
+        self, topic: str, value: str | None = None, error: BaseException | None = None, shown: str | None = None
+    ) -> None:
         """Return when all ranks have arrived here with the same ``topic`` and ``value`` and without error.
 
-        ``topic`` is a noun for messages: "the compiled program"; ``error`` is why this rank cannot continue.
+        ``topic`` is a noun for messages: "the compiled program"; ``error`` is why this rank cannot continue. ``shown``
+        is what messages compare instead of ``value``.
 
         Raises:
-            RankMismatchError: on every rank: values or topics differ, a rank has an error, or did not arrive in time.
+            RankMismatchError: on every rank: values or topics differ, a rank has an error, did not arrive in time, or
+                has gone on (:meth:`go_on`).
             BaseException: ``error``, on the rank that has it.
         """
         verdict = _AGREED
         if self._store is not None:
             self._round += 1
             try:
-                verdict = self._verdict(self._store, topic, value or "", error)
+                verdict = self._verdict(self._store, topic, value or "", error, shown)
             except RuntimeError as lost:
                 verdict = self._lost(topic, lost)
+            self._since = 0
         if error is not None:
             raise error
         if verdict != _AGREED:
@@ -118,6 +124,45 @@ class Agreement:
             store.delete_key(f"{key}/read")
         return post
 
+    def go_on(self) -> None:
+        """Post that this rank begins to communicate with the others, as all last agreed; not a round.
+
+        All ranks do it equally often between two rounds. One that comes to a round and finds that its neighbour has
+        gone on instead knows that it waits in vain. Nothing is waited for: it takes microseconds.
+        """
+        if self._store is not None:
+            self._since += 1
+            with contextlib.suppress(RuntimeError):  # the store is gone: communication will tell
+                self._store.set(f"since/{self._rank}", f"{self._round} {self._since}")
+
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Run what communicates with the others, as all last agreed: :meth:`go_on`.
+
+        Raises:
+            RankMismatchError: it fails, and another rank has not gone on.
+        """
+        self.go_on()
+        try:
+            yield
+        except RuntimeError as error:
+            if (verdict := self.verdict_against()) is not None:
+                raise RankMismatchError(verdict) from error
+            raise
+
+    def show(self, text: str) -> None:
+        """Post the text by which messages describe what this rank goes on with; not a round."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"shown/{self._rank}", text)
+
+    def verdict_against(self) -> str | None:
+        """Why the others cannot go on with this rank, if one of them is at a round that it has not come to."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([key := f"{self._round + 1}/verdict"]):
+                return self._store.get(key).decode()
+        return None
+
     def post_presence(self) -> None:
         """Post that this rank is still alive after a failed step; not a round."""
         if self._store is not None:
@@ -150,12 +195,14 @@ class Agreement:
             "The process that serves it has ended, usually rank 0: look for the error of that rank"
         )
 
-    def _verdict(self, store: dist.Store, topic: str, value: str, error: BaseException | None) -> str:
+    def _verdict(
+        self, store: dist.Store, topic: str, value: str, error: BaseException | None, shown: str | None
+    ) -> str:
         key = f"{self._round}/verdict"
         if error is not None:
             store.compare_set(key, "", f"rank {self._rank} failed at {topic}: {type(error).__name__}: {error}")
         # Posts are overwritten in the next round, which a rank enters only with the verdict of this one.
-        store.set(f"text/{self._rank}", value)
+        store.set(f"text/{self._rank}", value if shown is None else shown)
         store.set(f"post/{self._rank}", json.dumps([self._round, topic, hashlib.sha256(value.encode()).hexdigest()]))
         if store.add(f"{self._round}/arrived", 1) == len(self._ranks):
             store.delete_key(f"{self._round - 1}/verdict")
@@ -164,10 +211,52 @@ class Agreement:
                 store.compare_set(key, "", self._compare(store))
         try:
             if error is None:
-                store.wait([key], timedelta(seconds=self._timeout))
+                self._await(store, key, topic)
         except RuntimeError:  # no verdict in time, or the store is gone: then the next line raises
             store.compare_set(key, "", self._overdue(store, topic))
         return store.get(key).decode()
+
+    def _await(self, store: dist.Store, key: str, topic: str) -> None:
+        """Wait for a verdict, and look now and then whether the next rank has gone on without it.
+
+        If some ranks have, one of those that wait here is before one of them, and posts the verdict for all.
+        """
+        following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
+        left, look = self._timeout, min(_LOOK, self._timeout)
+        while True:
+            with contextlib.suppress(dist.DistStoreError):  # a timeout
+                store.wait([key], timedelta(seconds=look))
+                return
+            left -= look
+            if self._has_gone_on(store, following):
+                store.compare_set(key, "", self._gone_on(store, topic, following))
+                return
+            if left <= 0:
+                raise dist.DistStoreError("no verdict in time")
+            look = min(2 * look, left)
+
+    def _has_gone_on(self, store: dist.Store, rank: int) -> bool:
+        post = f"since/{rank}"
+        if self._has_posted(store, rank) or not store.check([post]):
+            return False
+        past, since = map(int, store.get(post).split())
+        return past == self._round - 1 and since > self._since
+
+    def _gone_on(self, store: dist.Store, topic: str, rank: int) -> str:
+        return "\n".join(
+            [
+                f"the ranks differ in {topic}: rank {rank} has gone on with what all last agreed on, and rank "
+                f"{self._rank} communicates something else. All ranks must make the same calls in the same order",
+                *self._differences(store, (rank, f"shown/{rank}"), (self._rank, f"text/{self._rank}")),
+            ]
+        )
+
+    def _differences(self, store: dist.Store, *posts: tuple[int, str]) -> list[str]:
+        """The lines in which the texts of two ranks differ, which are under these keys."""
+        left, right = (store.get(key).decode().splitlines() if store.check([key]) else [] for _, key in posts)
+        one, other = (f"rank {rank}" for rank, _ in posts)
+        lines = list(difflib.unified_diff(left, right, one, other, n=0, lineterm=""))
+        return [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])]
 
     def _compare(self, store: dist.Store) -> str:
         posts = [json.loads(post) for post in store.multi_get([f"post/{rank}" for rank in self._ranks])]
@@ -178,24 +267,21 @@ class Agreement:
         majority, *others = _ranks_by_value(self._ranks, [digest for _, _, digest in posts]).values()
         if not others:
             return _AGREED
-        one, other = majority[0], others[0][0]
-        left, right = (text.decode().splitlines() for text in store.multi_get([f"text/{one}", f"text/{other}"]))
-        lines = list(difflib.unified_diff(left, right, f"rank {one}", f"rank {other}", n=0, lineterm=""))
-        more = ["..."] if len(lines) > _SHOWN else []
+        shown = majority[0], others[0][0]
         differing = sorted(rank for ranks in others for rank in ranks)
         message = (
             f"the ranks differ in {posts[0][1]}: {_named(differing)} from {_named(majority)}. Give every rank the "
             "same; only the content of its batch may differ"
         )
-        return "\n".join([message, *lines[:_SHOWN], *more])
+        return "\n".join([message, *self._differences(store, *((rank, f"text/{rank}") for rank in shown))])
 
     def _overdue(self, store: dist.Store, topic: str) -> str:
         absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
         who = f"{_named(absent)} did not come" if absent else "all ranks came, but one then stopped"
         return (
-            f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank was given a batch of "
-            "another shape, or none, or has ended, or is still busy: give all ranks batches of the same shapes and "
-            "equally many, or allow more time with timeout="
+            f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank makes another "
+            "call, or none, or has ended, or is still busy: give all ranks equally many batches, or train inside of "
+            "join(), or allow more time with timeout="
         )
 
     def _has_posted(self, store: dist.Store, rank: int) -> bool:

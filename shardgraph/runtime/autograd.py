@@ -12,11 +12,13 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
-from shardgraph.errors import BackwardError
+from shardgraph.errors import BackwardError, ShardGraphError
+from shardgraph.ir.attributes import SHARD_OF
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.runtime.checked import check
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradients import check_unchanged, on_any_data_rank, tangent_of
+from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
 
@@ -80,6 +82,8 @@ class Differentiable(Executor):
 
     def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
+        if self.program.communication:
+            announce(self.state, lambda: ("forward", self.program.communication))
         mesh, plan, seed = self.state.mesh, self.program.plan, None
         batches = plan.data_size if mesh is not None else 1
         if self.program.random and plan.copies * batches > 1:
@@ -109,6 +113,13 @@ class Differentiable(Executor):
         """Run the backward graph, consuming ``saved`` and ``tangents``; returns the gradients of inputs by role, but
         for those that the ``updater`` is given."""
         state, local = self.state, self.keeps_local(sync)
+        if not local or self._sends("local"):
+            event = "local" if local else "backward"
+            announce(state, lambda: (event, self.program.communication, not has_gradients(state)))
+        if state.joining is not None and state.joining.factor != 1.0:
+            tangents.update(
+                {role: grad if grad is None else grad * state.joining.factor for role, grad in tangents.items()}
+            )
         absent = frozenset(role for role, grad in tangents.items() if grad is None)
         reached = (self.program.reached[role] for role, grad in tangents.items() if grad is not None)
         used = frozenset().union(state.unreduced, *reached) if self.optional else frozenset()
@@ -143,6 +154,47 @@ class Differentiable(Executor):
                 state.statistics.reduce(norms, self.program.parameters, self.program.plan, state.mesh)
         return values
 
+    def _sends(self, name: str) -> bool:
+        """Whether ranks communicate in a graph, while that may be without some of them."""
+        return self.state.joining is not None and any(map(ir.is_collective, self.program.graph(name).graph.nodes))
+
+    def shadow_forward(self) -> None:
+        """Take part in the forward of other ranks without a batch; buffers that ranks average are written."""
+        for role, value in self._shadowed("forward"):
+            assert isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer)
+            self.state.layout.buffer(role.of.fqn).copy_(value)
+
+    def shadow_backward(self, local: bool) -> None:
+        """Take part in a backward of other ranks with gradients of zero. Parameters get the mean, unless ranks keep
+        their gradients ``local``."""
+        left_out = [] if local else self._left_out(frozenset(), reduces=True)
+        gradients = gradients_of(self._shadowed("local" if local else "backward"))
+        if not local:
+            self.state.add_gradients({fqn: value for fqn, value in gradients.items() if fqn not in left_out})
+
+    def _shadowed(self, name: str) -> list[tuple[ir.Role | None, Any]]:
+        bound, inputs = self.shadow(name), self.shadow_inputs(name)
+        with torch.no_grad():
+            return [(role, value) for (role, _), value in zip(bound.results, bound(inputs), strict=True)]
+
+    def shadow_inputs(self, name: str) -> list[Any]:
+        """What a rank without a batch takes part in a graph with.
+
+        Raises:
+            ShardGraphError: it would need what comes of a batch.
+        """
+        return [self._own_value(name, role, node) for role, node in ir.placeholders(self.shadow(name).module).items()]
+
+    def _own_value(self, name: str, role: ir.Role, node: fx.Node) -> Any:
+        """A value that does not depend on a batch: of a parameter or a buffer."""
+        fqn = SHARD_OF.get(node)
+        if not isinstance(role, (ir.Parameter, ir.Buffer)) and fqn is None:
+            raise ShardGraphError(
+                f"a rank without data cannot take part in {name}: it would need {node.name}, which comes of a batch"
+            )
+        value = self.state.value(role if fqn is None else ir.Parameter(fqn), ())
+        return torch_api.local_tensor(value).to(node.meta["val"].dtype)
+
     def keeps_local(self, sync: bool) -> bool:
         """Whether a backward pass keeps this rank's gradients, to be reduced with later ones."""
         return not sync and self.state.mesh is not None and self.program.plan.data_size > 1
@@ -170,6 +222,12 @@ class Differentiable(Executor):
             names = rest & {*state.unreduced, *executor.optional}
             if not names:
                 continue
+            if state.joining is not None and state.joining.missing:
+                raise ShardGraphError(
+                    "inside of join() gradients that were accumulated under no_sync() are reduced by a call that has "
+                    f"none of {sorted(names)[:3]}, and ranks without data cannot follow: end no_sync() with a call "
+                    "that trains the same parameters"
+                )
             names -= {*executor._left_out(frozenset(state.unreduced), reduces=True)}
             bound = executor.graph("reduce")
             inputs = [(role.of.fqn, traced) for role, traced in bound.inputs if isinstance(role, ir.Accumulated)]

@@ -7,6 +7,7 @@ import re
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,15 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
-from shardgraph.errors import CollectiveError, ShardGraphError
+from shardgraph.errors import CollectiveError, RankMismatchError, ShardGraphError
 from shardgraph.passes.analysis.liveness import own_results
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host
+from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.bind import bind
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.layout import Layout
+from shardgraph.runtime.ranges import in_ranges
 from shardgraph.runtime.side_by_side import Stored
 from shardgraph.torch_api import pytree
 
@@ -37,7 +40,7 @@ class State:
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
     gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
-    ``backend`` makes what runs its graphs.
+    ``backend`` makes what runs its graphs, ``agreement`` is that of its ranks.
     """
 
     def __init__(
@@ -47,8 +50,11 @@ class State:
         device: torch.device,
         replica: int = 0,
         backend: Backend = eager.backend,
+        agreement: Agreement | None = None,
     ) -> None:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
+        self.agreement = agreement
+        self.joining: Any = None  # what ranks without data are told by, while there may be any
         self.layout = Layout(model)
         self.stored = Stored()
         self._unarranged: list[fx.GraphModule] = []
@@ -102,8 +108,19 @@ class Executor:
         if (name, absent) not in self._bound:
             gm, forward = self.program.graph(name, absent), self.program.graphs.get(sibling(name, "forward"))
             self.state.arrange(gm)
-            self._bound[name, absent] = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model)
+            # Ranks of a pipeline run their own graphs, and count steps instead.
+            agreement = self.state.agreement if self.program.plan.pipeline is None else None
+            made = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model, agreement, name)
+            self._bound[name, absent] = made
         return self._bound[name, absent]
+
+    def shadow(self, name: str) -> Bound:
+        """The bound graph that a rank without a batch runs while others run ``name``."""
+        key = f"shadow of {name}", frozenset[ir.Tangent]()
+        if key not in self._bound:
+            made = self.program.shadow(name)
+            self._bound[key] = Bound(made, self.state.mesh, eager.backend, None, self.state.model, self.state.agreement)
+        return self._bound[key]
 
     def deliver(self, by_role: Mapping[Any, Any], leaves: Sequence[Any]) -> Any:
         """The model's output, from the results of its program by role. Sets the attributes that are results too."""
@@ -142,7 +159,7 @@ class Bound:
     ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
     results, of which those of ``own`` share memory with nothing else. ``after`` is the forward graph that ran before
     and may have left copies in flight, ``model`` the one that was captured. While there is an ``observer``, it runs the
-    graphs of all, with the same inputs.
+    graphs of all, with the same inputs. One that communicates tells the ``agreement`` that it begins.
     """
 
     observer: ClassVar[Callable[[Bound, list[Any]], Sequence[Any]] | None] = None
@@ -154,8 +171,11 @@ class Bound:
         backend: Backend = eager.backend,
         after: fx.GraphModule | None = None,
         model: nn.Module | None = None,
+        agreement: Agreement | None = None,
+        name: str = "",
     ) -> None:
-        self.module, self.model = bind(gm, mesh), model
+        self.module, self.model, self._name = bind(gm, mesh), model, name
+        self._agreement = agreement if any(map(ir.is_collective, gm.graph.nodes)) else None
         self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
         ]
@@ -165,23 +185,39 @@ class Bound:
         ]
         self.own = own_results(self.module)
         self._call = backend(self.module)
+        self._has_ranges = backend is eager.backend
         continues = any(isinstance(role, ir.Saved) for role, _ in self.results)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
         # After a step's last graph the caller may change parameters, and read gradients, in host memory.
         self.settles = copies and not continues
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._agreement is not None:
+            self._agreement.go_on()
         try:
             with torch_api.below_autograd():
-                results = list(self._call(inputs) if Bound.observer is None else Bound.observer(self, inputs))
+                results = list(self._run(inputs) if Bound.observer is None else Bound.observer(self, inputs))
         except RuntimeError as error:
             node = self._failing_collective(error)
             if node is None or isinstance(error, ShardGraphError):
                 raise
+            if self._agreement is not None and (verdict := self._agreement.verdict_against()) is not None:
+                raise RankMismatchError(verdict) from error
             raise CollectiveError(f"{ir.describe_collective(node)} failed: {error}\n  {_whose(error)}") from error
         if self.settles:
             host.settle()
         return results
+
+    def _run(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the graph; in named ranges while a profiler records, for which there is other code."""
+        if not torch_api.is_profiled() or not self._has_ranges:
+            return self._call(inputs)
+        return self._ranged(inputs)
+
+    @cached_property
+    def _ranged(self) -> Callable[[list[Any]], Sequence[Any]]:
+        made: Callable[[list[Any]], Sequence[Any]] = in_ranges(self.module, self._name)
+        return made
 
     def _failing_collective(self, error: BaseException) -> fx.Node | None:
         """The collective whose line of generated code raised, or None if another operation did."""

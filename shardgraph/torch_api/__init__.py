@@ -23,11 +23,14 @@ from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value
 from shardgraph.torch_api.execution import (
+    ENTER_RANGE,
+    LEAVE_RANGE,
     autocast_state,
     below_autograd,
     boxed,
     differentiated,
     global_hooks,
+    is_profiled,
     keep_graph,
     modes_active,
     next_operation,

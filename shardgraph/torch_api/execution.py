@@ -29,6 +29,15 @@ def not_traced(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+ENTER_RANGE = torch.ops.profiler._record_function_enter_new.default
+LEAVE_RANGE = torch.ops.profiler._record_function_exit._RecordFunction
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch records this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Operations in the body go straight to their kernels.

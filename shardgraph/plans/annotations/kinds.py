@@ -17,7 +17,7 @@ import torch
 
 from shardgraph.errors import PlanError, expect, nearest
 from shardgraph.mesh import Mesh
-from shardgraph.plans.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
+from shardgraph.plans.parameter_plan import AUTO, OWN, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
 from shardgraph.plans.precision import dtype_name
 from shardgraph.sizes import is_whole
 
@@ -197,6 +197,26 @@ class keep_gathered(ParameterAnnotation):
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
         """Not resharded after forward; no effect on a parameter that is not sharded."""
         return replace(entry, reshard_after_forward=False)
+
+
+@kind
+class ignored(ParameterAnnotation):
+    """A parameter that the plan leaves alone: a plain tensor, whole on every rank, whose gradient is each rank's own.
+
+    As FSDP's ``ignored_params``. Clipping and ``join()`` leave it out.
+    """
+
+    def contradicts(self, other: Annotation) -> bool:
+        """It is not placed, gathered or offloaded either."""
+        return isinstance(other, (Placement, keep_gathered, reshard, offload))
+
+    def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
+        if plan.operators or plan.experts:
+            raise PlanError(
+                f"plan {plan.name!r} divides operators or experts, of which every parameter has a part: a plan of data "
+                "alone works, and so does replicate(), whose gradient is reduced"
+            )
+        return replace(unsharded(entry), gradient=OWN)
 
 
 @kind

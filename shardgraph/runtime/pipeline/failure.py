@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardgraph.errors import CollectiveError, ShardGraphError
+from shardgraph.errors import CollectiveError, RankMismatchError, ShardGraphError
 from shardgraph.runtime.agreement import Agreement
 
 _PROBE = 1 << 20  # a tag of point-to-point messages that no schedule uses
@@ -28,7 +28,9 @@ def report_failure(agreement: Agreement, group: dist.ProcessGroup | None, neighb
 
     Raises:
         CollectiveError: another rank has gone; the message names it.
+        RankMismatchError: another rank has stopped, since it was called with something else.
     """
+    agreement.go_on()
     try:
         yield
     except Exception as error:
@@ -36,6 +38,8 @@ def report_failure(agreement: Agreement, group: dist.ProcessGroup | None, neighb
         if not _of_communication(error) or group is None:
             agreement.first_failure(f"rank {rank} failed: {type(error).__name__}: {error}")
             raise
+        if (verdict := agreement.verdict_against()) is not None:
+            raise RankMismatchError(verdict) from error
         agreement.post_presence()
         closed = [neighbour for neighbour in neighbours if _closed(neighbour, group)]
         lost = [neighbour for neighbour in closed if not agreement.is_present(neighbour, _GRACE)]
