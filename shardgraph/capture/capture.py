@@ -26,6 +26,7 @@ from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
+from shardgraph.capture.recurrent import with_own_weights
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
@@ -293,7 +294,7 @@ def _stand_in(
                 if isinstance(real, torch.Tensor) and id(real) not in fakes:
                     fake = _fake(mode, real, device, not parameters, dtypes.get(names.get(id(real), "")))
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameters else fake
-    return of_this_rank(private_copy(model, fakes))
+    return with_own_weights(of_this_rank(private_copy(model, fakes)))
 
 
 def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted: Set[str]) -> None:

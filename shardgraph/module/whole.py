@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardgraph.module.checkpoint import load_full_state_dict
 from shardgraph.module.parameters import like, tied_names
 from shardgraph.module.replaced import remember
+from shardgraph.torch_api import list_weights
 
 
 def unshard(model: nn.Module) -> None:
@@ -56,3 +57,4 @@ def _put(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[key] = replaced.get(parameter, parameter)
+        list_weights(module)

@@ -82,6 +82,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         assume_static_by_default=True,
         specialize_int=True,
         specialize_float=True,
+        allow_rnn=True,  # their functions are in the graph, which capture writes out
         # Writes are not repeated by the graph's caller, who is told of them.
         replay_side_effects=False,
         side_effect_replay_policy="warn",
