@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import random
 import re
 import warnings
@@ -111,6 +112,8 @@ def export(
         traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
         inputs = _attributes(traced.graph, model)
         _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
+        for module in model.modules():  # the inputs of its graph are what lowering puts in place of parameters
+            torch_api.read_weights(module)
         return traced
 
     try:
@@ -270,18 +273,27 @@ def run_as_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _explain(name: str, message: str) -> str:
     """Dynamo's long message, reordered: the user's line first, then the reason and the remedies."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2])
-    return _told(name, message.partition("\n")[0].strip(), frames[-1:], re.findall(r"Hint: (.+)", message)[:3])
+    reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
+    known = [remedy for found, remedy in _REMEDIES.items() if re.search(found, f"{reason} {frames}")]
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    return _told(name, reason, (own or frames)[-1:], known + hints)
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_REMEDIES = {
+    "expert": "experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
+    "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE",
+    r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: give recurrent layers the padded batch, read the "
+    "output at the last position of each sequence with torch.gather, and leave padding out of the loss; for a layer in "
+    "two directions, reverse each sequence within its length with torch.gather and use two layers",
+}
+"""What to do, by what is found in the reason and the lines that led to it."""
 
 
 def _told(name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterable[str] = ()) -> str:
     """Why a model cannot be captured: the reason, the user's line, and what to do."""
     where = "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames).rstrip()
     remedies = "".join(f"\n  {hint.strip()}" for hint in hints)
-    if "expert" in where:
-        remedies += (
-            "\n  experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
-            "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE"
-        )
     return (
         f"{name} cannot be captured as one graph: {reason}{where}\n"
         "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
