@@ -27,6 +27,7 @@ from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
 from shardgraph.capture.recurrent import with_own_weights
+from shardgraph.capture.refused import check_effects, unsupported
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
@@ -352,9 +353,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
                 return ir.Mutation(of)
         if kind == "GradAOTOutput":
             return ir.Gradient(role(desc.grad_of))
-        raise CaptureError(
-            f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
-        )
+        raise unsupported(desc)
 
     def returned(value: Any) -> Any:
         of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
@@ -366,6 +365,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
     values = pytree.tree_leaves(output.args, is_leaf=lambda value: value is None)
     replaced = [ir.Buffer(canonical[PREFIX + each.fqn]) for each in effects.results if each.buffer]
     out_spec, mutations = _without(exported.lowered.out_spec, replaced)
+    check_effects(gm, list(zip(output.meta["desc"], values, strict=True)), _source_line)
     roles = [role(desc) for desc in output.meta["desc"]]
     roles = [None if each in mutations.values() else mutations.get(each, each) for each in roles]
     results = [(of, value) for of, value in zip(roles, map(returned, values), strict=True) if of is not None]
@@ -412,13 +412,6 @@ def _without(out_spec: Any, replaced: list[ir.Buffer]) -> tuple[Any, dict[ir.Rol
 
 _NAMED = {"ParamAOTInput": ir.Parameter, "BufferAOTInput": ir.Buffer}
 _INDEXED = {"PlainAOTInput": ir.Input, "PlainAOTOutput": ir.Output}
-_UNSUPPORTED = {
-    "InputMutationAOTOutput": "its forward writes a parameter in place",
-    "TangentAOTInput": "its forward writes in place to an input that requires a gradient",
-    "SyntheticBaseAOTInput": "two of its inputs share memory and one is written in place",
-    "ViewBaseAOTInput": "an input is a view whose base is written in place",
-}
-
 
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
