@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import shardgraph
-from tests.ranks import difference, train
 
 
 class Tagger(nn.Module):
@@ -28,14 +24,15 @@ class Tagger(nn.Module):
             first = torch.randn(self.layers.num_layers * directions, 1, 8)
             self.first = nn.Parameter(first)
 
-    def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> dict[str, torch.Tensor]:
         first = None
         if hasattr(self, "first"):
             hidden = self.first.expand(-1, len(ids), -1).contiguous()
             first = (hidden, 2 * hidden) if isinstance(self.layers, nn.LSTM) else hidden
         out, last = self.layers(self.embed(ids), first)
         hidden = last[0] if isinstance(last, tuple) else last
-        return nn.functional.cross_entropy(self.tag(out).flatten(0, 1), tags.flatten()) + hidden.square().mean()
+        loss = nn.functional.cross_entropy(self.tag(out).flatten(0, 1), tags.flatten()) + hidden.square().mean()
+        return {"loss": loss}
 
 
 class PositionsFirst(nn.Module):
