@@ -44,11 +44,16 @@ def reparametrized(name: str) -> nn.Module:
     return Reparametrized(REPARAMETRIZED[name]).double()
 
 
+def compiled(model: nn.Module, plan: str, *call: torch.Tensor) -> Any:
+    """The model under a plan, for which ``call`` is an example if all ranks have the same batch."""
+    return shardgraph.compile(model, plan, progress=False, example_inputs=call if plan == "tp" else None)
+
+
 def trained(plan: str, name: str) -> tuple[float, float, float, int]:
     """Errors after some steps: of losses, gradients and weights, of buffers, of the output in eval mode; and how many
     programs were compiled for training."""
-    original, sharded = reparametrized(name), shardgraph.compile(reparametrized(name), plan, progress=False)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    original, sharded = reparametrized(name), compiled(reparametrized(name), plan, x)
     error = train(sharded, original, ((x,), {}))
     count = sum(map(len, sharded._programs.values()))
     buffers = zip(sharded.buffers(), original.buffers(), strict=True)
@@ -76,7 +81,7 @@ def without_weight_norm(kind: str) -> float:
 def recurrently(plan: str, name: str) -> dict[str, Any]:
     """A recurrent model that trains, has its layers called by themselves, and is copied."""
     original, call = recurrent.make(name, 8)
-    sharded = shardgraph.compile(copy.deepcopy(original.double()), plan, progress=False)
+    sharded = compiled(copy.deepcopy(original.double()), plan, *call)
     facts: dict[str, Any] = {"trained": train(sharded, original, (call, {}))}
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     facts["called"] = (sharded.layers(x)[0] - original.layers(x)[0]).abs().max().item()

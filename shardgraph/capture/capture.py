@@ -250,8 +250,14 @@ def _name_modules(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         for attribute in (MODULES, FORWARD_MODULES):
             if stack := attribute.get(node):
-                inside = {call: re.sub(r"^L\['self'\](\.model)?\.?", "", path) for call, (path, _) in stack.items()}
+                inside = {call: _in_model(path) for call, (path, _) in stack.items()}
                 attribute.set(node, {call: (inside[call], kind) for call, (_, kind) in stack.items()})
+
+
+def _in_model(path: str) -> str:
+    """The name in the user's model of a module by the tracer's name, which may go through dictionaries of modules."""
+    plain = re.sub(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", path)
+    return re.sub(r"^L\['self'\](\.model)?\.?", "", plain)
 
 
 def _fake_inputs(mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
