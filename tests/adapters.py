@@ -104,7 +104,7 @@ def frozen_and_trained(plan: str) -> float:
     worst = 0.0
     for frozen in ([0, 2], [0], [], [4]):
         for _ in range(2):
-            for model, optimizer, x in zip((sharded, original), optimizers, (own, whole), strict=True):
+            for model, x in ((sharded, own), (original, whole)):
                 for number in (0, 2, 4):
                     model[number].requires_grad_(number not in frozen)
                 model(x).square().mean().backward()

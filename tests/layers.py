@@ -1,5 +1,5 @@
-"""Layers of torch with weights that are computed anew at every call, or kept in a list, and embeddings with options; and
-what runs of them on each rank."""
+"""Layers of torch with weights that are computed anew at every call, or kept in a list, and what runs of them on each
+rank."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 
-
 class Tagger(nn.Module):
     """A class for every position, and one for the sequence from the last states; loss included."""
 

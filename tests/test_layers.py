@@ -70,7 +70,9 @@ class Packed(nn.Module):
 
 def test_packed_sequences_are_refused_with_their_line_and_what_to_do():
     call = torch.randn(2, 3, 4), torch.tensor([3, 2])
-    with pytest.raises(shardgraph.CaptureError, match=r"(?s)test_layers\.py:\d+.*pack_padded_sequence\(.*torch\.gather"):
+    with pytest.raises(
+        shardgraph.CaptureError, match=r"(?s)test_layers\.py:\d+.*pack_padded_sequence\(.*torch\.gather"
+    ):
         shardgraph.compile(Packed(), "single", example_inputs=call, progress=False)
 
 

@@ -87,7 +87,9 @@ def index_add(operation: Operation) -> Iterator[Option]:
         yield Option((PARTIAL, Shard(0), Shard(rows)), (PARTIAL,))
 
 
-@rule(aten.rand.default, aten.randn.default, aten.randint.low, aten.randint.default, aten.randperm.default, replaces=True)
+@rule(
+    aten.rand.default, aten.randn.default, aten.randint.low, aten.randint.default, aten.randperm.default, replaces=True
+)
 def drawn(operation: Operation) -> Iterator[Option]:
     """Every rank draws the whole tensor, and takes its shard."""
     yield Option((), (REPLICATE,))

@@ -419,6 +419,7 @@ def _without(out_spec: Any, replaced: list[ir.Buffer]) -> tuple[Any, dict[ir.Rol
 _NAMED = {"ParamAOTInput": ir.Parameter, "BufferAOTInput": ir.Buffer}
 _INDEXED = {"PlainAOTInput": ir.Input, "PlainAOTOutput": ir.Output}
 
+
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', STACK_TRACE.get(node) or "")

@@ -283,9 +283,10 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _REMEDIES = {
     "expert": "experts in a loop run for those that were chosen: a model of transformers has them in one graph with "
     "experts_implementation='grouped_mm' or 'batched_mm' in its config; see also shardgraph.nn.MoE",
-    r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: give recurrent layers the padded batch, read the "
-    "output at the last position of each sequence with torch.gather, and leave padding out of the loss; for a layer in "
-    "two directions, reverse each sequence within its length with torch.gather and use two layers",
+    r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "
+    "give recurrent layers the padded batch, read the output at the last position of each sequence with torch.gather, "
+    "and leave padding out of the loss; for a layer in two directions, reverse each sequence within its length with "
+    "torch.gather and use two layers",
 }
 """What to do, by what is found in the reason and the lines that led to it."""
 

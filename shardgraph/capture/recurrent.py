@@ -1,7 +1,7 @@
 """``torch.nn.LSTM``, ``GRU`` and ``RNN``: written out, step after step, as operations that every plan can shard.
 
-PyTorch has one kernel per device for a whole sequence, which no rule divides and whose choice depends on the device. The
-same steps as a graph grow with the length of the sequence; what a graph of them takes is told from some length on.
+PyTorch has one kernel per device for a whole sequence, which no rule divides and whose choice depends on the device.
+The same steps as a graph grow with the length of the sequence, of which the user is told from some length on.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _layer(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One direction of one layer over ``x [length, batch, features]``: all outputs, and the last state."""
     own, recurrent, *rest = weights
-    bias, recurrent_bias, *rest = rest if has_biases else (None, None, *rest)
-    projection = rest[0] if rest else None
+    bias, recurrent_bias = rest[:2] if has_biases else (None, None)
+    projection = rest[-1] if len(rest) in (1, 3) else None
     # What does not wait for the step before is one product for all steps.
     steps = F.linear(x, own, bias).unbind(0)
     outputs = []

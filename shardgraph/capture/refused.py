@@ -42,9 +42,10 @@ def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Call
 def _refuse_effect(operator: str, at: str) -> None:
     if "_linalg_check_errors" in operator:
         raise CaptureError(
-            f"forward checks a matrix while it runs, at {at}, as torch.linalg.solve, inv and cholesky do, and a program "
-            "has only operations with results: use torch.linalg.solve_ex, inv_ex or cholesky_ex, which do not stop at "
-            "a singular matrix (in place of a parametrization's orthogonal_map='cayley', 'matrix_exp' or 'householder')"
+            f"forward checks a matrix while it runs, at {at}, as torch.linalg.solve, inv and cholesky do, and a "
+            "program has only operations with results: use torch.linalg.solve_ex, inv_ex or cholesky_ex, which do "
+            "not stop at a singular matrix (in place of a parametrization's orthogonal_map='cayley', 'matrix_exp' or "
+            "'householder')"
         )
     raise CaptureError(
         f"forward has an effect beside its outputs, at {at} ({operator}), and a program has only operations with "
@@ -56,11 +57,12 @@ def _refuse_write(name: str, value: fx.Node, at: str) -> None:
     name = name.removeprefix("model.")
     if value.target is torch.ops.aten.embedding_renorm.default:
         raise CaptureError(
-            f"the embedding of {name!r} has max_norm, with which forward shortens rows of its weight in place, at {at}: "
-            "leave max_norm out, and shorten them after each step of the optimizer, with "
-            "`sharded.unsharded()` around torch.renorm, or divide what the embedding returns by its norm"
+            f"the embedding of {name!r} has max_norm, with which forward shortens rows of its weight in place, at "
+            f"{at}: leave max_norm out, and shorten them after each step of the optimizer, with torch.renorm inside of "
+            "`with sharded.unsharded():`, or divide what the embedding returns by its norm"
         )
     raise CaptureError(
         f"forward writes the parameter {name!r} in place, at {at}: its shards would not be written. Write it after "
-        "optimizer.step(), inside of `with sharded.unsharded():`, or keep the value in a buffer, which forward may write"
+        "optimizer.step(), inside of `with sharded.unsharded():`, or keep the value in a buffer, which forward may "
+        "write"
     )

@@ -96,7 +96,7 @@ class AsWritten:
         for parameter in shards:
             if parameter not in self._whole:
                 self._whole[parameter] = _Whole.apply(parameter, self._device)
-        replaced: list[tuple[nn.Module, str, Any]] = [
+        replaced: list[tuple[Any, str, Any]] = [
             (holder, key, parameter)
             for holder in module.modules()
             for key, parameter in holder._parameters.items()
