@@ -76,6 +76,15 @@ def test_packed_sequences_are_refused_with_their_line_and_what_to_do():
         shardgraph.compile(Packed(), "single", example_inputs=call, progress=False)
 
 
+@pytest.mark.parametrize("how", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["hooks", "parametrization"])
+def test_a_recurrent_layer_that_computes_a_weight_is_refused_and_its_cell_is_not(how):
+    layers = how(nn.GRU(4, 5), "weight_hh_l0")
+    with pytest.raises(shardgraph.CaptureError, match=r"'weight_hh_l0' is computed at every call.*GRUCell"):
+        shardgraph.compile(layers, "single", example_inputs=(torch.ones(3, 2, 4),), progress=False)
+    report = shardgraph.verify(how(nn.GRUCell(4, 5), "weight_hh"), (torch.randn(4, 4),), "fsdp", steps=2)
+    assert report.ok, str(report)
+
+
 def test_a_long_sequence_is_told_to_be_written_out(monkeypatch):
     monkeypatch.setattr("shardgraph.capture.recurrent._MANY_STEPS", 5)
     model = nn.RNN(1, 1)

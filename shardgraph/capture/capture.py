@@ -26,7 +26,7 @@ from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
-from shardgraph.capture.recurrent import with_own_weights
+from shardgraph.capture.recurrent import check_recurrent, with_own_weights
 from shardgraph.capture.refused import check_effects, unsupported
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
@@ -228,12 +228,13 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep, or
-    normalizes over the rows of some ranks."""
+    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep,
+    normalizes over the rows of some ranks, or is a recurrent layer with weights that are no parameters."""
     for path, module in model.named_modules():
         where = f"the module {path!r}" if path else "the model"
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             check_synchronized(module, where)
+        check_recurrent(module, where)
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
                 f"{where} has a backward hook (register_full_backward_hook or the like), and a compiled backward does "

@@ -30,6 +30,17 @@ def with_own_weights(copied: nn.Module) -> nn.Module:
     return copied
 
 
+def check_recurrent(module: nn.Module, where: str) -> None:
+    """Raise CaptureError if a recurrent layer computes one of its weights, which its list of them does not follow."""
+    names = module._flat_weights_names if isinstance(module, nn.RNNBase) else ()
+    if computed := [name for name in names if name not in module._parameters]:
+        raise CaptureError(
+            f"{where} is a recurrent layer whose {computed[0]!r} is computed at every call, as by weight_norm: only "
+            "parameters may be weights of it. Compute the weights of an nn.LSTMCell, GRUCell or RNNCell, and call it "
+            "in a loop over the positions"
+        )
+
+
 def _lstm_cell(gates: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     (hidden, cell), (recurrent, bias, projection) = state, weights
     entry, forget, new, out = (gates + F.linear(hidden, recurrent, bias)).chunk(4, 1)
