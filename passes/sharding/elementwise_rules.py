@@ -16,6 +16,12 @@ aten = torch.ops.aten
 
 
 @rule(
+    aten.elu.default,
+    aten.hardsigmoid.default,
+    aten.hardtanh.default,
+    aten.leaky_relu.default,
+    aten.mish.default,
+    aten.softplus.default,
     aten.elu_backward.default,
     aten.hardsigmoid_backward.default,
     aten.hardswish.default,
