@@ -14,6 +14,7 @@ gathered.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError, nearest
-from shardgraph.ir import Input, Tangent, placeholders
+from shardgraph.ir import Gradient, Input, Parameter, Tangent, outputs, placeholders
 from shardgraph.passes.base import Context
 from shardgraph.passes.sharding.choose import Placements
 from shardgraph.passes.sharding.classes import pattern_of, written_names
@@ -74,13 +75,27 @@ def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Conte
 
 
 def call_of(gm: fx.GraphModule) -> str:
-    """The call that a joint graph was captured for, as text: which halves it has (forward, backward), and inputs."""
+    """The call that a joint graph was captured for, as text: which halves it has (forward, backward), and inputs.
+
+    And if not all parameters have gradients, which do: layers may be frozen and trained again.
+    """
     roles = placeholders(gm)
     halves = "forward and backward" if any(isinstance(role, Tangent) for role in roles) else "forward"
     inputs = sorted((role.index, node.meta.get("val")) for role, node in roles.items() if isinstance(role, Input))
     tensors = [value for _, value in inputs if isinstance(value, torch.Tensor)]
     forms = [f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in tensors]
-    return f"{halves} of {', '.join(forms) or 'no tensors'}"
+    return f"{halves} of {', '.join(forms) or 'no tensors'}{_trained(gm)}"
+
+
+def _trained(gm: fx.GraphModule) -> str:
+    """Which parameters have gradients, as text; empty if all have or none has."""
+    every = {role for role in placeholders(gm) if isinstance(role, Parameter)}
+    roles = (role for role, value in outputs(gm) if isinstance(value, fx.Node))
+    trained = sorted(role.of.fqn for role in roles if isinstance(role, Gradient) and isinstance(role.of, Parameter))
+    if len(trained) in (0, len(every)):
+        return ""
+    digest = hashlib.sha256("\n".join(trained).encode()).hexdigest()[:6]
+    return f", gradients of {len(trained)} of {len(every)} parameters ({digest})"
 
 
 def _text_of(option: Option) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from shardgraph.passes.sharding import dtensor_rules, grouped, image_rules  # noqa: F401  (two register rules)
+from shardgraph.passes.sharding import dtensor_rules, elementwise_rules, grouped, image_rules  # noqa: F401  (rules)
 from shardgraph.passes.sharding.dtensor_rules import Refused
 from shardgraph.passes.sharding.layout_rules import LAYOUTS
 from shardgraph.passes.sharding.options import Operation, Option, operands, operations, replicated, results
@@ -50,6 +50,12 @@ def all_divide(placed: Iterable[tuple[Value, Placement]], parts: int) -> bool:
 def has_rule(node: fx.Node) -> bool:
     """Whether any rule or strategy says how the operation may be sharded."""
     return node.target in LAYOUTS or rule_of(node.target) is not None or dtensor_rules.has_strategy(node.target)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the operation draws random numbers. DTensor's strategies have each rank draw for its shard, with numbers
+    that are not the whole model's: without a rule of ours every rank draws for the whole tensor."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def spread(
@@ -143,7 +149,7 @@ class Legal:
         if node not in self._templates:
             operation, own = Operation(node, self.parts), rule_of(node.target)
             options = list(own(operation)) if own else []
-            if node.target not in REPLACES and dtensor_rules.has_strategy(node.target):
+            if node.target not in REPLACES and not draws(node) and dtensor_rules.has_strategy(node.target):
                 options += dtensor_rules.strategies(operation, self._refused)
             self._templates[node] = options
         for option in self._templates[node]:

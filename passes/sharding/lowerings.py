@@ -150,21 +150,30 @@ def convolution_backward(write: AxisBuilder, node: fx.Node, option: Option, tens
     return [p and write.call(operator.getitem, outs, i) for i, p in enumerate(option.results)]
 
 
-@lowering
-def dropout(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
-    """This rank's shard of a mask drawn for the whole tensor: every rank of the axis draws the same.
-
-    Random numbers are drawn in memory order, so they are drawn for a tensor with the strides of the whole one.
-    """
-    (tensor,), (_, probability, training) = tensors, node.args
-    assert option.results[0] is not None
-    value, whole = tensor.meta["val"], operands(node)[0].meta["val"]
+def _ones(write: AxisBuilder, node: fx.Node, shard: fx.Node) -> fx.Node:
+    """A tensor for which to draw random numbers: in memory order, so with the strides of the whole operand."""
+    value, whole = shard.meta["val"], operands(node)[0].meta["val"]
     order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
     sizes = [whole.shape[dim] for dim in order]
     ones = write.call(aten.full.default, sizes, 1, dtype=value.dtype, device=value.device)
-    ones = write.call(aten.permute.default, ones, [order.index(dim) for dim in range(whole.dim())])
-    drawn = write.call(aten.native_dropout.default, ones, probability, training)
-    mask = write.part(write.call(operator.getitem, drawn, 1), option.results[0])
+    return write.call(aten.permute.default, ones, [order.index(dim) for dim in range(whole.dim())])
+
+
+@lowering
+def drawn(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
+    """This rank's shard of what is drawn for the whole tensor, of whose operand only the shape is read."""
+    assert option.results[0] is not None
+    made = write.call(node.target, _ones(write, node, tensors[0]), *node.args[1:], **node.kwargs)
+    return [write.part(made, option.results[0])]
+
+
+@lowering
+def dropout(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
+    """This rank's shard of a mask drawn for the whole tensor: every rank of the axis draws the same."""
+    (tensor,), (_, probability, training) = tensors, node.args
+    assert option.results[0] is not None
+    made = write.call(aten.native_dropout.default, _ones(write, node, tensor), probability, training)
+    mask = write.part(write.call(operator.getitem, made, 1), option.results[0])
     scale: Any = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
     kept = write.call(aten.mul.Tensor, tensor, mask)
     return [write.call(aten.mul.Scalar, kept, scale if training else 1.0), mask]

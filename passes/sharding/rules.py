@@ -23,7 +23,7 @@ from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks
 aten = torch.ops.aten
 
 RULES: dict[Any, Rule] = {}
-ANY_BLOCKS = frozenset({"", "sized", "dropout", "nll_loss_of_rows"})
+ANY_BLOCKS = frozenset({"", "sized", "dropout", "drawn", "nll_loss_of_rows"})
 """Lowerings that are correct for any number of blocks; "" is the operation itself."""
 RINGS = frozenset({"ring_attention", "ring_attention_backward"})
 """Lowerings of :mod:`shardgraph.passes.sharding.ring_attention`."""
@@ -130,7 +130,7 @@ def norm(operation: Operation) -> Iterator[Option]:
         yield Option(tuple(before), tuple(after))
 
 
-@rule(aten.index.Tensor, aten.index_select.default, replaces=True)
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, replaces=True)
 def index(operation: Operation) -> Iterator[Option]:
     """Shards dimensions that are not indexed, or the indices; partial values are indexed term by term."""
     values, *indices = operation.tensors
@@ -211,17 +211,19 @@ def attention(operation: Operation) -> Iterator[Option]:
         yield option(in_stripes, 2, REPLICATE, PARTIAL)
 
 
-@rule(aten.index_put.default, replaces=True)
+@rule(aten.index_put.default, aten._unsafe_index_put.default, replaces=True)
 def index_put(operation: Operation) -> Iterator[Option]:
     """Shards dimensions that are not indexed; an accumulating write also takes partial values."""
     _, indices, values, *rest = operation.node.args
-    if any(index is None for index in indices):
-        return
-    shape, whole = values.meta["val"].shape, [REPLICATE] * len(indices)
-    offset = len(shape) - len(operation.result)  # aligned from the right, as values may lack dimensions
-    for dim in range(len(indices), len(operation.result)):
-        if dim + offset >= 0 and shape[dim + offset] == operation.result[dim]:
-            yield Option((Shard(dim), *whole, Shard(dim + offset)), (Shard(dim),))
+    given = [dim for dim, index in enumerate(indices) if index is not None]
+    rank = max(indices[dim].meta["val"].dim() for dim in given)
+    start = given[0] if given == list(range(given[0], given[-1] + 1)) else 0  # as for index
+    shape, whole = values.meta["val"].shape, [REPLICATE] * len(given)
+    offset = len(shape) - (len(operation.result) - len(given) + rank)  # from the right, as values may lack dimensions
+    for place, dim in enumerate(dim for dim in range(len(operation.result)) if dim not in given):
+        at = (place if place < start else place + rank) + offset
+        if at >= 0 and shape[at] == operation.result[dim]:
+            yield Option((Shard(dim), *whole, Shard(at)), (Shard(dim),))
     if rest and rest[0] and results(operation.node)[0].is_floating_point():
         yield Option((PARTIAL, *whole, PARTIAL), (PARTIAL,))
 

@@ -173,12 +173,12 @@ def verify(
     trial = _Trial(loss_fn or default_loss, optimizer or _adamw, steps, tolerance, seed)
     call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
     if not fp64:
-        report = trial.run(original := whole_copy(model), question(original), call, exact=False)
+        report = trial.run(original := _copied(model), question(original), call, exact=False)
         if report.ok or not _computes_in(torch.float32, model, report.plan):
             return report
     double = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
     try:
-        exact = trial.run(original := whole_copy(model).double(), question(original), double, exact=True)
+        exact = trial.run(original := _copied(model).double(), question(original), double, exact=True)
     except (NotImplementedError, RuntimeError):
         if fp64:
             raise
@@ -228,6 +228,15 @@ class _Trial:
         divergence = comparison.train(self.optimizer, self.steps, tolerance)
         proof = prove(programs[0])
         return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, proof, divergence)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy in which gradients of embeddings are dense, as those of programs are: sparse ones are the same values."""
+    copied = whole_copy(model)
+    for module in copied.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
+    return copied
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from shardgraph import ir
+from shardgraph.capture.recurrent import WRITTEN_OUT
 
 
 @contextmanager
@@ -172,7 +173,7 @@ def _dense(function: Any) -> Callable[..., Tensor]:
 _MIXED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 """Precisions of a mask and of queries that differ and that PyTorch accepts."""
 
-_REPLACED: dict[Any, Callable[..., Tensor]] = {
+_REPLACED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _calling(
         F.multi_head_attention_forward, {"scaled_dot_product_attention": _attention}
@@ -183,4 +184,5 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.one_hot: _one_hot,
     F.embedding: _dense(F.embedding),
     F.embedding_bag: _dense(F.embedding_bag),
+    **WRITTEN_OUT,
 }

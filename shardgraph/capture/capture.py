@@ -28,6 +28,8 @@ from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
+from shardgraph.capture.recurrent import check_recurrent, with_own_weights
+from shardgraph.capture.refused import check_effects, unsupported
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
@@ -236,12 +238,13 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep, or
-    normalizes over the rows of some ranks."""
+    """Raise CaptureError if a module has backward hooks, which would see gradients that the graph does not keep,
+    normalizes over the rows of some ranks, or is a recurrent layer with weights that are no parameters."""
     for path, module in model.named_modules():
         where = f"the module {path!r}" if path else "the model"
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             check_synchronized(module, where)
+        check_recurrent(module, where)
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
                 f"{where} has a backward hook (register_full_backward_hook or the like), and a compiled backward does "
@@ -258,8 +261,14 @@ def _name_modules(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         for attribute in (MODULES, FORWARD_MODULES):
             if stack := attribute.get(node):
-                inside = {call: re.sub(r"^L\['self'\](\.model)?\.?", "", path) for call, (path, _) in stack.items()}
+                inside = {call: _in_model(path) for call, (path, _) in stack.items()}
                 attribute.set(node, {call: (inside[call], kind) for call, (_, kind) in stack.items()})
+
+
+def _in_model(path: str) -> str:
+    """The name in the user's model of a module by the tracer's name, which may go through dictionaries of modules."""
+    plain = re.sub(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", path)
+    return re.sub(r"^L\['self'\](\.model)?\.?", "", plain)
 
 
 def _fake_inputs(mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
@@ -303,7 +312,7 @@ def _stand_in(
                 if isinstance(real, torch.Tensor) and id(real) not in fakes:
                     fake = _fake(mode, real, device, not parameters, dtypes.get(names.get(id(real), "")))
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if parameters else fake
-    return of_this_rank(private_copy(model, fakes))
+    return with_own_weights(of_this_rank(private_copy(model, fakes)))
 
 
 def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted: Set[str]) -> None:
@@ -363,9 +372,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
                 return ir.Mutation(of)
         if kind == "GradAOTOutput":
             return ir.Gradient(role(desc.grad_of))
-        raise CaptureError(
-            f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
-        )
+        raise unsupported(desc)
 
     def returned(value: Any) -> Any:
         of = role(value.meta["desc"]) if isinstance(value, fx.Node) and value.op == "placeholder" else None
@@ -377,6 +384,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
     values = pytree.tree_leaves(output.args, is_leaf=lambda value: value is None)
     replaced = [ir.Buffer(canonical[PREFIX + each.fqn]) for each in effects.results if each.buffer]
     out_spec, mutations = _without(exported.lowered.out_spec, replaced)
+    check_effects(gm, list(zip(output.meta["desc"], values, strict=True)), _source_line)
     roles = [role(desc) for desc in output.meta["desc"]]
     roles = [None if each in mutations.values() else mutations.get(each, each) for each in roles]
     results = [(of, value) for of, value in zip(roles, map(returned, values), strict=True) if of is not None]
@@ -423,12 +431,6 @@ def _without(out_spec: Any, replaced: list[ir.Buffer]) -> tuple[Any, dict[ir.Rol
 
 _NAMED = {"ParamAOTInput": ir.Parameter, "BufferAOTInput": ir.Buffer}
 _INDEXED = {"PlainAOTInput": ir.Input, "PlainAOTOutput": ir.Output}
-_UNSUPPORTED = {
-    "InputMutationAOTOutput": "its forward writes a parameter in place",
-    "TangentAOTInput": "its forward writes in place to an input that requires a gradient",
-    "SyntheticBaseAOTInput": "two of its inputs share memory and one is written in place",
-    "ViewBaseAOTInput": "an input is a view whose base is written in place",
-}
 
 
 def _source_line(node: fx.Node) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+import os
 import random
 import re
 import warnings
@@ -116,6 +117,8 @@ def export(
             traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
         inputs = _attributes(traced.graph, model)
         _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
+        for module in model.modules():  # the inputs of its graph are what lowering puts in place of parameters
+            torch_api.read_weights(module)
         return traced
 
     try:
@@ -289,19 +292,31 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
     frames: list[Sequence[Any]] = [(at.filename, at.lineno, at.name, at.line) for at in stack] or re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2]
     )
+    last = ([frame for frame in frames if not frame[0].startswith(_TORCH)] or frames)[-1:]
     if own := re.search(r"context: raised exception (.+)|: got (\w+\(.+\))", message):
         return (
-            f"forward of {name} raises {own[1] or own[2]} for inputs like these{_at(frames[-1:])}\n"
+            f"forward of {name} raises {own[1] or own[2]} for inputs like these{_at(last)}\n"
             "  if a call of the model itself does not raise it, torch's tracer is at fault"
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
+    known = [remedy for found, remedy in _REMEDIES.items() if re.search(found, f"{reason} {frames}")]
     branches = reason.startswith("Data-dependent") and decisions.remedy
-    return _told(name, reason, frames[-1:], [decisions.remedy] if branches else hints)
+    return _told(name, reason, last, known or ([decisions.remedy] if branches else hints))
 
 
 def _at(frames: Iterable[Sequence[Any]]) -> str:
     """Lines of code, of a file, a number, a function and a text each."""
     return "".join("\n  at {}:{}, in {}:  {}".format(*frame) for frame in frames).rstrip()
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_REMEDIES = {
+    r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "
+    "give recurrent layers the padded batch, read the output at the last position of each sequence with torch.gather, "
+    "and leave padding out of the loss; for a layer in two directions, reverse each sequence within its length with "
+    "torch.gather and use two layers",
+}
+"""What to do, by what is found in the reason and the lines that led to it."""
 
 
 def _told(name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterable[str] = ()) -> str:

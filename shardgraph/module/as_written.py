@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.checkpoint import sharded_like
 from shardgraph.module.joining import refuse_inside
-from shardgraph.torch_api import local_tensor
+from shardgraph.torch_api import list_weights, local_tensor
 
 _RUN = "_compiled_call_impl"
 """The attribute of a module that replaces what calling it does, for this instance; torch's copies leave it out."""
@@ -98,19 +98,20 @@ class AsWritten:
         for parameter in shards:
             if parameter not in self._whole:
                 self._whole[parameter] = _Whole.apply(parameter, self._device)
-        replaced: list[tuple[dict[str, Any], str, Any]] = [
-            (holder._parameters, key, parameter)
+        replaced: list[tuple[Any, str, Any]] = [
+            (holder, key, parameter)
             for holder in module.modules()
             for key, parameter in holder._parameters.items()
             if isinstance(parameter, DTensor)
         ]
-        for parameters, key, parameter in replaced:
-            parameters[key] = self._whole[parameter]  # no nn.Parameter, as with torch.func.functional_call
+        for holder, key, parameter in replaced:
+            holder._parameters[key] = self._whole[parameter]  # no nn.Parameter, as with torch.func.functional_call
         try:
             yield
         finally:
-            for parameters, key, parameter in replaced:
-                parameters[key] = parameter
+            for holder, key, parameter in replaced:
+                holder._parameters[key] = parameter
+                list_weights(holder)
 
 
 @dataclass(frozen=True)

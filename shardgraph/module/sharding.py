@@ -23,7 +23,7 @@ from shardgraph.module.state_on_disk import keep_state_on_disk
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
-from shardgraph.torch_api import has_backend
+from shardgraph.torch_api import has_backend, list_weights
 
 
 class Stages:
@@ -120,6 +120,7 @@ def _put(
         for name in names:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._parameters[key] = parameter
+            list_weights(model.get_submodule(owner))
         replaced[parameters[names[0]]] = parameter
     return replaced
 

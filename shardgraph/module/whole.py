@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardgraph.module.checkpoint import load_full_state_dict
 from shardgraph.module.parameters import like, tied_names
 from shardgraph.module.replaced import remember
+from shardgraph.torch_api import list_weights
 
 
 def unshard(model: nn.Module) -> None:
@@ -30,9 +31,10 @@ def whole_parameters(model: nn.Module, names: Collection[str] | None = None, kee
     try:
         yield
     finally:
-        # What was removed, or has another shape now, has no shard to go back to.
-        back = {whole: sharded for sharded, whole in replaced.items() if whole.shape == sharded.shape}
+        # What was removed, or has another name or shape now, has no shard to go back to: the next call shards it.
         present = dict(model.named_parameters())
+        kept = {present[name] for name in chosen if name in present}
+        back = {whole: sharded for sharded, whole in replaced.items() if whole in kept and whole.shape == sharded.shape}
         written = {name: present[name].detach() for name in chosen if present.get(name) in back}
         _put(model, back)
         if keep:
@@ -56,3 +58,4 @@ def _put(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[key] = replaced.get(parameter, parameter)
+        list_weights(module)

@@ -87,6 +87,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         specialize_int=True,
         specialize_float=True,
         rewrite_assert_with_torch_assert=False,  # without the line; see torch_api/decisions.py
+        allow_rnn=True,  # their functions are in the graph, which capture writes out
         # Writes are not repeated by the graph's caller, who is told of them.
         replay_side_effects=False,
         side_effect_replay_policy="warn",

@@ -1,0 +1,68 @@
+"""What a forward does and no sharded program can: refused, with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardgraph.errors import CaptureError
+
+_UNSUPPORTED = {
+    "InputMutationAOTOutput": "its forward writes in place to an input that no one can give back",
+    "TangentAOTInput": "its forward writes in place to an input that requires a gradient",
+    "SyntheticBaseAOTInput": "two of its inputs share memory and one is written in place",
+    "ViewBaseAOTInput": "an input is a view whose base is written in place",
+}
+
+
+def unsupported(desc: Any) -> CaptureError:
+    """The error of an input or output of the tracer's that stands for something that cannot be sharded."""
+    kind = type(desc).__name__
+    return CaptureError(
+        f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
+    )
+
+
+def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Callable[[fx.Node], str]) -> None:
+    """Raise CaptureError if a lowered graph writes a parameter, or has an operation that does more than to compute.
+
+    ``results`` are the tracer's descriptions of outputs with their nodes, ``line`` tells that of a node.
+    """
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.higher_order.with_effects:
+            _refuse_effect(str(node.args[1]), line(node))
+    for desc, value in results:
+        if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
+            _refuse_write(desc.mutated_input.target, value, line(value))
+
+
+def _refuse_effect(operator: str, at: str) -> None:
+    if "_linalg_check_errors" in operator:
+        raise CaptureError(
+            f"forward checks a matrix while it runs, at {at}, as torch.linalg.solve, inv and cholesky do, and a "
+            "program has only operations with results: use torch.linalg.solve_ex, inv_ex or cholesky_ex, which do "
+            "not stop at a singular matrix (in place of a parametrization's orthogonal_map='cayley', 'matrix_exp' or "
+            "'householder')"
+        )
+    raise CaptureError(
+        f"forward has an effect beside its outputs, at {at} ({operator}), and a program has only operations with "
+        "results: leave it out of forward"
+    )
+
+
+def _refuse_write(name: str, value: fx.Node, at: str) -> None:
+    name = name.removeprefix("model.")
+    if value.target is torch.ops.aten.embedding_renorm.default:
+        raise CaptureError(
+            f"the embedding of {name!r} has max_norm, with which forward shortens rows of its weight in place, at "
+            f"{at}: leave max_norm out, and shorten them after each step of the optimizer, with torch.renorm inside of "
+            "`with sharded.unsharded():`, or divide what the embedding returns by its norm"
+        )
+    raise CaptureError(
+        f"forward writes the parameter {name!r} in place, at {at}: its shards would not be written. Write it after "
+        "optimizer.step(), inside of `with sharded.unsharded():`, or keep the value in a buffer, which forward may "
+        "write"
+    )

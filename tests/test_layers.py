@@ -1,0 +1,165 @@
+"""Layers of torch that do more than compute with their parameters: recurrent ones, weights that are computed anew at
+every call, embeddings with options. They are as in the original model, or refused with the line and what to do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import shardgraph
+from tests import layers, recurrent
+from tests.standing import on_ranks
+
+EXACT = 1e-11  # double precision; what is left is the order of sums
+
+# -- recurrent layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick("lstm with projections-fsdp", "gru-tp", "rnn with relu-fsdp+tp", "positions first-pp")
+@pytest.mark.parametrize("plan", ["ddp", "zero2", "fsdp", "tp", "fsdp+tp", "pp"])
+@pytest.mark.parametrize("name", [*recurrent.KINDS, "positions first"])
+def test_recurrent_layers_train_as_the_original(name, plan):
+    model, call = recurrent.make(name, 8)
+    mesh = {"mesh": {"dp": 2, "tp": 2}} if plan == "fsdp+tp" else {}
+    report = shardgraph.verify(model, call, plan, steps=3, **mesh)
+    assert report.ok, str(report)
+
+
+@pytest.mark.quick("lstm with given states-fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
+@pytest.mark.parametrize("name", ["lstm with given states", "lstm in two directions", "gru"])
+def test_a_recurrent_layer_has_its_shards_however_it_is_called(name, plan):
+    for facts in on_ranks(layers.recurrently, args=(plan, name)):
+        assert facts.pop("listed")
+        assert max(facts.values()) < EXACT
+
+
+def test_dropout_between_recurrent_layers_drops_what_the_original_drops():
+    original = recurrent.Tagger(nn.LSTM, num_layers=3, dropout=0.5, bidirectional=True)
+    sharded = shardgraph.compile(copy.deepcopy(original), "single", progress=False)
+    ids, tags = torch.randint(11, (4, 5)), torch.randint(5, (4, 5))
+    losses = []
+    for model in (original, sharded):
+        torch.manual_seed(1)
+        losses.append(model(ids, tags)["loss"])
+    torch.testing.assert_close(*losses)
+
+
+def test_the_best_plan_of_a_recurrent_model_is_found_and_priced():
+    model, call = recurrent.make("rnn with relu")
+    plan = shardgraph.plan(model, example_inputs=call, cluster="H100", devices=2)
+    assert shardgraph.analyze(model, plan=plan, example_inputs=call, cluster="H100").time.total > 0
+
+
+class Packed(nn.Module):
+    """Leaves out padding, by lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out, _ = self.layers(pack_padded_sequence(x, lengths, batch_first=True))
+        return out.data.sum()
+
+
+def test_packed_sequences_are_refused_with_their_line_and_what_to_do():
+    call = torch.randn(2, 3, 4), torch.tensor([3, 2])
+    with pytest.raises(
+        shardgraph.CaptureError, match=r"(?s)test_layers\.py:\d+.*pack_padded_sequence\(.*torch\.gather"
+    ):
+        shardgraph.compile(Packed(), "single", example_inputs=call, progress=False)
+
+
+@pytest.mark.parametrize("how", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["hooks", "parametrization"])
+def test_a_recurrent_layer_that_computes_a_weight_is_refused_and_its_cell_is_not(how):
+    layers = how(nn.GRU(4, 5), "weight_hh_l0")
+    with pytest.raises(shardgraph.CaptureError, match=r"'weight_hh_l0' is computed at every call.*GRUCell"):
+        shardgraph.compile(layers, "single", example_inputs=(torch.ones(3, 2, 4),), progress=False)
+    report = shardgraph.verify(how(nn.GRUCell(4, 5), "weight_hh"), (torch.randn(4, 4),), "fsdp", steps=2)
+    assert report.ok, str(report)
+
+
+def test_a_long_sequence_is_told_to_be_written_out(monkeypatch):
+    monkeypatch.setattr("shardgraph.capture.recurrent._MANY_STEPS", 5)
+    model = nn.RNN(1, 1)
+    with pytest.warns(UserWarning, match=r"written out in 6 steps \(of 6 positions, 1 layers, 1 directions\)"):
+        shardgraph.analyze(model, plan="ddp", example_inputs=(torch.ones(6, 1, 1),), cluster="H100", mesh={"dp": 1})
+
+
+# -- weights that are computed -----------------------------------------------------------------------------
+
+
+@pytest.mark.quick("*-fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
+@pytest.mark.parametrize("name", layers.REPARAMETRIZED)
+def test_a_weight_that_is_computed_at_every_call_is_that_of_the_original(name, plan):
+    for error, buffers, evaluated, programs in on_ranks(layers.trained, args=(plan, name)):
+        assert max(error, buffers, evaluated) < EXACT
+        assert programs == 1
+
+
+@pytest.mark.parametrize("kind", ["hooks", "parametrization"])
+def test_what_computes_a_weight_is_removed_on_whole_parameters(kind):
+    assert max(on_ranks(layers.without_weight_norm, args=(kind,))) < EXACT
+
+
+def test_a_map_that_checks_matrices_is_refused_with_what_to_use_or_right():
+    model = parametrizations.orthogonal(nn.Linear(3, 4), orthogonal_map="cayley")
+    try:
+        report = shardgraph.verify(model, (torch.randn(2, 3),), "fsdp", steps=2)  # torch 2.11 has no check in a graph
+    except shardgraph.CaptureError as error:
+        assert "orthogonal_map='cayley', 'matrix_exp' or 'householder'" in str(error)
+    else:
+        assert report.ok, str(report)
+
+
+# -- embeddings --------------------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    """A layer on embeddings of words, one by one or in bags, with weights or without."""
+
+    def __init__(self, kind: type[nn.Module], **options: object) -> None:
+        super().__init__()
+        self.embed, self.head = kind(12, 6, **options), nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        more = () if weights is None else (None, weights)
+        return self.head(self.embed(words, *more)).square().mean()
+
+
+WORDS = torch.tensor([[1, 1, 2, 0], [3, 1, 5, 0], [7, 7, 7, 0], [0, 1, 2, 11]])
+EMBEDDINGS = {
+    "padding": (nn.Embedding, {"padding_idx": 0}),
+    "sparse": (nn.Embedding, {"sparse": True}),
+    "by frequency": (nn.Embedding, {"scale_grad_by_freq": True}),
+    "mean": (nn.EmbeddingBag, {"mode": "mean", "padding_idx": 0}),
+    "sum": (nn.EmbeddingBag, {"mode": "sum", "sparse": True}),
+    "max": (nn.EmbeddingBag, {"mode": "max"}),
+}
+
+
+@pytest.mark.quick("*-fsdp", "padding-tp", "mean-tp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_embeddings_with_options_train_as_the_original(name, plan):
+    kind, options = EMBEDDINGS[name]
+    report = shardgraph.verify(Bag(kind, **options), (WORDS,), plan, steps=3)
+    assert report.ok, str(report)
+
+
+def test_a_bag_with_weights_trains_as_the_original():
+    report = shardgraph.verify(Bag(nn.EmbeddingBag, mode="sum"), (WORDS, torch.rand(4, 4)), "fsdp", steps=3)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_writes_its_weight_is_refused_with_its_line(kind):
+    with pytest.raises(shardgraph.CaptureError, match=r"(?s)'embed\.weight' has max_norm.*test_layers\.py:\d+"):
+        shardgraph.compile(Bag(kind, max_norm=1.0), "single", example_inputs=(WORDS,), progress=False)
