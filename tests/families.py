@@ -71,7 +71,6 @@ _ROWS = 8
 
 _NEEDED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # of two layers
-    "granite_speech5_ctc": {"num_key_value_heads": 4},  # as many as heads of queries
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # it has no default
 }
 

@@ -190,7 +190,7 @@ def test_an_assumption_names_a_file_and_a_line():
     [
         (lambda layer, x: layer(x) @ x, "RuntimeError.*same reduction dim"),
         (lambda layer, x: layer(x).nonsense(), "no attribute 'nonsense'"),
-        (lambda layer, x: {"a": layer(x)}["b"], r"KeyError\('b'\)"),
+        (lambda layer, x: {"a": layer(x)}["b"], "KeyError"),
     ],
     ids=["shapes", "attribute", "key"],
 )

@@ -311,3 +311,24 @@ def test_the_program_trains_like_the_original(plan):
     model = Stack()
     assert of_few((model, (X,), {})) is not None
     assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
+
+
+class ViewWithGradient(nn.Module):
+    """As encoders of sound do for checkpointing: autograd makes the view's function anew when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x[:, None]
+        h.requires_grad = True
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+@pytest.mark.timeout(60)
+def test_a_view_that_autograd_is_asked_about_while_it_records_does_not_wait_for_itself():
+    with pytest.raises(shardgraph.CaptureError, match=r"requires_grad"):
+        shardgraph.compile(ViewWithGradient(), "single", example_inputs=(torch.ones(2, 4),), progress=False)

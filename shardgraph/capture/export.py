@@ -315,6 +315,8 @@ _REMEDIES = {
     "give recurrent layers the padded batch, read the output at the last position of each sequence with torch.gather, "
     "and leave padding out of the loss; for a layer in two directions, reverse each sequence within its length with "
     "torch.gather and use two layers",
+    "compute_num_masked_span|_compute_mask_indices": "NumPy draws what is masked (SpecAugment), otherwise on each "
+    "rank: set apply_spec_augment=False in the config, with which it is captured, and mask features before the call",
 }
 """What to do, by what is found in the reason and the lines that led to it."""
 

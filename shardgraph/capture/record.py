@@ -152,7 +152,9 @@ class _Recorder(TorchDispatchMode):
         """An argument as something that can be compared; its tensors are appended to ``used``."""
         if isinstance(value, torch.Tensor):
             used.append(self._known(value) or self._new(value))
-            function = type(value.grad_fn)
+            # Asking a view makes autograd compute its function anew where its base was written, which it may be doing
+            # right now: it would wait for itself.
+            function = None if value._is_view() else type(value.grad_fn)
             return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, function
         if isinstance(value, (list, tuple)):
             return tuple([self._written(each, used) for each in value])

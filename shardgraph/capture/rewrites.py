@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from shardgraph.capture.expert_loops import EXPERT_LOOPS
+from shardgraph.capture.speech import SOUND_ENCODERS
 
-_rewrites: dict[str, Callable[..., Any]] = dict(EXPERT_LOOPS)
+_rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | SOUND_ENCODERS
 _one_at_a_time = threading.RLock()
 
 
