@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardgraph.cli.main import main
 from shardgraph.calibration import fit, fit_table, measure
 from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
+from shardgraph.cli.main import main
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Link, Rate

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from shardgraph.cli.options import (
-    Batch,
     ClusterName,
     Json,
     LossChunk,

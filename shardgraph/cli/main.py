@@ -89,5 +89,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before a command began
         return 130
     return 0
-
-

@@ -81,13 +81,16 @@ _WANTED = (
 
 
 def _with_call(module: nn.Module, call: Sequence[Any], name: str) -> Job:
-    args, kwargs = (*call, *((), {})[len(call) :])
+    args = call[0] if call else ()
+    kwargs = call[1] if len(call) > 1 else {}
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise ShardGraphError(f"{name} returned a module with {_kinds(tuple(call))}: {_WANTED}")
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise ShardGraphError(f"{name} returned a module whose forward cannot be called so: {error}; {_WANTED}") from error
+        raise ShardGraphError(
+            f"{name} returned a module whose forward cannot be called so: {error}; {_WANTED}"
+        ) from error
     return Job(module, tuple(args), kwargs)
 
 
@@ -131,15 +134,20 @@ def _called(function: Callable[[], Any], name: str, weights: bool) -> Any:
         return function()
     except Exception as error:
         hint = (
-            "" if weights else ". It was called with torch.device('meta'), since weights are not needed: tensors whose "
+            ""
+            if weights
+            else ". It was called with torch.device('meta'), since weights are not needed: tensors whose "
             "values it reads it has to make with device='cpu'"
         )
         raise ShardGraphError(f"{name} failed: {_last_line(error)}{hint}") from error
 
 
 def _last_line(error: Exception) -> str:
-    """The error and the line that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """The error and the line that raised it, of what is not installed if there is one."""
+    *_, frame = sorted(
+        traceback.extract_tb(error.__traceback__)[1:] or traceback.extract_tb(error.__traceback__),
+        key=lambda frame: "site-packages" not in frame.filename and not frame.filename.startswith("<frozen"),
+    )
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
 
 

@@ -14,7 +14,7 @@ from shardgraph.errors import PlanError, ShardGraphError
 def _devices(incomplete: str) -> list[str]:
     from shardgraph.cost_models.cluster import known_devices
 
-    return [name for name in known_devices() if name.lower().startswith(incomplete.lower())]
+    return [name for name in known_devices() if name.startswith(incomplete)]
 
 
 def _plans(incomplete: str) -> list[str]:

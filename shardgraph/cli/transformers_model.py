@@ -39,6 +39,8 @@ def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
     config = _config(name, settings)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training has no use for it
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # as their checkpoints have it
     made_for = _class_of(config)
     try:
         return made_for(config)
@@ -103,7 +105,7 @@ def _config(name: str, settings: Mapping[str, Any]) -> Any:
         if not hasattr(default, field):
             raise ShardGraphError(f"the config of {name} has no field {field!r}{nearest(field, vars(default))}")
     try:
-        return config_of(**(fields | settings))
+        return config_of(**{**fields, **settings})
     except Exception as error:  # each config has checks of its own
         raise ShardGraphError(f"the config of {name} cannot be with {dict(settings)}: {error}") from error
 
@@ -115,12 +117,14 @@ def _class_of(config: Any) -> Any:
     for name in config.architectures or ():
         if found := getattr(transformers, name, None):
             return found
-    for mapping in (
+    kinds = [
+        transformers.MODEL_FOR_MASKED_LM_MAPPING,  # before the next, where what is pretrained so is also made a decoder
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        transformers.MODEL_FOR_MASKED_LM_MAPPING,
         transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    ):
+    ]
+    if config.is_encoder_decoder:
+        kinds.insert(0, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    for mapping in kinds:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found

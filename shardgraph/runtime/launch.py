@@ -5,6 +5,7 @@ For tests, notebooks and single machines; ``torchrun`` is for clusters, and the 
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -72,12 +73,17 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
         raise LaunchError(f"launch(nproc={nproc}) would run nothing: nproc is the number of ranks, 1 or more")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if not dist.is_initialized():
-            _join_group(timeout)  # never destroyed: a second group on the same store would read the first's addresses
+            _join_group(
+                timeout
+            )  # not destroyed before the end: a second group on the same store would read the first's addresses
         _inside_rank = True
+        atexit.unregister(_leave_group)
         try:
-            return [fn(*args)]
+            results = [fn(*args)]
         finally:
             _inside_rank = False
+        atexit.register(_leave_group)  # not after a failure: threads of a broken group can be waited for for ever
+        return results
     with tempfile.TemporaryDirectory(prefix="shardgraph-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _send_task(fn, tuple(args), folder)
@@ -231,6 +237,12 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_group() -> None:
+    """A process that ends with threads of a group that it is in aborts now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join_group(timeout: float) -> None:
