@@ -296,7 +296,7 @@ def test_run_starts_a_script_on_ranks_with_its_arguments(script: Path, capfd: py
 def test_run_stops_all_ranks_when_one_fails(script: Path) -> None:
     began = time.monotonic()
     done = run("run", script, "--fail", "--stay")
-    assert done.exit_code == 1 and "rank 1 of 2 ended with 3" in done.stderr and time.monotonic() - began < 30
+    assert done.exit_code == 1 and "rank 1 of 2 ended with 3" in done.stderr and time.monotonic() - began < 55
 
 
 def test_run_refuses_a_script_that_there_is_not() -> None:
@@ -310,7 +310,7 @@ def test_run_ends_its_ranks_when_it_is_interrupted(script: Path) -> None:
     for _ in range(2):
         running.stdout.readline()  # the ranks have begun
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=30)  # ends when no rank holds the pipe any more
+    out, err = running.communicate(timeout=100)  # ends when no rank holds the pipe any more
     assert (running.returncode, out, err) == (130, "", "")
 
 

@@ -111,6 +111,7 @@ def test_the_notebook_runs_and_shows_what_it_did(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("equal: plan") == 2
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_command_line_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
