@@ -2,7 +2,7 @@
 
 import sys
 
-from shardgraph.api.cli import main
+from shardgraph.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

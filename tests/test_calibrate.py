@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardgraph.api.cli import main
 from shardgraph.calibration import fit, fit_table, measure
 from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
+from shardgraph.cli.main import main
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Link, Rate
@@ -160,7 +160,7 @@ def test_the_command_writes_a_file_that_loads(
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert main(["calibrate"]) == 1
+    assert main(["calibrate"]) == 2
     assert "without torchrun" in capsys.readouterr().err
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from shardgraph.cli.main import app, main
 from tests import accelerated
 from tests.standing import on_ranks
 
@@ -107,3 +109,25 @@ def test_the_notebook_runs_and_shows_what_it_did(capsys: pytest.CaptureFixture[s
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), space)
     assert capsys.readouterr().out.count("equal: plan") == 2
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_command_line_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name, code in zip(("jobs.py", "train.py"), re.findall(r"```python\n(.*?)```", text, re.DOTALL), strict=True):
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    (examples,) = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    for example in examples.splitlines():
+        assert main(shlex.split(example.removeprefix("$ shardgraph "))) == 0, (example, capfd.readouterr())
+    shown = capfd.readouterr().out
+    assert "equal: plan fsdp on 2 ranks" in shown and "rank 1 of 2, lr=0.1" in shown
+    assert (tmp_path / "plan.yaml").exists() and (tmp_path / "plan.html").exists()
+
+
+def test_every_command_is_in_its_document() -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    table = (ROOT / "docs" / "cli.md").read_text().partition("shardgraph COMMAND")[0]
+    assert {each.replace("_", "-") for each in commands} == set(re.findall(r"`([\w-]+)`", table)) - {"shardgraph"}

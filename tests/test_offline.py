@@ -15,7 +15,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph import CheckpointError, PlanError
-from shardgraph.api.cli import main
+from shardgraph.cli.main import main
 from shardgraph.fairscale import FullyShardedDataParallel
 from shardgraph.offline.consolidate import read_shards
 from shardgraph.offline.files import write_whole
@@ -344,5 +344,5 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["consolidate", *map(str, FILES), "--out", out]) == 0
     assert "Wrote" in capsys.readouterr().out
     assert load_file(out).keys() < whole_of_fairscale().keys()
-    assert main(["consolidate", str(FILES[0]), "--out", out]) == 1
+    assert main(["consolidate", str(FILES[0]), "--out", out]) == 2
     assert "give the file of every rank" in capsys.readouterr().err

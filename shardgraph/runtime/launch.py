@@ -5,6 +5,7 @@ For tests, notebooks and single machines; ``torchrun`` is for clusters, and the 
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -72,17 +73,22 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
         raise LaunchError(f"launch(nproc={nproc}) would run nothing: nproc is the number of ranks, 1 or more")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if not dist.is_initialized():
-            _join_group(timeout)  # never destroyed: a second group on the same store would read the first's addresses
+            _join_group(
+                timeout
+            )  # not destroyed before the end: a second group on the same store would read the first's addresses
         _inside_rank = True
+        atexit.unregister(_leave_group)
         try:
-            return [fn(*args)]
+            results = [fn(*args)]
         finally:
             _inside_rank = False
+        atexit.register(_leave_group)  # not after a failure: threads of a broken group can be waited for for ever
+        return results
     with tempfile.TemporaryDirectory(prefix="shardgraph-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _send_task(fn, tuple(args), folder)
         deadline = time.monotonic() + timeout
-        store = _serve_store(timeout)  # served from here, so that it outlives every rank
+        store = serve_store(timeout)  # served from here, so that it outlives every rank
         rank_args = (nproc, store.port, folder, timeout, dict(os.environ))  # a fork server may have another environment
         method = "forkserver" if multiprocessing.get_start_method(allow_none=True) == "forkserver" else "spawn"
         context = start_processes(_run_rank, rank_args, nproc, join=False, start_method=method)
@@ -119,7 +125,24 @@ def _is_interactive(fn: Callable[..., Any]) -> bool:
     return file is not None or getattr(fn, "__module__", None) == "__main__"
 
 
-def _serve_store(timeout: float) -> dist.TCPStore:
+def rank_environment(rank: int, nproc: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one of ``nproc`` local ranks, whose store is served at ``port``, as torchrun has it."""
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the launcher serves the store, not rank 0
+    }
+    # A hostname that resolves elsewhere does no harm then.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return loopback | dict(environment) | own
+
+
+def serve_store(timeout: float) -> dist.TCPStore:
+    """The store where local ranks meet, on a free port; it is there while the result is."""
     listener = socket.create_server(("127.0.0.1", 0))  # bound before the port is published, so it cannot be taken
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -192,18 +215,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         os.environ.clear()
-        os.environ.update(
-            environment,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(nproc),
-            LOCAL_WORLD_SIZE=str(nproc),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # as under torchrun: the launcher serves the store, not rank 0
-        )
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a hostname that resolves elsewhere does no harm
+        os.environ.update(rank_environment(rank, nproc, port, environment))
         # In a container this process may use fewer cores than the machine has.
         torch.set_num_threads(max(1, cpu_cores() // nproc))
         _join_group(timeout)
@@ -225,6 +237,12 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_group() -> None:
+    """A process that ends with threads of a group that it is in aborts now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join_group(timeout: float) -> None:

@@ -1,0 +1,92 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from shardgraph.errors import PlanError, ShardGraphError
+
+
+def _devices(incomplete: str) -> list[str]:
+    from shardgraph.cost_models.cluster import known_devices
+
+    return [name for name in known_devices() if name.startswith(incomplete)]
+
+
+def _plans(incomplete: str) -> list[str]:
+    names = ("auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "tp+sp", "cp", "ep", "fsdp+tp", "pp")
+    return [name for name in names if name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="package.module:function, which returns a module or (module, inputs, keyword inputs); or a model type of "
+        "transformers, such as gpt2; or a config.json of one.",
+        show_default=False,
+    ),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a call of a model of transformers.")]
+Sequence = Annotated[int | None, typer.Option(min=1, help="Length of its sequences [default: 1024 or its longest].")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A field of its config, as num_hidden_layers=2.")
+]
+PlanName = Annotated[
+    str, typer.Option("--plan", help="A plan's name, such as fsdp+tp, or its file.", autocompletion=_plans)
+]
+Mesh = Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help="Ranks along each axis, outermost first.")]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", help="A device such as H100, or a cluster file [default: this machine].", autocompletion=_devices
+    ),
+]
+Memory = Annotated[str | None, typer.Option(help="Bytes that a rank may use, such as 80GiB.")]
+Optimizer = Annotated[str, typer.Option(help="The optimizer whose state and update are counted.")]
+Precision = Annotated[str | None, typer.Option(help="bf16 or fp16: of computation, beside weights in float32.")]
+Backend = Annotated[str, typer.Option(help="eager or inductor, which fuses pointwise operations.")]
+Recompute = Annotated[str | None, typer.Option(help="What backward computes again: none, selective or full.")]
+LossChunk = Annotated[str | None, typer.Option(help="Bytes of the logits of a loss at a time, such as 64MiB.")]
+Offload = Annotated[str | None, typer.Option(help="What is kept in host memory: parameters or activations.")]
+GlobalBatch = Annotated[int | None, typer.Option(help="Samples of one step, of all ranks together.")]
+Devices = Annotated[int | None, typer.Option(help="Number of ranks [default: all of the cluster].")]
+Seconds = Annotated[float | None, typer.Option(help="A limit on the search [default: none].")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def mesh_of(text: str | None) -> dict[str, int] | None:
+    """The sizes of ``"dp=4,tp=2"`` by axis.
+
+    Raises:
+        PlanError: it is not written so.
+    """
+    if text is None:
+        return None
+    pairs = [each.partition("=") for each in text.split(",")]
+    sizes = {axis.strip(): size.strip() for axis, _, size in pairs}
+    if len(sizes) < len(pairs) or not all(axis and size.isdecimal() and int(size) for axis, size in sizes.items()):
+        raise PlanError(f"the mesh {text!r} has no sizes by axis: write the ranks along each, as in --mesh dp=4,tp=2")
+    return {axis: int(size) for axis, size in sizes.items()}
+
+
+def settings_of(texts: Iterable[str] | None) -> dict[str, Any]:
+    """The values of ``["hidden_size=64"]`` by name, read as YAML.
+
+    Raises:
+        ShardGraphError: one is not written so.
+    """
+    values: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ShardGraphError(f"--set {text} sets nothing: write a field of the config, as num_hidden_layers=2")
+        try:
+            values[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ShardGraphError(f"--set {text} has no value that could be read: {error}") from error
+    return values

@@ -1,0 +1,136 @@
+"""``shardgraph analyze``, ``compare`` and ``visualize``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardgraph.cli.options import (
+    Backend,
+    Batch,
+    ClusterName,
+    Json,
+    LossChunk,
+    Memory,
+    Mesh,
+    Model,
+    Offload,
+    Optimizer,
+    PlanName,
+    Precision,
+    Recompute,
+    Sequence,
+    Settings,
+    mesh_of,
+)
+from shardgraph.cli.output import result, working
+
+
+def analyze(
+    model: Model,
+    plan: PlanName = "fsdp",
+    mesh: Mesh = None,
+    cluster: ClusterName = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    settings: Settings = None,
+    precision: Precision = None,
+    optimizer: Optimizer = "adamw",
+    backend: Backend = "eager",
+    recompute: Recompute = None,
+    memory: Memory = None,
+    loss_chunk: LossChunk = None,
+    offload: Offload = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the memory and time of a training step; ends with 1 if it does not fit."""
+    axes = mesh_of(mesh)
+    _measured(cluster)
+    with working(f"analyze {model} under {plan}"):
+        import shardgraph
+        from shardgraph.cli.model import job_of
+
+        job = job_of(model, batch, sequence, settings)
+        analysis = shardgraph.analyze(
+            job.module,
+            plan=plan,
+            **job.call,
+            cluster=cluster,
+            mesh=axes,
+            precision=precision,
+            optimizer=optimizer,
+            backend=backend,
+            recompute=recompute,
+            memory=memory,
+            loss_chunk=loss_chunk,
+            offload=offload,
+        )
+    result(analysis, analysis.summary(), as_json)
+    if not analysis.fits:
+        raise typer.Exit(1)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="A plan file.", show_default=False)],
+    second: Annotated[str, typer.Argument(help="Another of the same job.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", help="The model of both, as for analyze.", show_default=False)],
+    cluster: ClusterName = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    settings: Settings = None,
+    optimizer: Optimizer = "adamw",
+    backend: Backend = "eager",
+    as_json: Json = False,
+) -> None:
+    """Show what two plans decide differently, and what that costs."""
+    _measured(cluster)
+    with working(f"compare {first} and {second}"):
+        import shardgraph
+        from shardgraph.cli.model import job_of
+        from shardgraph.plans.plan import Plan
+
+        plans = Plan.load(first), Plan.load(second)
+        job = job_of(model, batch, sequence, settings)
+        comparison = shardgraph.compare(
+            *plans, model=job.module, **job.call, cluster=cluster, optimizer=optimizer, backend=backend
+        )
+    data = {"decisions": comparison.decisions, "costs": comparison.parts, "ratio": comparison.ratio}
+    result(comparison, data, as_json)
+
+
+def visualize(
+    model: Model,
+    out: Annotated[
+        str, typer.Option("--out", "-o", help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv.")
+    ],
+    plan: PlanName = "fsdp",
+    mesh: Mesh = None,
+    cluster: ClusterName = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    settings: Settings = None,
+    precision: Precision = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a plan applied to a model, and the memory of a rank over a step."""
+    axes = mesh_of(mesh)
+    _measured(cluster)
+    with working(f"draw {model} under {plan}"):
+        import shardgraph
+        from shardgraph.cli.model import job_of
+
+        job = job_of(model, batch, sequence, settings)
+        analysis = shardgraph.analyze(
+            job.module, plan=plan, **job.call, cluster=cluster, mesh=axes, precision=precision
+        )
+        shardgraph.visualize(analysis, out, model=job.module, **job.call)
+    result(f"Wrote {out}", {"wrote": out}, as_json)
+
+
+def _measured(cluster: str | None) -> None:
+    """Have the prices of this machine, if they are needed: the first time they are measured, with a line of its own."""
+    if cluster is None:
+        with working("start"):
+            from shardgraph.calibration import this_machine
+        this_machine()

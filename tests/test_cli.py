@@ -1,0 +1,360 @@
+"""The command line: each command with what it does and what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import shardgraph
+from shardgraph.cli import doctor
+from shardgraph.cli.main import app, main
+from shardgraph.cli.model import job_of
+
+pytestmark = pytest.mark.timeout(120)
+
+HERE = "tests.test_cli"
+SMALL = [f"--set={each}" for each in ("n_layer=1", "n_embd=16", "n_head=2", "vocab_size=32", "bos_token_id=0")]
+GPT2 = ["gpt2", *SMALL, "--set=eos_token_id=0", "--sequence", "8"]
+
+
+def mlp() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.randn(4, 8),)
+
+
+def bilinear() -> tuple[nn.Module, tuple[()], dict[str, torch.Tensor]]:
+    return nn.Bilinear(4, 4, 2), (), {"input1": torch.randn(2, 4), "input2": torch.randn(2, 4)}
+
+
+def module_alone() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def needs_a_width(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def reads_a_value() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    width = int(torch.tensor(2.0).item())
+    return nn.Linear(width, width), (torch.ones(2, width),)
+
+
+def no_module() -> int:
+    return 5
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def answer(*arguments: str | Path) -> Any:
+    """What a command prints as JSON; it ends well."""
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def refusal(*arguments: str | Path) -> str:
+    """What a command says that cannot be: a few lines, and no traceback."""
+    done = run(*arguments)
+    assert done.exit_code == 2 and "Traceback" not in done.output and not done.stdout, done.output
+    return done.stderr
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    shardgraph.preset("fsdp", {"dp": 2}).save(path)
+    return path
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"shardgraph {shardgraph.__version__}\n"
+
+
+def test_an_option_that_there_is_not_is_wrong_usage() -> None:
+    assert run("analyze", "gpt2", "--lyers", "2").exit_code == 2
+
+
+def test_a_traceback_is_shown_on_request() -> None:
+    done = run("--traceback", "explain", "missing.yaml")
+    assert done.exit_code == 2 and "Traceback" in done.stderr and "PlanError" in done.stderr
+
+
+def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardgraph.plans.plan.Plan.load", interrupted)
+    done = run("explain", "plan.yaml")
+    assert done.exit_code == 130 and done.output == ""
+    assert main(["explain", "plan.yaml"]) == 130
+
+
+def test_a_warning_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
+    import warnings
+
+    monkeypatch.setattr("shardgraph.plans.plan.Plan.explain", lambda _: warnings.warn("too small", stacklevel=1) or "")
+    assert run("explain", plan_file).stderr == "shardgraph: too small\n"
+
+
+def test_shells_complete_commands_and_values() -> None:
+    def completed(*words: str) -> list[str]:
+        environment = os.environ | {
+            "_SHARDGRAPH_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(("shardgraph", *words)),
+            "COMP_CWORD": str(len(words)),
+        }
+        command = [sys.executable, "-c", "from shardgraph.cli.main import main; main()"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout.split()
+
+    assert completed("ana") == ["analyze"]
+    assert completed("plan", "gpt2", "--cluster", "H2") == ["H200"]
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from shardgraph.cli.main import main; main(['plan', '--help']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
+
+
+def test_a_function_gives_a_module_with_its_inputs_on_meta() -> None:
+    job = job_of(f"{HERE}:mlp", None, None, None)
+    assert job.module[0].weight.is_meta and job.args[0].is_meta and job.kwargs == {}
+    job = job_of(f"{HERE}:bilinear", None, None, None, weights=True)
+    assert not job.module.weight.is_meta and list(job.kwargs) == ["input1", "input2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"{HERE}:module_alone", "missing a required argument: 'input'"),
+        (f"{HERE}:needs_a_width", "cannot be called without width"),
+        (f"{HERE}:no_module", "returned int"),
+        (f"{HERE}:reads_a_value", "test_cli.py:"),
+        (f"{HERE}:reads_a_value", "device='cpu'"),
+        (f"{HERE}:mpl", "did you mean 'mlp'?"),
+        ("tests/test_cli.py:mlp", "as import does, tests.test_cli:mlp"),
+        ("nowhere.models:gpt", "no module 'nowhere'"),
+        ("gtp2", "did you mean 'gpt2'"),
+        ("missing.json", "cannot be read"),
+        ("wav2vec2", "name a function"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(name: str, said: str) -> None:
+    assert said in refusal("analyze", name, "--cluster", "H100", "--mesh", "dp=2")
+
+
+def test_a_config_is_a_model_and_its_fields_can_be_changed(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 5, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    job = job_of(str(tmp_path / "config.json"), 3, None, ["num_hidden_layers=2"])
+    assert len(job.module.transformer.h) == 2 and job.module.transformer.wte.weight.shape == (32, 16)
+    assert job.kwargs["input_ids"].shape == job.kwargs["labels"].shape == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "class_name"),
+    [("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"), ("vit", "ViTForImageClassification")],
+)
+def test_a_model_type_is_the_class_that_has_its_loss(kind: str, class_name: str) -> None:
+    job = job_of(kind, 2, None, ["num_hidden_layers=1"])
+    assert type(job.module).__name__ == class_name and "labels" in job.kwargs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--set", "lyers=2"], "did you mean 'n_layer'"),
+        (["--set", "n_layer"], "as num_hidden_layers=2"),
+        (["--set", "n_head=7"], "divisible"),
+        (["--sequence", "4096"], "--set max_position_embeddings=4096"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(options: list[str], said: str) -> None:
+    assert said in refusal("analyze", "gpt2", *options, "--cluster", "H100", "--mesh", "dp=2")
+
+
+def test_sizes_are_not_for_a_function_with_inputs_of_its_own() -> None:
+    assert "inputs of its own" in refusal("verify", f"{HERE}:mlp", "--batch", "4")
+
+
+def test_plan_writes_what_explain_reads(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    done = run("plan", f"{HERE}:mlp", "--cluster", "H100", "--devices", "2", "--global-batch", "8", "-o", out)
+    assert done.exit_code == 0 and "its step is" in done.stdout and f"Wrote {out}" in done.stdout
+    explained = answer("explain", out)
+    assert explained["plan"]["batch"] == {"samples": 8}
+    assert explained["explanation"] in done.stdout
+
+
+def test_plan_says_what_does_not_fit() -> None:
+    said = refusal("plan", f"{HERE}:mlp", "--cluster", "H100", "--devices", "2", "--memory", "1KiB")
+    assert "no plan fits 1.0 KiB" in said
+
+
+def test_explain_refuses_what_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("layers: 3\n")
+    assert "layers" in refusal("explain", tmp_path / "plan.yaml")
+
+
+def test_analyze_predicts_memory_and_time() -> None:
+    summary = answer("analyze", *GPT2, "--batch", "4", "--plan", "fsdp", "--mesh", "dp=8", "--cluster", "H100")
+    assert (summary["mesh"], summary["samples"], summary["fits"]) == ({"dp": 8}, 32, True)
+
+
+def test_analyze_ends_with_1_if_it_does_not_fit() -> None:
+    large = ["llama", "--set", "num_hidden_layers=2", "--set", "hidden_size=65536", "--set", "intermediate_size=400000"]
+    done = run("analyze", *large, "--plan", "ddp", "--mesh", "dp=2", "--cluster", "H100", "--sequence", "8")
+    assert done.exit_code == 1 and "MORE THAN THE DEVICE HAS" in done.stdout
+
+
+@pytest.mark.parametrize("mesh", ["dp", "dp=0", "dp=2,dp=2", "=2", "dp=two"])
+def test_a_mesh_without_sizes_is_refused(mesh: str) -> None:
+    assert "--mesh dp=4,tp=2" in refusal("analyze", "gpt2", "--mesh", mesh)
+
+
+def test_compare_shows_what_two_plans_cost(tmp_path: Path, plan_file: Path) -> None:
+    shardgraph.preset("ddp", {"dp": 2}).save(tmp_path / "ddp.yaml")
+    job = ["--model", f"{HERE}:mlp", "--cluster", "H100"]
+    compared = answer("compare", plan_file, tmp_path / "ddp.yaml", *job)
+    assert compared["ratio"] < 1 and any(each["part"].startswith("parameter") for each in compared["decisions"])
+    assert "missing.yaml" in refusal("compare", plan_file, "missing.yaml", *job)
+
+
+def test_visualize_draws_a_plan(tmp_path: Path) -> None:
+    job = ["visualize", f"{HERE}:mlp", "--mesh", "dp=2", "--cluster", "H100", "-o"]
+    assert answer(*job, tmp_path / "plan.html") == {"wrote": str(tmp_path / "plan.html")}
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    assert ".svg" in refusal(*job, tmp_path / "plan.jpg")
+
+
+def test_front_compares_numbers_of_devices() -> None:
+    points = answer("front", f"{HERE}:mlp", "--devices", "1,2", "--cluster", "H100")["points"]
+    assert {each["devices"] for each in points} == {1, 2}
+    done = run("front", f"{HERE}:mlp", "--devices", "many")
+    assert done.exit_code == 2 and "8,16,32" in done.stderr
+
+
+def test_what_if_shows_other_conditions(plan_file: Path) -> None:
+    job = ["what-if", plan_file, "--model", f"{HERE}:mlp", "--cluster", "H100"]
+    changed = answer(*job, "--network", "0.5")
+    assert changed["fits"] and changed["same"]["exposed"] > changed["now"]["exposed"]
+    assert "needs a condition" in refusal(*job)
+
+
+def test_verify_compares_a_program_with_its_model() -> None:
+    report = answer("verify", *GPT2, "--plan", "fsdp", "--mesh", "dp=2")
+    assert report["ok"] and report["batch"] == "a batch of 2 cut among the ranks"
+
+
+def test_verify_ends_with_1_if_they_are_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = shardgraph.verify(*mlp(), "fsdp")
+    monkeypatch.setattr("shardgraph.api.verify.Report.ok", property(lambda _: False))
+    monkeypatch.setattr(shardgraph, "verify", lambda *_, **__: done)
+    assert run("verify", f"{HERE}:mlp").exit_code == 1
+
+
+def test_verify_refuses_a_plan_that_there_is_not() -> None:
+    assert "'fsdq'" in refusal("verify", f"{HERE}:mlp", "--plan", "fsdq")
+
+
+SCRIPT = """
+import os, sys, time
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+if "--fail" in sys.argv and os.environ["RANK"] == "1":
+    sys.exit(3)
+if "--stay" in sys.argv:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_run_starts_a_script_on_ranks_with_its_arguments(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("run", script, "--ranks", "2", "--lr", "0.1", "--", "--ranks=5").exit_code == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 2 --lr 0.1 --ranks=5", "1 2 --lr 0.1 --ranks=5"]
+
+
+def test_run_stops_all_ranks_when_one_fails(script: Path) -> None:
+    began = time.monotonic()
+    done = run("run", script, "--fail", "--stay")
+    assert done.exit_code == 1 and "rank 1 of 2 ended with 3" in done.stderr and time.monotonic() - began < 55
+
+
+def test_run_refuses_a_script_that_there_is_not() -> None:
+    assert run("run", "missing.py").exit_code == 2
+
+
+def test_run_ends_its_ranks_when_it_is_interrupted(script: Path) -> None:
+    command = [sys.executable, "-m", "shardgraph", "run", script, "--stay"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    for _ in range(2):
+        running.stdout.readline()  # the ranks have begun
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=100)  # ends when no rank holds the pipe any more
+    assert (running.returncode, out, err) == (130, "", "")
+
+
+MEETING = """
+import atexit
+import torch, torch.distributed as dist
+from shardgraph.runtime.launch import launch
+
+def main():
+    dist.all_reduce(total := torch.ones(1))
+    print(total.item(), flush=True)
+
+atexit.register(lambda: print("still in a group" if dist.is_initialized() else "left", flush=True))
+launch(main)
+"""
+
+
+def test_ranks_of_run_meet_in_launch_and_leave_at_their_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MEETING)
+    assert run("run", script).exit_code == 0
+    assert sorted(capfd.readouterr().out.split()) == ["2.0", "2.0", "left", "left"]
+
+
+def test_doctor_finds_that_this_machine_trains() -> None:
+    found = {each["name"]: each for each in answer("doctor")["checks"]}
+    assert list(found) == list(doctor.CHECKS) and found["two ranks"]["works"]
+
+
+def test_doctor_says_what_mends_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {each: doctor.CHECKS[each] for each in ("torch", "C++ compiler", "graphviz")})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    done = run("doctor")
+    assert done.exit_code == 0 and "apt-get install g++" in done.stdout and "apt-get install graphviz" in done.stdout
+    monkeypatch.setattr(doctor.importlib, "metadata", SimpleNamespace(version=lambda _: "2.8.0"))
+    done = run("doctor")
+    assert done.exit_code == 1 and "torch>=2.11,<2.14" in done.stdout
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> doctor.Finding:
+        raise OSError("no loopback")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"two ranks": broken})
+    done = run("doctor")
+    assert done.exit_code == 1 and "no loopback" in done.stdout
