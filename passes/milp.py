@@ -115,10 +115,11 @@ class Program:
             matrix = coo_array((values, (rows, columns)), shape=(len(coefficients), len(costs))).tocsr()
             constraints.append(LinearConstraint(matrix, np.array(lows), np.array(highs)))
         _, lows, highs, integer = zip(*self._variables, strict=True)
-        return milp(
-            costs,
-            integrality=np.array(integer, dtype=int),
-            bounds=Bounds(np.array(lows), np.array(highs)),
-            constraints=constraints,
-            options={"mip_rel_gap": gap, "time_limit": limit},
-        )
+        with without_chatter():
+            return milp(
+                costs,
+                integrality=np.array(integer, dtype=int),
+                bounds=Bounds(np.array(lows), np.array(highs)),
+                constraints=constraints,
+                options={"mip_rel_gap": gap, "time_limit": limit},
+            )
