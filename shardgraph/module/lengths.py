@@ -205,7 +205,7 @@ class Padding:
     def _others(self, args: Any, kwargs: Any) -> Iterator[tuple[str | int, Any]]:
         """The inputs that the policy does not name."""
         for position, value in enumerate(args):
-            names = [*self._positions[position : position + 1], position]
+            names: list[str | int] = [*self._positions[position : position + 1], position]
             if not any(name in self._policy.fill for name in names):
                 yield names[0], value
         yield from ((name, value) for name, value in kwargs.items() if name not in self._policy.fill)
