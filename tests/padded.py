@@ -79,13 +79,13 @@ LENGTHS = [(5, 11), (8, 3), (13, 2), (7, 16)]  # of the ranks in each step
 TAGGED = Lengths({"ids": 0, "mask": 0, "target": -100}, powers_of_two=True)
 
 
-def trained_under(plan: str, pipeline: Pipeline | None = None) -> list[float]:
+def trained_under(plan: str, weight: str, pipeline: Pipeline | None = None) -> list[float]:
     """Differences to the unsharded model on batches without padding, of weights after steps and of outputs; each data
     rank has batches of its own lengths."""
     original = tagger()
     example = words(8, 0)
     sharded = shardgraph.compile(
-        copy.deepcopy(original), plan, pipeline=pipeline, loss_fn=tags_loss, lengths=TAGGED,
+        copy.deepcopy(original), plan, pipeline=pipeline, loss_fn=tags_loss, loss_weight=weight, lengths=TAGGED,
         example_inputs=example[:2], example_kwargs={"target": example[2]}, progress=False,
     )  # fmt: skip
     size, own = sharded.plan.data_size, sharded.plan.data_rank(dist.get_rank())
@@ -95,7 +95,9 @@ def trained_under(plan: str, pipeline: Pipeline | None = None) -> list[float]:
         batches = [words(lengths[rank], step) for rank in range(size)]
         ids, mask, target = batches[own]
         sharded.step(ids, mask, target=target, optimizer=mine)
-        sum(tags_loss(original(*inputs), tags) / size for *inputs, tags in batches).backward()
+        counts = [tags.numel() if weight == "tokens" else 1 for *_, tags in batches]
+        losses = [tags_loss(original(*inputs), tags) for *inputs, tags in batches]
+        sum(loss * count / sum(counts) for loss, count in zip(losses, counts, strict=True)).backward()
         theirs.step()
         theirs.zero_grad()
         with torch.no_grad():

@@ -236,6 +236,7 @@ def test_outputs_that_follow_the_length_otherwise_are_refused(forward, told):
             r"'token_type_ids' has size 9 in dimension 1.*: None",
         ),
         ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"'input_ids' is padded along dimension 1.*shape \[9\]"),
+        ({"attention_mask": torch.ones(3, 1, 9, 9)}, r"'attention_mask' has size 1 in dimension 1.* \[batch, length\]"),
         ({"attention_mask": ...}, "the call has no input 'attention_mask'.*attention_mask=None"),
         ({name: torch.ones(3, 33, dtype=torch.long) for name in padded.FILL}, r"length 33, and the longest .* is 32"),
     ],
@@ -267,8 +268,8 @@ def test_a_copy_pads_as_well():
     assert sharded(x(2, 5, 4)).shape == (2, 5, 4) and sharded.program.joint.rows == 2
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "tp", "pp"])
-def test_ranks_pad_the_lengths_of_their_own_batches(plan):
+@pytest.mark.parametrize(("plan", "weight"), [("fsdp", "ranks"), ("ddp", "tokens"), ("tp", "ranks"), ("pp", "ranks")])
+def test_ranks_pad_the_lengths_of_their_own_batches(plan, weight):
     pipeline = Pipeline(microbatches=2, stages=("layers.2",)) if plan == "pp" else None
-    for errors in on_ranks(padded.trained_under, args=(plan, pipeline)):
+    for errors in on_ranks(padded.trained_under, args=(plan, weight, pipeline)):
         assert max(errors) < EXACT, errors

@@ -145,7 +145,7 @@ class Padding:
 
     def _lengths(self, args: Any, kwargs: Any) -> dict[str | int, int]:
         """The lengths of the inputs that the policy pads, by name."""
-        found = dict[str | int, int]()
+        found, inner = dict[str | int, int](), dict[str | int, set[int]]()
         dimension = self._policy.dimension
         for name, value in self._policy.fill.items():
             if value is None or (place := self._place(name, args, kwargs)) is None:
@@ -161,6 +161,15 @@ class Padding:
                     "tensor with that dimension, or take it out of fill"
                 )
             found[name] = tensor.shape[dimension]
+            inner[name] = set(tensor.shape[dimension + 1 :])
+        for name, length in found.items():
+            for other, longer in found.items():
+                if length == 1 < longer and longer in inner[name]:
+                    raise ShardGraphError(
+                        f"the input {name!r} has size 1 in dimension {dimension}, which Lengths pads, and the length "
+                        f"of {other!r}, {longer}, in another one: give a tensor with the length in dimension {dimension}, "
+                        "as a mask of [batch, length] has"
+                    )
         return found
 
     def _short(self, lengths: Mapping[str | int, int]) -> dict[str | int, int]:
