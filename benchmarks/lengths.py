@@ -1,12 +1,13 @@
-"""Seconds of a call with a length that has not been before: without a policy, where it is compiled, and with one.
+"""Processor time of calls with lengths that have not been before, without a policy of lengths and with one.
 
     python benchmarks/lengths.py --layers 2 12
 
 A BERT of width 64 trains in one process under ``single``, in batches of 4 rows. ``first`` is the first call of
 ``train_step``; ``next`` the median of calls with further lengths, each of which is compiled, with what of it captures
 the graph, runs the passes and proves the program; ``again`` the median of calls with a length that was before; and
-``padded`` the median of calls with new lengths that are padded to one that was before. Nothing is read from or written
-to a directory that ``SHARDGRAPH_CACHE`` names.
+``padded`` the median of calls with new lengths that are padded to one that was before. All are seconds of one thread,
+which other work on the machine disturbs less. Nothing is read from or written to a directory that ``SHARDGRAPH_CACHE``
+names.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def measure(layers: int) -> dict[str, float]:
 
     import shardgraph
 
+    torch.set_num_threads(1)
+
     def build() -> Any:
         dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -39,9 +42,9 @@ def measure(layers: int) -> dict[str, float]:
 
     def seconds(sharded: Any, length: int) -> float:
         ids = torch.randint(1000, (4, length))
-        start = time.perf_counter()
+        start = time.process_time()
         sharded.train_step(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     sharded = shardgraph.compile(build(), "single", progress=False)
     stages = timed(*STAGES)
@@ -63,11 +66,11 @@ def timed(*names: str) -> dict[str, list[float]]:
 
     def wrapped(name: str, function: Any) -> Any:
         def timing(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
 
         return timing
 

@@ -167,8 +167,8 @@ class Padding:
                 if length == 1 < longer and longer in inner[name]:
                     raise ShardGraphError(
                         f"the input {name!r} has size 1 in dimension {dimension}, which Lengths pads, and the length "
-                        f"of {other!r}, {longer}, in another one: give a tensor with the length in dimension {dimension}, "
-                        "as a mask of [batch, length] has"
+                        f"of {other!r}, {longer}, in another one: give a tensor with the length in dimension "
+                        f"{dimension}, as a mask of [batch, length] has"
                     )
         return found
 
