@@ -16,6 +16,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
+from shardgraph.passes.solver_output import without_chatter
+
 _INFEASIBLE = 2  # the status of scipy.optimize.milp
 _NAMED = 8  # most constraints that an error names
 _SLACK = 1e-6  # above which a constraint counts as violated

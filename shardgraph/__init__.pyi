@@ -75,6 +75,7 @@ from .errors import (
 from .module.grad_scaler import GradScaler as GradScaler
 from .module.gradient_norm import clip_grad_norm_ as clip_grad_norm_
 from .module.layerwise_grad_scaler import LayerwiseGradScaler as LayerwiseGradScaler
+from .module.lengths import Lengths as Lengths
 from .module.sharded import ShardedModule as ShardedModule
 from .offline import (
     consolidate as consolidate,

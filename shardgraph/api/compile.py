@@ -23,6 +23,7 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.fingerprint import fingerprint
+from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.parameters import tied_names
 from shardgraph.module.pipelined import PipelinedModule
 from shardgraph.module.sharded import Setup, ShardedModule
@@ -61,6 +62,7 @@ def compile(
     loss_chunk: int | str | None = None,
     offload: str | Offload | None = None,
     gradient_statistics: bool = False,
+    lengths: Lengths | None = None,
     tune: float | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
@@ -111,6 +113,8 @@ def compile(
             too. Without a process group the device is then an accelerator, if there is one.
         gradient_statistics: also measure gradients before and after they are reduced over data-parallel ranks, for
             :class:`shardgraph.AdaScale`; as ``gradient_statistics`` of the plan.
+        lengths: pad inputs of every call to few lengths, so that few programs are compiled, and cut what forward
+            returns: a :class:`shardgraph.Lengths`, with a value to fill each such input with.
         tune: with ``plan="auto"`` and example inputs: seconds for which the best candidates are run on the ranks, with
             copies of the model and AdamW, to take the one whose measured step is fastest. Compiling them comes on top.
             Without ``cluster``, what is measured corrects this machine's prices for next time.
@@ -142,14 +146,17 @@ def compile(
         device = _device(model, mesh, question.plan.offload.parameters)
         check_present(question.plan, device)
         runs = backend_of(backend, device)
+        if inputs is not None and lengths is not None:
+            inputs = Padding(lengths, model, device).padded(inputs[0], dict(inputs[1]))
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
-        lines += [question.text, f"loss weight: {loss_weight}", fingerprint(model, question.plan.ignores)]
+        lines += [question.text, f"loss weight: {loss_weight}", f"lengths: {lengths}"]
+        lines += [fingerprint(model, question.plan.ignores)]
     if tune is not None:
         positive = isinstance(tune, (int, float)) and not isinstance(tune, bool) and tune > 0
         expect(positive, "tune", tune, "a number of seconds above 0")
         expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
-    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs)
+    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs, lengths)
     chosen = _decided(agreement, question, setup.captures)
     if tune is not None and inputs is not None:
 

@@ -213,11 +213,19 @@ def output_shapes(
 ) -> list[torch.Size | None] | None:
     """The shapes of the tensors that ``model(*args, **kwargs)`` returns, None for all else; nothing is computed. None
     if its Python reads values, without which they cannot be told."""
+    leaves = output_leaves(model, args, kwargs, device)
+    return leaves and [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
+def output_leaves(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> list[Any] | None:
+    """What ``model(*args, **kwargs)`` returns, flattened, with tensors that have shapes and no values; or None, as
+    :func:`output_shapes`."""
     try:
-        leaves = pytree.tree_leaves(_fake_output(model, args, kwargs, device))
+        return pytree.tree_leaves(_fake_output(model, args, kwargs, device))
     except torch_api.NoValue:
         return None
-    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
 def returns_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:

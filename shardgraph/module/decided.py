@@ -37,6 +37,14 @@ class Decided:
         for condition, value in zip(self._conditions.get(rest, ()), values, strict=False):
             yield f"{value} is the value at {condition.line}"
 
+    def differing(self, rest: Any, values: Sequence[Any], before: Sequence[Any]) -> Iterator[str]:
+        """What differs in the values of a call from those ``before``, which may be fewer, as text."""
+        for i, (condition, value) in enumerate(zip(self._conditions.get(rest, ()), values, strict=False)):
+            if i >= len(before):
+                yield f"the value at {condition.line} is {value}, and was not asked for before"
+            elif value != before[i]:
+                yield f"the value at {condition.line} is {value} instead of {before[i]}"
+
 
 def check_decided_alike(microbatches: Iterable[JointGraph], batch: Sequence[Any]) -> None:
     """Raise ShardGraphError unless forward takes the same way for each microbatch as for the whole ``batch``, flattened

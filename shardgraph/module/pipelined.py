@@ -66,12 +66,12 @@ class PipelinedModule(ShardedModule):
         if torch.is_grad_enabled() and self.training:
             work = self._work(args, kwargs, None)
             results = differentiable(self._running, work, lambda: self._sync, self._guarded)
-            return self._delivered(work, results)
+            return self._without_padding(self._delivered(work, results), args, kwargs)
         with torch.no_grad():
             work = self._work(args, kwargs, None)
             with self._guarded():
                 results = self._running.infer(work)
-            return self._delivered(work, results)
+            return self._without_padding(self._delivered(work, results), args, kwargs)
 
     def _delivered(self, work: list[Work], results: list[dict[Any, Any]]) -> Any:
         """The output of the batch, from the results of its microbatches."""
@@ -113,8 +113,8 @@ class PipelinedModule(ShardedModule):
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         """The microbatches of a call; forward alone has one if it cannot be cut, or its outputs cannot be merged."""
-        device = self._state.device
-        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
+        device, padded = self._state.device, self._padded(args, kwargs)
+        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), padded)
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
         if count > 1:

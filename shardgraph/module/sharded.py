@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 import warnings
 import weakref
@@ -34,8 +35,10 @@ from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.joining import joined
+from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers
+from shardgraph.module.recompiled import Recompiled
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharding import shard_added
@@ -82,6 +85,7 @@ class Setup:
     captures: Captures
     loss_weight: str = "ranks"
     backend: Backend = eager.backend
+    lengths: Lengths | None = None
 
     def again(self) -> Setup:
         """The same for another module."""
@@ -114,6 +118,8 @@ class ShardedModule(nn.Module):
     _programs: OrderedDict[Any, list[_Compiled]]
     _latest: tuple[list[Any], list[_Compiled]] | None
     _switches: Switches
+    _recompiled: Recompiled
+    _padding: Padding | None
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
@@ -131,6 +137,8 @@ class ShardedModule(nn.Module):
         clear_with_optimizers(state)
         self._own(_setup=setup, _state=state, _numbers=Numbers(), _decided=Decided(), _sync=True)
         self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
+        self._own(_recompiled=Recompiled(model, self._decided, padded=setup.lengths is not None))
+        self._own(_padding=Padding(setup.lengths, model, setup.device) if setup.lengths is not None else None)
         self._own(gradient_norm=None, _shared=False)
         _MODULES.add(self)
 
@@ -201,7 +209,7 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on this rank's part of the batch; returns its output."""
-        return self._run(args, kwargs, None)[-1]
+        return self._without_padding(self._run(args, kwargs, None)[-1], args, kwargs)
 
     @torch_api.not_traced
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
@@ -470,7 +478,7 @@ class ShardedModule(nn.Module):
     def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
         """What runs the call, and its flattened inputs."""
         self.reshard()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten(self._padded(args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
         if not self._shared:
@@ -478,6 +486,14 @@ class ShardedModule(nn.Module):
                 check_shared(self.plan, self.mesh, leaves)
             self._own(_shared=True)
         return executor, self._numbers.lift(leaves, spec)
+
+    def _padded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The call with the lengths that inputs are to have."""
+        return (args, kwargs) if self._padding is None else self._padding.padded(args, kwargs)
+
+    def _without_padding(self, output: Any, args: Any, kwargs: Any) -> Any:
+        """What forward returned for the padded call, with the lengths of this one."""
+        return output if self._padding is None else self._padding.cut(output, args, kwargs)
 
     def _set_attributes(self) -> None:
         """Set the attributes that the latest programs' forward sets to constants, as the original would have by now.
@@ -583,9 +599,11 @@ class ShardedModule(nn.Module):
             if key not in made and (valid := self._valid(key)) is not None:
                 made[key] = valid
             elif key not in made:
+                start = time.perf_counter()
                 made[key] = self._compile(leaves, spec, loss_fn)
                 self._decided.learn(_rest(key), made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
+                self._recompiled.tell(after, time.perf_counter() - start, self._programs, self._changed(after))
                 self._keep(after, made[key])
                 if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
                     return self._programs_of(calls, spec, loss_fn)
@@ -611,7 +629,8 @@ class ShardedModule(nn.Module):
             )
         variants.append(compiled)
         if len(self._programs) > _MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+            dropped, _ = self._programs.popitem(last=False)
+            self._recompiled.evicted(dropped, _MAX_PROGRAMS)
 
     @collected_later()
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:

@@ -1,0 +1,156 @@
+"""What is told of a module's programs after the first: why each was compiled, and when there are too many."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardgraph.module.decided import Decided
+from shardgraph.module.input_names import input_names
+from shardgraph.module.numbers import shown
+
+log = logging.getLogger(__name__)
+_MANY = 8  # programs that differ in the shapes of inputs alone
+_MANY_OF_POLICY = 32  # where the user has said to which lengths inputs are padded
+_SHOWN = 4  # shapes of an input in a message
+
+
+class Recompiled:
+    """The programs that a module has compiled, by all that they depend on but the shapes of inputs."""
+
+    def __init__(self, model: nn.Module, decided: Decided, padded: bool) -> None:
+        self._model, self._decided = model, decided
+        self._many = _MANY_OF_POLICY if padded else _MANY
+        self._alike: defaultdict[Any, dict[Any, float]] = defaultdict(dict)  # seconds, by the inputs
+        self._warned = self._evicted = False
+
+    def tell(self, key: Any, seconds: float, others: Iterable[Any], changed: str) -> None:
+        """Tell that the program of ``key`` has been compiled, beside those of ``others``; what ``changed`` on the model
+        since it was last compiled, if it was."""
+        reasons = [f"no longer {changed}"] if changed else self._reasons(key, others)
+        if reasons:
+            log.info("compiled another program in %.1f s: %s", seconds, "; ".join(reasons))
+        alike = self._alike[_without_shapes(key)]
+        alike[key[2]] = alike.get(key[2], 0.0) + seconds
+        if len(alike) >= self._many and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{len(alike)} programs have been compiled that differ in the shapes of inputs alone, in "
+                f"{sum(alike.values()):.0f} s altogether: {self._advice(key[1], list(alike))}",
+                stacklevel=2,
+            )
+
+    def evicted(self, key: Any, kept: int) -> None:
+        """Warn, once, that the program of ``key`` is no longer among those that are ``kept``."""
+        if not self._evicted:
+            self._evicted = True
+            alike = self._alike[_without_shapes(key)]
+            advice = (
+                self._advice(key[1], list(alike))
+                if len(alike) > 1
+                else "the logger 'shardgraph' says at level INFO what each was compiled for"
+            )
+            warnings.warn(
+                f"more than {kept} programs have been compiled, and {kept} are kept: those unused for longest are "
+                f"dropped, and compiled again when they are needed. {advice[0].upper()}{advice[1:]}",
+                stacklevel=2,
+            )
+
+    def _reasons(self, key: Any, others: Iterable[Any]) -> list[str]:
+        """What differs from the program that differs in the least."""
+        each = (list(self._differences(key, other)) for other in others)
+        return min(each, key=len, default=[])
+
+    def _differences(self, key: Any, other: Any) -> Iterator[str]:
+        buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, loss, values = key
+        if spec != other[1]:
+            mine, theirs = (", ".join(input_names(self._model, each)) or "none" for each in (spec, other[1]))
+            yield f"the inputs are {mine} instead of {theirs}"
+        else:
+            for name, kind, old in zip(input_names(self._model, spec), kinds, other[2], strict=True):
+                if kind != old:
+                    yield f"{name}: {_changed(kind, old)}"
+        if modes != other[3]:
+            yield f"{sum(modes)} of {len(modes)} modules in training mode{_instead(sum(modes), other[3])}"
+        if trained != other[4]:
+            yield f"{sum(trained)} of {len(trained)} parameters require a gradient{_instead(sum(trained), other[4])}"
+        if grad != other[5]:
+            yield "gradients instead of no gradients" if grad else "no gradients instead of gradients"
+        if autocast != other[6]:
+            yield f"autocast {autocast} instead of {other[6]}"
+        if dtype != other[7]:
+            yield f"default dtype {dtype} instead of {other[7]}"
+        if hooks != other[8]:
+            yield "other hooks of all modules (torch.nn.modules.module.register_module_...)"
+        if loss != other[9]:
+            yield "with the loss instead of without" if loss else "without the loss instead of with it"
+        if buffers != other[0]:
+            yield "buffers of other shapes, or other buffers"
+        if key[1:-1] == other[1:-1]:
+            yield from self._decided.differing(key[1:-1], values, other[-1])
+
+    def _advice(self, spec: Any, calls: Sequence[Any]) -> str:
+        """What to do about calls with these inputs."""
+        varying, dimensions = dict[str, list[Any]](), set[int]()
+        for name, kinds in zip(input_names(self._model, spec), zip(*calls, strict=True), strict=True):
+            shapes = list(dict.fromkeys(tuple(kind[0]) for kind in kinds if len(kind) == 5))
+            if len(shapes) > 1:
+                varying[name] = shapes
+                dimensions |= {i for i, sizes in enumerate(zip(*shapes, strict=False)) if len({*sizes}) > 1}
+        if not varying:  # in strides
+            return "give inputs that are contiguous"
+        name, shapes = next(iter(varying.items()))
+        seen = f"{name} has had shapes {', '.join(str(list(each)) for each in shapes[:_SHOWN])}"
+        seen += " and others" if len(shapes) > _SHOWN else ""
+        if dimensions == {0}:
+            return f"{seen}. Give all batches as many rows, as a DataLoader does with drop_last=True"
+        fill = ", ".join(f"{_own(name)}: ..." for name in varying)
+        dimension = min(dimensions - {0}, default=1)
+        option = f"multiple_of=64, fill={{{fill}}}" + (f", dimension={dimension}" if dimension != 1 else "")
+        return (
+            f"{seen}. Pad to few lengths: shardgraph.compile(..., lengths=shardgraph.Lengths({option})) does, with "
+            "multiple_of or powers_of_two=True so that few are left, and so does pad_to_multiple_of=64 of a data "
+            "collator of transformers; docs/lengths.md says what padding needs"
+        )
+
+
+def _without_shapes(key: Any) -> Any:
+    """What a program depends on beside buffers and the shapes and strides of its inputs."""
+    _, spec, kinds, *rest = key
+    return spec, tuple((kind[1], *kind[3:]) if len(kind) == 5 else kind for kind in kinds), *rest
+
+
+def _changed(kind: Any, old: Any) -> str:
+    """How an input differs from what it was."""
+    if len(kind) != 5 or len(old) != 5:
+        return f"{_described(kind)} instead of {_described(old)}"
+    (shape, dtype, _, trained, _), (shape_before, dtype_before, _, trained_before, _) = kind, old
+    parts = []
+    if shape != shape_before:
+        parts.append(f"shape {list(shape)} instead of {list(shape_before)}")
+    if dtype != dtype_before:
+        parts.append(f"{dtype} instead of {dtype_before}")
+    if trained != trained_before:
+        parts.append("it requires a gradient" if trained else "it no longer requires a gradient")
+    return ", ".join(parts) or "other strides"
+
+
+def _described(kind: Any) -> str:
+    if len(kind) != 5:
+        return shown(kind)
+    return "a number that changes" if kind[-1] else f"a tensor of shape {list(kind[0])}, {kind[1]}"
+
+
+def _instead(count: int, before: Sequence[bool]) -> str:
+    return f" instead of {sum(before)}" if count != sum(before) else ", and not the same ones"
+
+
+def _own(name: str) -> str:
+    """An input as ``Lengths`` is given it: its quoted name, or its position."""
+    number, _, rest = name.partition(" (")
+    return repr(rest[:-1]) if rest else number.removeprefix("input ")
