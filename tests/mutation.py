@@ -75,6 +75,7 @@ WITHOUT = {
     ),
     "add-accumulated": "derived under no_sync, which verify does not run; tests of no_sync compare with one process",
     "update-parameters": "derived for sharded.step, which verify does not run; tests compare it with torch's step",
+    "shadow": "derived inside of join(), which verify does not run; tests compare it with DDP's",
     "reduce-alone": "derived likewise, for a program that ends a no_sync of another one",
 }
 """Passes that cannot make a fault that shows in a value, with the reason."""

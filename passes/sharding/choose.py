@@ -41,8 +41,10 @@ from shardgraph.passes.milp import NoSolution, Program
 from shardgraph.passes.sharding.classes import classes_of, pattern_of, written_names
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import Option, operands
+from shardgraph.passes.sharding.placements import PARTIAL
 
 _LIMIT = 120.0  # seconds of search
+_EARLY = 1 + 1e-5  # for a choice among equals: what a reduction costs that is not left to the end
 
 
 class Placements(ABC):
@@ -144,6 +146,8 @@ class Placements(ABC):
         for before, after in itertools.product(made, used):
             if math.isinf(cost := self.move((maker.node, result), before, after)):
                 continue
+            if before == PARTIAL and operand is not None:  # at the end, reductions of several gradients are merged
+                cost *= _EARLY
             flow = program.variable()
             out[before][flow] = into[after][flow] = 1.0
             if cost:
