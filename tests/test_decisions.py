@@ -78,6 +78,42 @@ def test_a_condition_is_the_value_that_a_tensor_has_where_it_is_asked_for():
     assert at.tolist() == [5, 3]  # which the condition computes with a copy of
 
 
+def added_to(layer, x, at):
+    counts = torch.zeros(3, dtype=torch.long)
+    first = counts[:1]
+    counts += at.max()
+    return layer(x) * int(first)
+
+
+def clipped(layer, x, at):
+    counts = torch.zeros(3) - at.max()
+    nn.functional.relu(counts[:1], True)
+    return layer(x) * float(counts[0])
+
+
+def of_one_element(layer, x, at):
+    if (at > 4).any(0, keepdim=True):
+        return layer(x)
+    return x if not (at > 1).any(0, keepdim=True) else layer(x) * 2
+
+
+@pytest.mark.parametrize("body", [added_to, clipped, of_one_element])
+def test_a_condition_is_of_the_memory_and_the_one_element_of_its_value(body):
+    model = Forward(body)
+    sharded, x = compiled(model), torch.randn(2, 4)
+    for at in (torch.tensor([1, 2]), torch.tensor([5, 3])):
+        torch.testing.assert_close(sharded(x, at), model(x, at))
+
+
+def test_a_value_that_an_earlier_layer_has_written_to_decides_nothing():
+    def body(layer, x, at):
+        counts = at * 1.0
+        counts[:1].copy_(layer(x).sum().detach().reshape(1))
+        return layer(x) if counts.max() > 3 else x
+
+    assert "if counts.max() > 3" in refused(Forward(body), torch.randn(2, 4), torch.tensor([1, 2]))
+
+
 def test_an_analysis_takes_the_way_of_its_example_inputs():
     model = deciding.Masked()
     counts = [

@@ -7,6 +7,7 @@ as shapes do. What depends on parameters or random numbers is known only within 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Sequence
@@ -157,9 +158,9 @@ class Decisions:
                 known[node] = None
                 if _writes(node):
                     writing.append(node)
-            elif _writes(node):
-                for each in node.all_input_nodes:
-                    known.pop(each, None)  # it depends on more from here on
+            elif _writes(node) and any(each in known for each in (*node.args[:1], node.kwargs.get("out"))):
+                known.clear()  # it depends on more from here on, and so may what shares its memory
+                writing.clear()
         return known, writing, cast
 
 
@@ -177,11 +178,21 @@ def _is_empty(leaf: torch.Tensor) -> bool:
     return leaf.is_meta or isinstance(leaf, FakeTensor)
 
 
+_NAMES = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+_OPERATORS = {*(getattr(operator, f"i{name}") for name in _NAMES), operator.setitem}
+
+
 def _writes(node: fx.Node) -> bool:
     """Whether an operation of the tracer's graph may write to a tensor that it is given."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("setitem", "__setitem__") or name.startswith("__i") or "out" in node.kwargs
+    if in_place or node.target in _OPERATORS or name == "__setitem__" or name.startswith("__i") or "out" in node.kwargs:
+        return True
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a method, or a function of C
+        given = node.kwargs
+    return bool(given.get("inplace"))
 
 
 def _draws(node: fx.Node) -> bool:

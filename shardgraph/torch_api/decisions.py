@@ -92,15 +92,25 @@ def _known(tx: Any, variable: Any) -> Any:
     return None if decider is None else decider.value(variable.as_proxy().node, _line(tx))
 
 
+def _number(tx: Any, variable: Any) -> Any:
+    """What the decider says of the one element of a tensor, whatever its shape; None likewise, and for more of them."""
+    value = _known(tx, variable)
+    while isinstance(value, list):
+        value = value[0] if len(value) == 1 else None
+    return value
+
+
 def _line(tx: Any) -> str:
     file, number = tx.f_code.co_filename, tx.lineno
     return f"{file}:{number}, in {tx.f_code.co_name}:  {linecache.getline(file, number).strip()}"
 
 
 def _conversion(original: Callable[..., Any], convert: Callable[[Any], Any]) -> Callable[..., Any]:
+    ask = _known if original.__name__ == "method_tolist" else _number
+
     @functools.wraps(original)
     def wrapped(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        value = _known(tx, self)
+        value = ask(tx, self)
         if value is None:
             return original(self, tx, *args, **kwargs)
         return VariableTracker.build(tx, convert(value))
@@ -111,7 +121,7 @@ def _conversion(original: Callable[..., Any], convert: Callable[[Any], Any]) -> 
 def _negation(original: Callable[..., None]) -> Callable[..., None]:
     def wrapped(tx: Any, instruction: Any) -> None:
         variable = tx.stack[-1].realize()
-        value = _known(tx, variable) if isinstance(variable, TensorVariable) else None
+        value = _number(tx, variable) if isinstance(variable, TensorVariable) else None
         if value is None:
             original(tx, instruction)
             return
@@ -133,7 +143,7 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
         if jumping or going_on:
             value: Any = on_true if going_on else not on_true
             _check(tx, variable, value)
-        elif (value := _known(tx, variable)) is None:
+        elif (value := _number(tx, variable)) is None:
             value = decider.assumed(_line(tx))
             if value is None:
                 original(tx, instruction)
