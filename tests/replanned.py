@@ -75,7 +75,8 @@ def continued(plan_text: str, folder: str, steps: range, resume: bool) -> list[f
 
 
 def peaks_of_calls(name: str, calls: int) -> tuple[int, int]:
-    """The measured and the predicted peak of a step of so many calls."""
+    """The measured and the predicted peak of a step of so many calls: the least of several steps, since a thread of
+    gloo may still hold what it has sent."""
     x, options = torch.randn(64, 8), {"loss_fn": nn.functional.mse_loss}
     sharded = shardgraph.compile(net(), name, example_inputs=(x,), **options)
     optimizer = torch.optim.AdamW(sharded.parameters())
@@ -87,8 +88,11 @@ def peaks_of_calls(name: str, calls: int) -> tuple[int, int]:
         optimizer.zero_grad()
 
     step()
-    with shardgraph.MemoryTracker(sharded, optimizer) as tracker:
-        step()
+    peaks = []
+    for _ in range(6):
+        with shardgraph.MemoryTracker(sharded, optimizer) as tracker:
+            step()
+        peaks.append(tracker.trace.peak.live)
     plan = replace(sharded.plan, batch=Batch(64 * calls * sharded.plan.data_size, calls))
     options |= {"example_kwargs": {"target": x}, "cluster": toy_cluster(1, 4)}
-    return tracker.trace.peak.live, parts_of(shardgraph.analyze(net(), (x,), plan, **options)).peak
+    return min(peaks), parts_of(shardgraph.analyze(net(), (x,), plan, **options)).peak

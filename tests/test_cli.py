@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,7 +306,8 @@ def test_run_refuses_a_script_that_there_is_not() -> None:
 
 def test_run_ends_its_ranks_when_it_is_interrupted(script: Path) -> None:
     command = [sys.executable, "-m", "shardgraph", "run", script, "--stay"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert running.stdout is not None
     for _ in range(2):
         running.stdout.readline()  # the ranks have begun
