@@ -11,39 +11,43 @@ from typing import Any
 
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Condition, JointGraph
+from shardgraph.module.program_key import ProgramKey
 
 
 class Decided:
     """The conditions that have been met, by the rest of a program's key."""
 
     def __init__(self) -> None:
-        self._conditions: dict[Any, list[Condition]] = {}
+        self._conditions: dict[ProgramKey, list[Condition]] = {}
 
-    def learn(self, rest: Any, conditions: Sequence[Condition]) -> None:
-        """Have the values of ``conditions`` in the keys of calls of which the rest is this, from now on."""
+    def learn(self, key: ProgramKey, conditions: Sequence[Condition]) -> None:
+        """Have the values of ``conditions`` in the keys of calls that are like this one, from now on."""
         if conditions:
-            known = self._conditions.setdefault(rest, [])
+            known = self._conditions.setdefault(key.undecided, [])
             keys = {each.key for each in known}
             known += [each for each in conditions if each.key not in keys]
 
-    def values(self, rest: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of a call with these flattened inputs."""
+    def completed(self, key: ProgramKey, leaves: Sequence[Any]) -> ProgramKey:
+        """The key of a call with the values that these flattened inputs have."""
         if not self._conditions:
-            return ()
-        return tuple(_hashable(each.of(leaves)) for each in self._conditions.get(rest, ()))
+            return key
+        return key._replace(values=tuple(_hashable(each.of(leaves)) for each in self._of(key)))
 
-    def told(self, rest: Any, values: Sequence[Any]) -> Iterator[str]:
+    def told(self, key: ProgramKey) -> Iterator[str]:
         """Each condition and its value, as text."""
-        for condition, value in zip(self._conditions.get(rest, ()), values, strict=False):
+        for condition, value in zip(self._of(key), key.values, strict=False):
             yield f"{value} is the value at {condition.line}"
 
-    def differing(self, rest: Any, values: Sequence[Any], before: Sequence[Any]) -> Iterator[str]:
+    def differing(self, key: ProgramKey, before: ProgramKey) -> Iterator[str]:
         """What differs in the values of a call from those ``before``, which may be fewer, as text."""
-        for i, (condition, value) in enumerate(zip(self._conditions.get(rest, ()), values, strict=False)):
-            if i >= len(before):
+        for i, (condition, value) in enumerate(zip(self._of(key), key.values, strict=False)):
+            if i >= len(before.values):
                 yield f"the value at {condition.line} is {value}, and was not asked for before"
-            elif value != before[i]:
-                yield f"the value at {condition.line} is {value} instead of {before[i]}"
+            elif value != before.values[i]:
+                yield f"the value at {condition.line} is {value} instead of {before.values[i]}"
+
+    def _of(self, key: ProgramKey) -> Sequence[Condition]:
+        return self._conditions.get(key.undecided, ())
 
 
 def check_decided_alike(microbatches: Iterable[JointGraph], batch: Sequence[Any]) -> None:

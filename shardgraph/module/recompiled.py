@@ -13,6 +13,7 @@ from torch import nn
 from shardgraph.module.decided import Decided
 from shardgraph.module.input_names import input_names
 from shardgraph.module.numbers import shown
+from shardgraph.module.program_key import ProgramKey, is_tensor
 
 log = logging.getLogger(__name__)
 _MANY = 8  # programs that differ in the shapes of inputs alone
@@ -29,29 +30,29 @@ class Recompiled:
         self._alike: defaultdict[Any, dict[Any, float]] = defaultdict(dict)  # seconds, by the inputs
         self._warned = self._evicted = False
 
-    def tell(self, key: Any, seconds: float, others: Iterable[Any], changed: str) -> None:
+    def tell(self, key: ProgramKey, seconds: float, others: Iterable[ProgramKey], changed: str) -> None:
         """Tell that the program of ``key`` has been compiled, beside those of ``others``; what ``changed`` on the model
         since it was last compiled, if it was."""
         reasons = [f"no longer {changed}"] if changed else self._reasons(key, others)
         if reasons:
             log.info("compiled another program in %.1f s: %s", seconds, "; ".join(reasons))
-        alike = self._alike[_without_shapes(key)]
-        alike[key[2]] = alike.get(key[2], 0.0) + seconds
+        alike = self._alike[key.without_shapes]
+        alike[key.inputs] = alike.get(key.inputs, 0.0) + seconds
         if len(alike) >= self._many and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{len(alike)} programs have been compiled that differ in the shapes of inputs alone, in "
-                f"{sum(alike.values()):.0f} s altogether: {self._advice(key[1], list(alike))}",
+                f"{sum(alike.values()):.0f} s altogether: {self._advice(key.structure, list(alike))}",
                 stacklevel=2,
             )
 
-    def evicted(self, key: Any, kept: int) -> None:
+    def evicted(self, key: ProgramKey, kept: int) -> None:
         """Warn, once, that the program of ``key`` is no longer among those that are ``kept``."""
         if not self._evicted:
             self._evicted = True
-            alike = self._alike[_without_shapes(key)]
+            alike = self._alike[key.without_shapes]
             advice = (
-                self._advice(key[1], list(alike))
+                self._advice(key.structure, list(alike))
                 if len(alike) > 1
                 else "the logger 'shardgraph' says at level INFO what each was compiled for"
             )
@@ -61,44 +62,46 @@ class Recompiled:
                 stacklevel=2,
             )
 
-    def _reasons(self, key: Any, others: Iterable[Any]) -> list[str]:
+    def _reasons(self, key: ProgramKey, others: Iterable[ProgramKey]) -> list[str]:
         """What differs from the program that differs in the least."""
         each = (list(self._differences(key, other)) for other in others)
         return min(each, key=len, default=[])
 
-    def _differences(self, key: Any, other: Any) -> Iterator[str]:
-        buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, loss, values = key
-        if spec != other[1]:
-            mine, theirs = (", ".join(input_names(self._model, each)) or "none" for each in (spec, other[1]))
+    def _differences(self, key: ProgramKey, other: ProgramKey) -> Iterator[str]:
+        if key.structure != other.structure:
+            structures = key.structure, other.structure
+            mine, theirs = (", ".join(input_names(self._model, each)) or "none" for each in structures)
             yield f"the inputs are {mine} instead of {theirs}"
         else:
-            for name, kind, old in zip(input_names(self._model, spec), kinds, other[2], strict=True):
+            for name, kind, old in zip(input_names(self._model, key.structure), key.inputs, other.inputs, strict=True):
                 if kind != old:
                     yield f"{name}: {_changed(kind, old)}"
-        if modes != other[3]:
-            yield f"{sum(modes)} of {len(modes)} modules in training mode{_instead(sum(modes), other[3])}"
-        if trained != other[4]:
-            yield f"{sum(trained)} of {len(trained)} parameters require a gradient{_instead(sum(trained), other[4])}"
-        if grad != other[5]:
-            yield "gradients instead of no gradients" if grad else "no gradients instead of gradients"
-        if autocast != other[6]:
-            yield f"autocast {autocast} instead of {other[6]}"
-        if dtype != other[7]:
-            yield f"default dtype {dtype} instead of {other[7]}"
-        if hooks != other[8]:
+        for counted, now, before in (
+            ("modules in training mode", key.modes, other.modes),
+            ("parameters require a gradient", key.trained, other.trained),
+        ):
+            if now != before:
+                yield f"{sum(now)} of {len(now)} {counted}{_instead(sum(now), before)}"
+        if key.grad != other.grad:
+            yield "gradients instead of no gradients" if key.grad else "no gradients instead of gradients"
+        if key.autocast != other.autocast:
+            yield f"autocast {key.autocast} instead of {other.autocast}"
+        if key.dtype != other.dtype:
+            yield f"default dtype {key.dtype} instead of {other.dtype}"
+        if key.hooks != other.hooks:
             yield "other hooks of all modules (torch.nn.modules.module.register_module_...)"
-        if loss != other[9]:
-            yield "with the loss instead of without" if loss else "without the loss instead of with it"
-        if buffers != other[0]:
+        if key.with_loss != other.with_loss:
+            yield "with the loss instead of without" if key.with_loss else "without the loss instead of with it"
+        if key.buffers != other.buffers:
             yield "buffers of other shapes, or other buffers"
-        if key[1:-1] == other[1:-1]:
-            yield from self._decided.differing(key[1:-1], values, other[-1])
+        if key.undecided == other.undecided:
+            yield from self._decided.differing(key, other)
 
     def _advice(self, spec: Any, calls: Sequence[Any]) -> str:
         """What to do about calls with these inputs."""
         varying, dimensions = dict[str, list[Any]](), set[int]()
         for name, kinds in zip(input_names(self._model, spec), zip(*calls, strict=True), strict=True):
-            shapes = list(dict.fromkeys(tuple(kind[0]) for kind in kinds if len(kind) == 5))
+            shapes = list(dict.fromkeys(tuple(kind[0]) for kind in kinds if is_tensor(kind)))
             if len(shapes) > 1:
                 varying[name] = shapes
                 dimensions |= {i for i, sizes in enumerate(zip(*shapes, strict=False)) if len({*sizes}) > 1}
@@ -119,15 +122,9 @@ class Recompiled:
         )
 
 
-def _without_shapes(key: Any) -> Any:
-    """What a program depends on beside buffers and the shapes and strides of its inputs."""
-    _, spec, kinds, *rest = key
-    return spec, tuple((kind[1], *kind[3:]) if len(kind) == 5 else kind for kind in kinds), *rest
-
-
 def _changed(kind: Any, old: Any) -> str:
     """How an input differs from what it was."""
-    if len(kind) != 5 or len(old) != 5:
+    if not (is_tensor(kind) and is_tensor(old)):
         return f"{_described(kind)} instead of {_described(old)}"
     (shape, dtype, _, trained, _), (shape_before, dtype_before, _, trained_before, _) = kind, old
     parts = []
@@ -141,7 +138,7 @@ def _changed(kind: Any, old: Any) -> str:
 
 
 def _described(kind: Any) -> str:
-    if len(kind) != 5:
+    if not is_tensor(kind):
         return shown(kind)
     return "a number that changes" if kind[-1] else f"a tensor of shape {list(kind[0])}, {kind[1]}"
 

@@ -38,12 +38,13 @@ from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers
+from shardgraph.module.program_key import ProgramKey
 from shardgraph.module.recompiled import Recompiled
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
-from shardgraph.module.switches import Switches, described
+from shardgraph.module.switches import Switches
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
 from shardgraph.passes.lowering import STAGES
@@ -115,8 +116,8 @@ class ShardedModule(nn.Module):
     _as_written: AsWritten
     _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
     _unsharded: ExitStack | None  # within, parameters are whole
-    _programs: OrderedDict[Any, list[_Compiled]]
-    _latest: tuple[list[Any], list[_Compiled]] | None
+    _programs: OrderedDict[ProgramKey, list[_Compiled]]
+    _latest: tuple[list[ProgramKey], list[_Compiled]] | None
     _switches: Switches
     _recompiled: Recompiled
     _padding: Padding | None
@@ -517,10 +518,10 @@ class ShardedModule(nn.Module):
         if self.mesh is not None or self._why_not_as_written() is not None:
             self._as_written.intercept(self.original)
         buffers = self._state.layout.buffers
-        self._programs = OrderedDict(((buffers, *key[1:]), made) for key, made in self._programs.items())
+        self._programs = OrderedDict((key._replace(buffers=buffers), made) for key, made in self._programs.items())
         if self._latest is not None:
             keys, made = self._latest
-            self._latest = [(buffers, *key[1:]) for key in keys], made
+            self._latest = [key._replace(buffers=buffers) for key in keys], made
 
     def _shard_added(self, names: Sequence[str]) -> None:
         """Shard parameters that were added to the model, or replaced, since it was compiled: on all ranks, alike."""
@@ -560,14 +561,14 @@ class ShardedModule(nn.Module):
         latest, compiled = self._latest or (None, [])
         if latest == keys and all(each.guards.hold for each in {*compiled}):
             return [each.executor for each in compiled]
-        shown = [described(key, self._changed(key)) for key in dict.fromkeys(keys)]
+        shown = [key.described(self._changed(key)) for key in dict.fromkeys(keys)]
         agreement, switches = self._setup.agreement, self._switches
         try:
-            keys, compiled = self._programs_of(calls, spec, loss_fn)
+            keys, compiled = self._programs_of(keys, calls, spec, loss_fn)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
             agreement.agree("the compiled program", "\n".join(shown), error)
             raise
-        told = (line for key in dict.fromkeys(keys) for line in self._decided.told(_rest(key), key[-1]))
+        told = (line for key in dict.fromkeys(keys) for line in self._decided.told(key))
         text = "\n".join([*shown, *told])
         programs = [each.executor.program for each in compiled]
         communication = switches.communication(keys, programs)
@@ -591,34 +592,35 @@ class ShardedModule(nn.Module):
         return [changed.get(each, each) for each in compiled]
 
     def _programs_of(
-        self, calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None
-    ) -> tuple[list[Any], list[_Compiled]]:
-        """The keys of calls, and a program for each, compiled if it is not yet: on this rank alone."""
-        keys, made = self._keys(calls, spec, loss_fn), dict[Any, _Compiled]()
+        self, keys: list[ProgramKey], calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None
+    ) -> tuple[list[ProgramKey], list[_Compiled]]:
+        """A program for each call, compiled if it is not yet, on this rank alone; and their keys, which may have
+        changed by that."""
+        made = dict[ProgramKey, _Compiled]()
         for key, leaves in zip(keys, calls, strict=True):
             if key not in made and (valid := self._valid(key)) is not None:
                 made[key] = valid
             elif key not in made:
                 start = time.perf_counter()
                 made[key] = self._compile(leaves, spec, loss_fn)
-                self._decided.learn(_rest(key), made[key].executor.program.joint.conditions)
+                self._decided.learn(key, made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
                 self._recompiled.tell(after, time.perf_counter() - start, self._programs, self._changed(after))
                 self._keep(after, made[key])
                 if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
-                    return self._programs_of(calls, spec, loss_fn)
+                    return self._programs_of(self._keys(calls, spec, loss_fn), calls, spec, loss_fn)
             self._programs.move_to_end(key)
         return keys, [made[key] for key in keys]
 
-    def _valid(self, key: Any) -> _Compiled | None:
+    def _valid(self, key: ProgramKey) -> _Compiled | None:
         """The program of this key for the model as it is now, if it has been compiled."""
         return next((each for each in self._programs.get(key, ()) if each.guards.hold), None)
 
-    def _changed(self, key: Any) -> str:
+    def _changed(self, key: ProgramKey) -> str:
         """What has changed on the model since the latest program of this key was compiled."""
         return self._programs[key][-1].guards.failing if key in self._programs else ""
 
-    def _keep(self, key: Any, compiled: _Compiled) -> None:
+    def _keep(self, key: ProgramKey, compiled: _Compiled) -> None:
         """Add a program to the cache."""
         variants = self._programs.setdefault(key, [])
         if len(variants) == _MAX_VARIANTS:
@@ -660,17 +662,14 @@ class ShardedModule(nn.Module):
         joint = self._setup.captures.take(call, self.plan)
         return lowered(joint, self.plan, named_shapes(call.model), show)
 
-    def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[tuple[Any, ...]]:
+    def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[ProgramKey]:
         """For each call, all that its program depends on."""
         layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         ambient = torch.is_grad_enabled(), autocast, torch.get_default_dtype(), torch_api.global_hooks()
         state = layout.modes, layout.trained, *ambient, loss_fn is not None
         inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
-        rests = ((spec, each, *state) for each in inputs)
-        return [
-            (layout.buffers, *rest, self._decided.values(rest, leaves))
-            for rest, leaves in zip(rests, calls, strict=True)
-        ]
+        keys = (ProgramKey(layout.buffers, spec, each, *state) for each in inputs)
+        return [self._decided.completed(key, leaves) for key, leaves in zip(keys, calls, strict=True)]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -799,8 +798,3 @@ def _check_local(leaves: Sequence[Any]) -> None:
                 "are called with their own parts of a batch as plain tensors: give its to_local(), or its "
                 "full_tensor() where ranks share a batch"
             )
-
-
-def _rest(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What chooses a program beside buffers and values of inputs."""
-    return key[1:-1]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from shardgraph.module.numbers import shown
+from shardgraph.module.program_key import ProgramKey
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.agreement import Agreement
@@ -24,15 +23,15 @@ class Switches:
         self.agreed: list[str] | None = None
         self._orders: dict[str, str] = {}  # communication in the order that ranks have, by its sorted lines
 
-    def communication(self, keys: Iterable[Any], programs: Iterable[Program]) -> list[str]:
+    def communication(self, keys: Iterable[ProgramKey], programs: Iterable[Program]) -> list[str]:
         """The communication of calls of these programs, in order; where ranks share batches, all that they compute."""
         return [
-            text if self.plan.is_of_data else f"{text}\n{program.digest} of inputs {key[2]}"
+            text if self.plan.is_of_data else f"{text}\n{program.digest} of inputs {key.inputs}"
             for key, program in zip(keys, programs, strict=True)
             if (text := program.communication)
         ]
 
-    def agree(self, keys: Sequence[Any], programs: Sequence[Program], described: str) -> list[Program]:
+    def agree(self, keys: Sequence[ProgramKey], programs: Sequence[Program], described: str) -> list[Program]:
         """The programs of a call that ranks make together, after all have agreed to run them.
 
         Where every rank has a batch of its own, batches may differ, and programs by their computation: then those of
@@ -66,20 +65,3 @@ class Switches:
 
 def _sorted(communication: str) -> str:
     return "\n".join(sorted(communication.splitlines()))
-
-
-def described(key: tuple[Any, ...], changed: str) -> str:
-    """A program's key as readable text, and what ``changed`` on the model."""
-    buffers, spec, kinds, modes, trained, grad, autocast, dtype, hooks, with_loss, _ = key
-    lines = [f"structure {spec}"]
-    for i, kind in enumerate(kinds):
-        is_tensor = len(kind) == 5
-        lines.append(f"input {i}: shape {list(kind[0])}, {kind[1]}" if is_tensor else f"input {i}: {shown(kind)}")
-    lines.append(f"{sum(modes)} of {len(modes)} modules in training mode")
-    lines.append(f"{sum(trained)} of {len(trained)} parameters require a gradient")
-    lines.append(f"gradients {'on' if grad else 'off'}, autocast {autocast}, {'with' if with_loss else 'without'} loss")
-    shapes = ", ".join(f"{list(kind[0])} {kind[1]}" for kind in dict.fromkeys(buffers) if isinstance(kind, tuple))
-    lines.append(f"default dtype {dtype}, {len(hooks)} hooks of all modules")
-    lines.append(f"{len(buffers)} buffers, of shapes {shapes or 'none'}")
-    lines.append(f"no longer {changed}" if changed else "the model's attributes as they were")
-    return "\n".join(lines)
