@@ -23,7 +23,7 @@ BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "o
 VIEW = "view"
 """Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
 
-CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4}
+_CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4}
 """Parts of a CPU's rate in float32: half as many numbers are in a vector, and those of 16 bits are converted."""
 
 MEMORY = "memory"
@@ -152,8 +152,8 @@ class Device:
         if kind in FLOP_KINDS:
             part = kind if f"{kind}/{dtype}" in self.rates else "matmul"
             rate = self.rates.get(f"{part}/{dtype}")
-            if rate is None and self.is_cpu and dtype in CPU_RATES and (measured := self.rate(kind, "float32")):
-                return replace(measured, per_second=measured.per_second * CPU_RATES[dtype])
+            if rate is None and self.is_cpu and dtype in _CPU_RATES and (measured := self.rate(kind, "float32")):
+                return replace(measured, per_second=measured.per_second * _CPU_RATES[dtype])
         else:
             rate, part = self.rates.get(kind, self.rates["pointwise"]), MEMORY
         return rate and replace(rate, per_second=rate.per_second * self.sustained.get(part, 1.0))

@@ -13,13 +13,21 @@ import shardgraph
 from shardgraph import Pipeline
 
 
-class Masked(nn.Module):
-    """It branches on values of its inputs, and computes with numbers that it reads of them."""
+class Dimmed(nn.Module):
+    """It branches on a value of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.layers(x)
+        return h if mask.all() else h * mask
+
+
+class Masked(Dimmed):
+    """It branches on several of them, and computes with numbers that it reads of them."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         h = self.layers(x)
@@ -32,19 +40,6 @@ class Masked(nn.Module):
         for i, count in enumerate(counts.tolist()):
             h = h + count * i
         return h / max(int(counts[0]), 1)
-
-
-class Dimmed(nn.Module):
-    """It branches on a value of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        h = self.layers(x)
-        return h if mask.all() else h * mask
 
 
 class Checking(nn.Module):

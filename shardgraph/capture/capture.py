@@ -23,13 +23,12 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
 from shardgraph.capture.few_layers import from_few_layers
-from shardgraph.capture.layouts import uncertain
 from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
 from shardgraph.capture.recurrent import check_recurrent, with_own_weights
-from shardgraph.capture.refused import check_effects, unsupported
+from shardgraph.capture.refused import check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
@@ -354,8 +353,8 @@ def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted:
 def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any]) -> ir.JointGraph:
     gm, effects, canonical = exported.lowered.graph_module, exported.effects, exported.canonical
     gm.graph.set_codegen(torch_api.CodeGen())
-    _check_shapes(gm)
-    _check_strides(gm)
+    check_shapes(gm, _source_line)
+    check_strides(gm, _source_line)
     bases: list[Any] = []
 
     def role(desc: Any) -> ir.Role | None:
@@ -465,29 +464,6 @@ def _sum_tied_gradients(gm: fx.GraphModule, results: list[_Result]) -> list[_Res
             value = total
         merged[key] = (role, earlier if value is None else value)
     return list(merged.values())
-
-
-def _check_shapes(gm: fx.GraphModule) -> None:
-    """Raise CaptureError if the size of a value depends on what the graph computes."""
-    for node in gm.graph.nodes:
-        value = node.meta.get("val") if node.op == "call_function" else None
-        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise CaptureError(
-                f"{getattr(node.target, '__name__', node.target)} gives a tensor whose shape depends on values, at "
-                f"{_source_line(node)}, and shapes of a captured graph are fixed: choose elements with torch.where or "
-                "by multiplying with a mask, or a fixed number of them with topk"
-            )
-
-
-def _check_strides(gm: fx.GraphModule) -> None:
-    """Raise CaptureError if a view by strides is of a value whose strides may be others when the model runs."""
-    known: dict[fx.Node, bool] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
-        if uncertain(node.args[0], known):
-            raise CaptureError(
-                f"as_strided at {_source_line(node)} reads by the strides of a value computed from tensors that are "
-                "laid out differently, which depend on the device: call it on value.contiguous()"
-            )
 
 
 def _checks(gm: fx.GraphModule) -> list[_Result]:

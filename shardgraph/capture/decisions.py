@@ -11,6 +11,7 @@ import inspect
 import operator
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,11 @@ class Decisions:
 
     def value(self, node: fx.Node, line: str) -> Any:
         """See :class:`shardgraph.torch_api.Decider`."""
-        if (value := _of_random(node)) is not None:
-            return value
+        if (certain := _of_random(node)) is not None:
+            return certain
         self.remedy = _IN_THE_GRAPH.format(place=_place(line))
-        value = torch_api.traced_value(node)
-        if not isinstance(value, torch.Tensor) or value.numel() > _LARGEST:
+        traced = torch_api.traced_value(node)
+        if not isinstance(traced, torch.Tensor) or traced.numel() > _LARGEST:
             return None
         found = self._function(node)
         if found is None:
@@ -97,19 +98,19 @@ class Decisions:
         if any(map(_is_empty, (self._leaves[i] for i in used))):
             self.remedy = _EMPTY
             return None
-        asked = f"{line}\n{function.graph}"
-        for condition in self.conditions:
-            if condition.key == asked:
-                return condition.value
+        condition = Condition(f"{line}\n{function.graph}", line, None, function, used)
+        for known in self.conditions:
+            if known.key == condition.key:
+                return known.value
         try:
             with unset_fake_temporarily(), _NothingRandom():
-                value = Condition("", "", None, function, used).of(self._leaves)
+                value = condition.of(self._leaves)
         except _RandomError:
             self.remedy = _RANDOM
             return None
         if isinstance(value, str):
             return None  # an error, which is told where it happens
-        self.conditions.append(Condition(asked, line, value, function, used))
+        self.conditions.append(replace(condition, value=value))
         return value
 
     def assumed(self, line: str) -> bool | None:

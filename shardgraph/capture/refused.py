@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.capture.layouts import uncertain
 from shardgraph.errors import CaptureError
 
 _UNSUPPORTED = {
@@ -37,6 +38,29 @@ def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Call
     for desc, value in results:
         if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
             _refuse_write(desc.mutated_input.target, value, line(value))
+
+
+def check_shapes(gm: fx.GraphModule, line: Callable[[fx.Node], str]) -> None:
+    """Raise CaptureError if the size of a value depends on what the graph computes."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val") if node.op == "call_function" else None
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"{getattr(node.target, '__name__', node.target)} gives a tensor whose shape depends on values, at "
+                f"{line(node)}, and shapes of a captured graph are fixed: choose elements with torch.where or by "
+                "multiplying with a mask, or a fixed number of them with topk"
+            )
+
+
+def check_strides(gm: fx.GraphModule, line: Callable[[fx.Node], str]) -> None:
+    """Raise CaptureError if a view by strides is of a value whose strides may be others when the model runs."""
+    known: dict[fx.Node, bool] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        if uncertain(node.args[0], known):
+            raise CaptureError(
+                f"as_strided at {line(node)} reads by the strides of a value computed from tensors that are laid out "
+                "differently, which depend on the device: call it on value.contiguous()"
+            )
 
 
 def _refuse_effect(operator: str, at: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import shardgraph
 from shardgraph.cli.options import (
     ClusterName,
     Json,
@@ -53,7 +54,6 @@ def verify(
     axes = mesh_of(mesh)
     count = math.prod(axes.values()) if axes else ranks
     with working(f"verify {model} under {plan} on {count} ranks"):
-        import shardgraph
         from shardgraph.cli.model import is_function, job_of
 
         job = job_of(model, batch if batch or is_function(model) else count, sequence, settings, weights=True)

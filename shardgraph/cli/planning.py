@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import shardgraph
 from shardgraph.cli.options import (
     Backend,
     Batch,
@@ -50,11 +51,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, for devices that need not be there, and say why it is."""
-    with working(f"build {model}"):
-        import shardgraph
-        from shardgraph.cli.model import job_of
-
-        job = job_of(model, batch, sequence, settings)
+    job = _built(model, batch, sequence, settings)
     found = shardgraph.plan(
         job.module,
         **job.call,
@@ -103,11 +100,7 @@ def front(
 ) -> None:
     """Show the plans that no other beats in devices, memory and time."""
     counts = _counts(devices)
-    with working(f"build {model}"):
-        import shardgraph
-        from shardgraph.cli.model import job_of
-
-        job = job_of(model, batch, sequence, settings)
+    job = _built(model, batch, sequence, settings)
     found = shardgraph.front(
         job.module,
         devices=counts,
@@ -157,11 +150,7 @@ def what_if(
     as_json: Json = False,
 ) -> None:
     """Show what a plan costs under other conditions, and which would be best then; ends with 1 if it does not fit."""
-    with working(f"build {model}"):
-        import shardgraph
-        from shardgraph.cli.model import job_of
-
-        job = job_of(model, batch, length, settings)
+    job = _built(model, batch, length, settings)
     answer = shardgraph.what_if(
         plan,
         job.module,
@@ -183,6 +172,14 @@ def what_if(
     result(answer, data, as_json)
     if not answer.fits:
         raise typer.Exit(1)
+
+
+def _built(model: str, batch: int | None, sequence: int | None, settings: list[str] | None) -> Any:
+    """What is planned, as :func:`shardgraph.cli.model.job_of` makes it, with a line meanwhile."""
+    with working(f"build {model}"):
+        from shardgraph.cli.model import job_of
+
+        return job_of(model, batch, sequence, settings)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import shardgraph
 from shardgraph.cli.options import (
     Backend,
     Batch,
@@ -48,7 +49,6 @@ def analyze(
     axes = mesh_of(mesh)
     _measured(cluster)
     with working(f"analyze {model} under {plan}"):
-        import shardgraph
         from shardgraph.cli.model import job_of
 
         job = job_of(model, batch, sequence, settings)
@@ -86,7 +86,6 @@ def compare(
     """Show what two plans decide differently, and what that costs."""
     _measured(cluster)
     with working(f"compare {first} and {second}"):
-        import shardgraph
         from shardgraph.cli.model import job_of
         from shardgraph.plans.plan import Plan
 
@@ -117,7 +116,6 @@ def visualize(
     axes = mesh_of(mesh)
     _measured(cluster)
     with working(f"draw {model} under {plan}"):
-        import shardgraph
         from shardgraph.cli.model import job_of
 
         job = job_of(model, batch, sequence, settings)

@@ -67,19 +67,9 @@ def _install() -> None:
                 kind.dispatch_table[code] = _jump(kind.dispatch_table[code], "IF_TRUE" in name, "OR_POP" in name)
         kind.dispatch_table[dis.opmap["UNARY_NOT"]] = _negation(kind.dispatch_table[dis.opmap["UNARY_NOT"]])
     handlers: Any = TensorVariable
-    for name, convert in _CONVERSIONS.items():
+    for name, (ask, convert) in _CONVERSIONS.items():
         if original := getattr(handlers, name, None):  # torch 2.11 has fewer of them
-            setattr(handlers, name, _conversion(original, convert))
-
-
-_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "method_item": lambda value: value,
-    "method_tolist": lambda value: value,
-    "bool_impl": bool,
-    "nb_int_impl": int,
-    "nb_index_impl": int,
-    "nb_float_impl": float,
-}
+            setattr(handlers, name, _conversion(original, ask, convert))
 
 
 def _subclasses(kind: type) -> set[Any]:
@@ -105,9 +95,22 @@ def _line(tx: Any) -> str:
     return f"{file}:{number}, in {tx.f_code.co_name}:  {linecache.getline(file, number).strip()}"
 
 
-def _conversion(original: Callable[..., Any], convert: Callable[[Any], Any]) -> Callable[..., Any]:
-    ask = _known if original.__name__ == "method_tolist" else _number
+def _as_it_is(value: Any) -> Any:
+    return value
 
+
+_Ask = Callable[[Any, Any], Any]
+_CONVERSIONS: dict[str, tuple[_Ask, Callable[[Any], Any]]] = {
+    "method_item": (_number, _as_it_is),
+    "method_tolist": (_known, _as_it_is),
+    "bool_impl": (_number, bool),
+    "nb_int_impl": (_number, int),
+    "nb_index_impl": (_number, int),
+    "nb_float_impl": (_number, float),
+}
+
+
+def _conversion(original: Callable[..., Any], ask: _Ask, convert: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         value = ask(tx, self)
@@ -118,10 +121,18 @@ def _conversion(original: Callable[..., Any], convert: Callable[[Any], Any]) -> 
     return wrapped
 
 
+def _asked_about(tx: Any) -> Any:
+    """The tensor on top of the stack, if there is one and a decider; what others trace is left as it is."""
+    if _decider.get() is None:
+        return None
+    variable = tx.stack[-1].realize()
+    return variable if isinstance(variable, TensorVariable) else None
+
+
 def _negation(original: Callable[..., None]) -> Callable[..., None]:
     def wrapped(tx: Any, instruction: Any) -> None:
-        variable = tx.stack[-1].realize()
-        value = _number(tx, variable) if isinstance(variable, TensorVariable) else None
+        variable = _asked_about(tx)
+        value = None if variable is None else _number(tx, variable)
         if value is None:
             original(tx, instruction)
             return
@@ -135,8 +146,8 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
     """A jump on a condition that ``on_true`` jumps if it is true, and then ``keeps`` it on the stack."""
 
     def wrapped(tx: Any, instruction: Any) -> None:
-        variable, decider = tx.stack[-1].realize(), _decider.get()
-        if decider is None or not isinstance(variable, TensorVariable):
+        variable, decider = _asked_about(tx), _decider.get()
+        if variable is None or decider is None:
             original(tx, instruction)
             return
         jumping, going_on = _raises(tx, instruction.target), _raises(tx, tx.next_instruction)
