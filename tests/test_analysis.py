@@ -79,7 +79,10 @@ def test_modules_contain_their_children(fsdp):
 def test_the_table_shows_the_longest_operations(fsdp):
     table = fsdp.table(limit=5).splitlines()
     longest = max(fsdp.rows, key=lambda row: row.seconds)
-    assert len(table) == 6 and longest.node[:20] in table[1]
+    assert longest.node in table[1] and longest.module in table[1]
+    assert table[6].startswith(f"all {len(fsdp.rows)} ") and f"{fsdp.flops / 1e9:,.3f}" in table[6]
+    assert f"and {len(fsdp.rows) - 5} other operations" in table[7]
+    assert len(fsdp.table(limit=None).splitlines()) == len(fsdp.rows) + 2
 
 
 def test_json_has_the_summary_and_every_operation(fsdp):

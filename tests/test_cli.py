@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,15 @@ def test_visualize_draws_a_plan(tmp_path: Path) -> None:
     assert answer(*job, tmp_path / "plan.html") == {"wrote": str(tmp_path / "plan.html")}
     assert "<svg" in (tmp_path / "plan.html").read_text()
     assert ".svg" in refusal(*job, tmp_path / "plan.jpg")
+
+
+def test_report_writes_a_page_of_modules_streams_and_the_plan(tmp_path: Path) -> None:
+    job = ["report", f"{HERE}:mlp", "--mesh", "dp=2", "--cluster", "H100", "-o"]
+    assert answer(*job, tmp_path / "report.html") == {"wrote": str(tmp_path / "report.html")}
+    assert {"Modules", "Streams over one step", "The plan as YAML"} <= set(
+        re.findall(r"<(?:h2|summary)>([^<]*)<", (tmp_path / "report.html").read_text())
+    )
+    assert "does not end in .html" in refusal(*job, tmp_path / "report.svg")
 
 
 def test_front_compares_numbers_of_devices() -> None:
