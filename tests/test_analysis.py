@@ -62,6 +62,11 @@ def test_the_parts_of_the_step_add_up(fsdp):
     assert 0 <= time.exposed <= time.communication and time.hidden == time.communication - time.exposed
 
 
+def test_a_single_rank_sends_nothing_however_many_devices_a_node_has():
+    single = shardgraph.analyze(llama(2), plan="single", example_kwargs=text(), cluster="H100")
+    assert single.plan.world_size == 1 and single.time.communication == 0
+
+
 def test_the_peak_is_composed_of_the_kinds(fsdp):
     assert sum(fsdp.peak.memory.values()) == fsdp.peak_memory == max(row.live for row in fsdp.rows)
     shards = sum(math.ceil(p.shape[0] / 4) * p[0].numel() for p in llama(2).parameters()) * 4

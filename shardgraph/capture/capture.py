@@ -23,6 +23,7 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
 from shardgraph.capture.few_layers import from_few_layers
+from shardgraph.capture.lookups import check_lookups
 from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
@@ -150,6 +151,7 @@ def _traced(model: nn.Module, asked: Asked) -> tuple[ir.JointGraph, Callable[...
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     check_products(joint.module)
+    check_lookups(joint.module)
     numbers = {each.fqn for each in joint.results if each.number}
     check_numbers(joint.module, asked.args, asked.kwargs, numbers, joint.returned)
     if loss_fn is not None:

@@ -210,7 +210,7 @@ class Analysis(StepCosts):
     def max_batch(self, memory: int | str | None = None) -> int:
         """The largest batch of one rank, in rows, whose peak is within ``memory``, such as ``"80GiB"``.
 
-        The default is the device's memory.
+        The default is the device's memory. What forward itself raises at, or has no embeddings of, does not fit.
 
         Raises:
             NotSizedError, ShardGraphError: as :meth:`symbolic`; or not even one row fits.
