@@ -252,6 +252,14 @@ def test_report_writes_a_page_of_modules_streams_and_the_plan(tmp_path: Path) ->
     assert "does not end in .html" in refusal(*job, tmp_path / "report.svg")
 
 
+def test_lint_ends_with_1_at_a_warning() -> None:
+    assert answer("lint", f"{HERE}:mlp", "--mesh", "dp=2") == {"findings": []}
+    job = ["lint", *GPT2, "--mesh", "dp=2", "--cluster", "H100", "--json"]
+    found = run(*job)
+    assert found.exit_code == 1 and json.loads(found.stdout)["findings"][0]["rule"] == "unequal-counts"
+    assert "lint looks at one plan" in refusal("lint", f"{HERE}:mlp", "--plan", "auto")
+
+
 def test_front_compares_numbers_of_devices() -> None:
     points = answer("front", f"{HERE}:mlp", "--devices", "1,2", "--cluster", "H100")["points"]
     assert {each["devices"] for each in points} == {1, 2}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -320,7 +320,9 @@ def test_what_other_options_come_to_is_told_where_no_recomputation_fits():
     with pytest.raises(PlanError) as error:
         shardgraph.analyze(Deep(), (rows(),), "fsdp", mesh={"dp": 2}, cluster="H100", memory="1 KiB")
     told = [line.strip() for line in str(error.value).splitlines()[1:]]
-    assert told and all(re.match(r"offload='\w+', recompute='full': the peak is [\d.]+ [KM]iB, with", line) for line in told)
+    assert told and all(
+        re.match(r"offload='\w+', recompute='full': the peak is [\d.]+ [KM]iB, with", line) for line in told
+    )
 
 
 def test_without_example_inputs_there_is_nothing_to_find():

@@ -10,7 +10,6 @@ from shardgraph.pictures.page.timeline import timeline_data
 from shardgraph.pictures.svg import Drawing
 from shardgraph.pictures.tree import Tree
 from shardgraph.plans.explanation import comparison_table
-from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.sizes import format_bytes, format_seconds
@@ -79,8 +78,4 @@ def _warnings(analysis: Analysis | PipelineAnalysis) -> Iterator[str]:
     if isinstance(analysis, Analysis) and analysis.unpriced:
         named = ", ".join(f"{name} ({count} times)" for name, count in analysis.unpriced.items())
         yield f"Priced by the bytes that they move, for want of a formula: {named}."
-    yield from _of_plan(analysis.plan)
-
-
-def _of_plan(plan: Plan) -> Iterator[str]:
-    yield from (remark.strip() for remark in plan.remarks)
+    yield from (remark.strip() for remark in analysis.plan.remarks)

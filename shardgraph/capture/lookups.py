@@ -1,4 +1,4 @@
-"""Lookups beyond the rows of their table, such as positions that a model has no embedding of: refused, with the line."""
+"""Lookups beyond the rows of their table, such as positions without an embedding: refused, with the line."""
 
 from __future__ import annotations
 

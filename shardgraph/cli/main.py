@@ -14,6 +14,7 @@ import shardgraph
 from shardgraph.cli.checking import verify
 from shardgraph.cli.doctor import doctor
 from shardgraph.cli.drawing import report, visualize
+from shardgraph.cli.linting import lint
 from shardgraph.cli.measuring import calibrate
 from shardgraph.cli.planning import explain, front, plan, what_if
 from shardgraph.cli.pricing import analyze, compare
@@ -78,6 +79,7 @@ def options(
 for command in (plan, explain, front, what_if, analyze, compare, visualize, report, verify, doctor, calibrate):
     app.command()(command)
 app.command()(consolidate)
+app.command()(lint)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -78,15 +78,15 @@ class SizesOf:
         estimate = self.symbolic.largest(size, budget)
         present = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 
-        def peak(value: int) -> float:
+        def peak(value: int) -> int:
             try:
                 return analyze_source(self.source.resized(**(present | {size: value}))).peak_memory
             except CaptureError:
                 if value <= present[size]:
                     raise
-                return math.inf  # beyond what forward itself takes, such as the positions that it has embeddings of
+                return sys.maxsize  # beyond what forward itself takes, such as the positions that it has embeddings of
 
-        if math.isinf(peak(estimate)):
+        if peak(estimate) == sys.maxsize:
             return present[size] + bisect_right(range(present[size] + 1, estimate), budget, key=peak)
 
         # The expression ignores the allocator's rounding of every tensor, and that a capacity may be a rounded

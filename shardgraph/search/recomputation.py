@@ -207,8 +207,8 @@ def _beyond(candidates: Recomputations, nearest: Choice, budget: int) -> str:
     pipelined = "smaller microbatches, Pipeline(checkpoint='always')"
     smaller = "a smaller batch" if plan.pipeline is None else pipelined
     lines = [
-        f"no recomputation brings plan {plan.name!r} on {dict(plan.whole_mesh)} within {format_bytes(budget)} per rank: "
-        f"the smallest peak is {format_bytes(peak)}, with a predicted step of "
+        f"no recomputation brings plan {plan.name!r} on {dict(plan.whole_mesh)} within {format_bytes(budget)} per rank:"
+        f" the smallest peak is {format_bytes(peak)}, with a predicted step of "
         f"{format_seconds(candidates.seconds(nearest))}. Allow that much, or use more ranks, {smaller}, or a plan that "
         "shards more",
         *(f"  {each}" for each in _other_options(candidates, peak, budget)),
@@ -225,12 +225,18 @@ def _other_options(candidates: Recomputations, least: int, budget: int) -> Itera
     if plan.loss_chunk is None and has_scores(candidates.joint.module, LOSS_CHUNK):
         options[f"loss_chunk='{LOSS_CHUNK >> 20}MiB'"] = replace(plan, loss_chunk=LOSS_CHUNK)
     if plan.offload == NOTHING and plan.pipeline is None:
-        options |= {f"offload={kept!r}": replace(plan, offload=Offload.of(kept)) for kept in ("activations", "parameters", "all")}
+        options |= {
+            f"offload={kept!r}": replace(plan, offload=Offload.of(kept))
+            for kept in ("activations", "parameters", "all")
+        }
     for option, other in options.items():
         with suppress(ShardGraphError):  # the host of a described device may be unknown
             tried = replace(candidates, plan=other)
             choice = tried.choices[0]
-            peak, again = tried.peak(choice), f", recompute={other.recompute!r}" if isinstance(other.recompute, str) else ""
+            peak, again = (
+                tried.peak(choice),
+                f", recompute={other.recompute!r}" if isinstance(other.recompute, str) else "",
+            )
             if peak < least:
                 fits = "fits" if peak <= budget else "does not fit either"
                 costs = f"{format_bytes(peak)}, with a predicted step of {format_seconds(tried.seconds(choice))}"
