@@ -144,6 +144,24 @@ from .plans.presets import preset as preset
 from .proof.prove import Proof as Proof
 from .report.analysis import Analysis as Analysis
 from .runtime.launch import launch as launch
+from .saves.loading import (
+    Loaded as Loaded,
+)
+from .saves.loading import (
+    checkpoints as checkpoints,
+)
+from .saves.loading import (
+    load_checkpoint as load_checkpoint,
+)
+from .saves.saving import (
+    Save as Save,
+)
+from .saves.saving import (
+    save_checkpoint as save_checkpoint,
+)
+from .saves.saving import (
+    wait_for_saves as wait_for_saves,
+)
 from .tracking import (
     MemoryTrace as MemoryTrace,
 )
