@@ -53,7 +53,7 @@ class Ranks:
         if self.count == 1:
             return [value]
         if self.rank:
-            self._reached(topic, lambda: self._store.set(f"{self._round}/{self.rank}", _packed(value)))
+            self._reached(topic, lambda: self._store.compare_set(f"{self._round}/{self.rank}", "", _packed(value)))
             return []
         keys = [f"{self._round}/{rank}" for rank in range(1, self.count)]
         try:
@@ -82,7 +82,7 @@ class Ranks:
             return value
         key = f"{self._round}/first"
         if self.is_first:
-            self._reached(topic, lambda: self._store.set(key, b"=" + _packed(value)))
+            self._reached(topic, lambda: self._store.compare_set(key, "", b"=" + _packed(value)))
             return value
         try:
             self._store.wait([key], timedelta(seconds=self._timeout + _MARGIN))

@@ -1,4 +1,4 @@
-"""``shardgraph.load_checkpoint``: a training job goes on from a checkpoint; verified on all ranks before anything is changed."""
+"""``shardgraph.load_checkpoint``: a job goes on from a checkpoint, verified on all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def load_checkpoint(
     step: int | None = None,
     timeout: float = 300.0,
 ) -> Loaded:
-    """Load the checkpoint that :func:`shardgraph.save_checkpoint` wrote last, under any plan and on any number of ranks. All ranks
-    must call it.
+    """Load the checkpoint that :func:`shardgraph.save_checkpoint` wrote last, under any plan, on any number of ranks.
+
+    All ranks must call it.
 
     Every rank reads what it needs into new memory and compares checksums; when all ranks have told each other that all
     of theirs are right, values are copied into the model. So after an error, nothing has been changed on any rank. A
@@ -124,8 +125,8 @@ def _listed(path: Path, step: int | None) -> tuple[list[str], list[str]]:
     found = found_in(path)
     if not found:
         raise CheckpointError(
-            f"{str(path)!r} has no checkpoint: none was finished there. Give the path that shardgraph.save_checkpoint was given; "
-            "at the first start of a job, ask shardgraph.checkpoints(path) whether there is one"
+            f"{str(path)!r} has no checkpoint: none was finished there. Give the path that save_checkpoint was given; at "
+            "the first start of a job, ask shardgraph.checkpoints(path) whether there is one"
         )
     if step is not None:
         chosen = [each for each in found if each.step == step]

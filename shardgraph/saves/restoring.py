@@ -1,4 +1,4 @@
-"""What is read for a model, its optimizer and other objects, and how it takes its place once all of it is known good."""
+"""What is read for a model, its optimizer and other objects, and takes its place once all of it is known good."""
 
 from __future__ import annotations
 
