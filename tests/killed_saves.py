@@ -73,7 +73,7 @@ def step_of_values(path: str) -> tuple[int, list[float]]:
 
 
 def save_and_be_killed(path: str, step: int, value: int, last: int, passed: Any, background: bool = False) -> None:
-    """Save ``step``, of a model that has ``value``; ``passed`` says how many points there were if it came to the end."""
+    """Save ``step``, of a model that has ``value``; ``passed`` is the number of points if it came to the end."""
     model, optimizer = trained_to(value)
     with Points(last) as points:
         save_checkpoint(path, step, model, optimizer, keep=2, background=background).result()

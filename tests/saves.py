@@ -332,7 +332,10 @@ def by_torch(path: str) -> float:
     read = {name: whole(state["exp_avg"]) for name, state in states["state"].items()}
     worst = max(worst, *((read[name] - value).abs().max().item() for name, value in moments.items()))
 
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True)), checkpoint_id=f"{path}/by-torch")
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True)),
+        checkpoint_id=f"{path}/by-torch",
+    )
     third = Job("fsdp", {"dp": dist.get_world_size()}, seed=4)
     loaded = shardgraph.load_checkpoint(f"{path}/by-torch", third.model, third.optimizer)
     assert loaded.step is None and loaded.extra is None
@@ -361,3 +364,75 @@ def in_the_background(path: str) -> tuple[bool, list[int]]:
         job.save(path, step, background=True, keep=2)
     shardgraph.wait_for_saves()
     return same, [step for step, _ in shardgraph.checkpoints(path)]
+
+
+# -- optimizers and other objects ----------------------------------------------------------------------
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=1e-2, max_iter=2)
+
+
+def owned_adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return shardgraph.ShardedOptimizer(parameters, torch.optim.Adafactor, lr=1e-2)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+OPTIMIZERS = {"Adafactor": adafactor, "ShardedOptimizer": owned_adafactor, "momentum": momentum}
+
+
+def with_average(path: str, resume: bool) -> tuple[float, int]:
+    """A job with an average of its weights; the largest element of the average's weights."""
+    job = Job("fsdp", {"dp": dist.get_world_size()}, seed=int(resume))
+    average = shardgraph.AveragedWeights(job.model, decay=0.5)
+    objects = {**job.objects, "average": average, "scaler": (scaler := shardgraph.GradScaler("cpu", init_scale=8.0))}
+    if resume:
+        job.load(path, objects=objects)
+        assert scaler.get_scale() == 32.0
+    else:
+        job.train(range(2))
+        average.update()
+        scaler.scale(torch.ones(()))
+        scaler.update(32.0)
+        job.save(path, 2, objects=objects)
+    with average.applied():
+        return job.train(range(2, 3))[0], average.updates
+
+
+def with_gains(path: str, resume: bool) -> list[float]:
+    """Losses and gains of AdaScale."""
+
+    def scaled(model: nn.Module) -> Any:
+        return shardgraph.AdaScale(momentum(model.parameters()), model)
+
+    model = shardgraph.compile(net(int(resume)), "fsdp", gradient_statistics=True)
+    optimizer = scaled(model)
+    found = []
+    if resume:
+        assert shardgraph.load_checkpoint(path, model, optimizer).step == 3
+    for step in range(3, 6) if resume else range(6):
+        if step == 3 and not resume:
+            shardgraph.save_checkpoint(path, 3, model, optimizer)
+        optimizer.zero_grad()
+        loss = model(batch(step).chunk(2)[dist.get_rank()])
+        loss.backward()
+        found += [optimizer.gain(), loss.item()]
+        optimizer.step()
+    return found[-6:]
+
+
+def on_disk(path: str, folder: str) -> list[float]:
+    """Losses after a resume by a job whose parameters and state are in files."""
+    offload = shardgraph.Offload(parameters=True, disk=folder, optimizer_state=True)
+    job = Job("fsdp", {"dp": dist.get_world_size()}, seed=3, offload=offload)
+    assert job.load(path).step == 3
+    losses = job.train(range(3, 6))
+    job.save(path, 6)
+    return losses

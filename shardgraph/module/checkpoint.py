@@ -191,7 +191,7 @@ def differences(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> str
     )
 
 
-def describable(state: Mapping[str, Any]) -> dict[str, Any]:
+def describable(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """``state`` with DTensors that ``torch.distributed.checkpoint`` can describe: one contiguous box per rank.
 
     A tensor that is sharded in several blocks of a dimension is all-gathered along that axis: all ranks must call this.

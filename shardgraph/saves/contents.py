@@ -76,10 +76,10 @@ def contents_of(
         made.groups = names_of_groups(model, optimizer)
         _add_optimizer(made, optimizer)
     for name, value in objects.items():
-        state = value.state_dict()
-        if is_of_tensors(state):
-            for each, tensor in describable(state).items():
-                made.add((OBJECTS, name, each), tensor)
+        leaves = leaves_of(state := value.state_dict())
+        if any(isinstance(leaf, DTensor) for leaf in leaves.values()):  # of shards, as averages of weights are
+            for path, leaf in describable(leaves).items():
+                made.add((OBJECTS, name, *path), leaf)
         else:
             made.add((OBJECTS, name), state)
     made.add((EXTRA,), extra)
@@ -132,9 +132,11 @@ def names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return groups
 
 
-def is_of_tensors(state: Any) -> bool:
-    """Whether a state is of shards by name, as a module's: each rank has its own, and on other ranks other ones."""
-    return isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values())
+def leaves_of(state: Any) -> dict[Path, Any]:
+    """What is in nested dictionaries, by the path to it."""
+    if not isinstance(state, Mapping):
+        return {(): state}
+    return {(key, *path): leaf for key, each in state.items() for path, leaf in leaves_of(each).items()}
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ class Ranks:
     def __init__(self, timeout: float) -> None:
         self.rank, self.count, self._timeout = 0, 1, timeout
         self._round = 0
+        self._store: Any = None
         if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
             return
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -68,8 +69,8 @@ class Ranks:
             self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
             raise CheckpointError(message) from None
         given = [value, *(_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys)))]
-        for key in [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]:  # all ranks have read that
-            self._reached(topic, lambda key=key: self._store.delete_key(key))
+        read = [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]  # that one by all ranks
+        self._reached(topic, lambda: [self._store.delete_key(key) for key in read])
         return given
 
     def from_first(self, topic: str, value: Any = None) -> Any:

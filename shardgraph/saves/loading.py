@@ -125,8 +125,8 @@ def _listed(path: Path, step: int | None) -> tuple[list[str], list[str]]:
     found = found_in(path)
     if not found:
         raise CheckpointError(
-            f"{str(path)!r} has no checkpoint: none was finished there. Give the path that save_checkpoint was given; at "
-            "the first start of a job, ask shardgraph.checkpoints(path) whether there is one"
+            f"{str(path)!r} has no checkpoint: none was finished there. Give the path that save_checkpoint was given; "
+            "at the first start of a job, ask shardgraph.checkpoints(path) whether there is one"
         )
     if step is not None:
         chosen = [each for each in found if each.step == step]

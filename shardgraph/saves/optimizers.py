@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from shardgraph.errors import CheckpointError
 from shardgraph.saves.contents import names_by_number, names_of_groups
 from shardgraph.saves.reading import Reader
-from shardgraph.saves.shards import Shard
 
 
 def read_optimizer(reader: Reader, model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -100,12 +99,3 @@ def _state(reader: Reader, key: str, parameter: torch.Tensor, whole: bool) -> An
     if stored is None or whole or not isinstance(parameter, DTensor) or stored.shape != parameter.shape:
         return reader.plain(key)
     return reader.shard(key, parameter) if stored.shape else reader.plain(key)
-
-
-def placed_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with tensors in the places of shards. All ranks must call it."""
-    placed = {
-        number: {key: each.placed() if isinstance(each, Shard) else each for key, each in values.items()}
-        for number, values in state["state"].items()
-    }
-    return {**state, "state": placed}

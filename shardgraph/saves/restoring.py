@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
 from shardgraph.module import checkpoint
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.saves.assignment import of_rank
-from shardgraph.saves.contents import EXTRA, OBJECTS, RANDOM, is_of_tensors, key_of
+from shardgraph.saves.contents import EXTRA, OBJECTS, RANDOM, key_of, leaves_of
 from shardgraph.saves.manifest import Index, StoredTensor
-from shardgraph.saves.optimizers import placed_state, read_optimizer
+from shardgraph.saves.optimizers import read_optimizer
 from shardgraph.saves.reading import Reader
-from shardgraph.saves.shards import Shard
+from shardgraph.saves.shards import Shard, all_placed
 
 
 class Restored:
@@ -49,19 +50,16 @@ class Restored:
         """Put everything in its place. All ranks must call it."""
         model = self._model
         if checkpoint.loads_its_own_way(model.original if isinstance(model, ShardedModule) else model):
-            model.load_state_dict({name: _placed(value) for name, value in self._weights.items()})
+            model.load_state_dict(all_placed(self._weights))
         else:
             own = checkpoint.tensors_of(model)
             for name, value in self._weights.items():
                 if isinstance(value, Shard):
                     checkpoint.copy_into(own[name], value.placed())
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(placed_state(self._optimizer_state))
+            self._optimizer.load_state_dict(all_placed(self._optimizer_state))
         for name, state in self._states.items():
-            values = state
-            if isinstance(state, Mapping):
-                values = {key: _placed(value) for key, value in state.items()}
-            self._objects[name].load_state_dict(values)
+            self._objects[name].load_state_dict(all_placed(state))
         self._set_random()
 
     def _read_model(self) -> dict[str, Any]:
@@ -101,17 +99,9 @@ class Restored:
                 return
 
     def _read_object(self, name: str, target: Any) -> Any:
-        inside = {path[2]: key for key, path in self._index.paths.items() if path[:2] == (OBJECTS, name) and path[2:]}
+        inside = {path[2:]: key for key, path in self._index.paths.items() if path[:2] == (OBJECTS, name) and path[2:]}
         if any(key in self._index.tensors for key in inside.values()):
-            template = target.state_dict()
-            if not is_of_tensors(template):
-                template = {}
-            return {
-                part: self._reader.shard(key, template[part])
-                if isinstance(template.get(part), torch.Tensor)
-                else self._reader.plain(key)
-                for part, key in inside.items()
-            }
+            return self._read_nested(inside, leaves_of(target.state_dict()))
         states = self._of_all_ranks((OBJECTS, name))
         if not states:
             known = sorted({path[1] for path in self._index.paths.values() if path[0] == OBJECTS and path[1:]})
@@ -124,6 +114,20 @@ class Restored:
                 f"{self._ranks} ranks load: load on as many, or leave it out of objects="
             )
         return state[0]
+
+    def _read_nested(self, keys: Mapping[tuple[Any, ...], str], template: Mapping[tuple[Any, ...], Any]) -> Any:
+        """Nested dictionaries of shards, as those of a ``template`` by the path to them, and of other values."""
+        state: dict[Any, Any] = {}
+        for path, key in keys.items():
+            inner = state
+            for part in path[:-1]:
+                inner = inner.setdefault(part, {})
+            target = template.get(path)
+            if isinstance(target, DTensor) and key in self._index.tensors:
+                inner[path[-1]] = self._reader.shard(key, target)
+            else:
+                inner[path[-1]] = self._reader.plain(key)
+        return state
 
     def _of_all_ranks(self, path: tuple[str, ...]) -> list[Any]:
         """One value, that of all ranks; or each rank's; or none."""
@@ -150,7 +154,3 @@ def own_of(values: list[Any], rank: int, ranks: int) -> list[Any] | None:
     if len(values) == 1:
         return values
     return [values[rank]] if values and len(values) == ranks else None
-
-
-def _placed(value: Any) -> Any:
-    return value.placed() if isinstance(value, Shard) else value

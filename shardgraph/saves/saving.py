@@ -157,7 +157,8 @@ def _about(
     step: int, ranks: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a checkpoint is of."""
-    compiled = isinstance(model, ShardedModule)
+    plan = model.plan if isinstance(model, ShardedModule) else None
+    original = model.original if isinstance(model, ShardedModule) else model
     return {
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -167,12 +168,12 @@ def _about(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "model": _name(model.original if compiled else model),
-        "plan": model.plan.to_yaml() if compiled else None,
-        "mesh": dict(model.plan.whole_mesh) if compiled else None,
+        "model": _name(original),
+        "plan": None if plan is None else plan.to_yaml(),
+        "mesh": None if plan is None else dict(plan.whole_mesh),
         "optimizer": None if optimizer is None else kind_of(optimizer),
         "objects": {name: _name(each) for name, each in objects.items()},
-        "tied": tied(model.original if compiled else model),
+        "tied": tied(original),
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardgraph.module.checkpoint import one_box_placements, sharded_like
-from shardgraph.torch_api import local_tensor, placed
+from shardgraph.torch_api import local_tensor, placed, pytree
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Shard:
         assert isinstance(self.target, DTensor)
         same = list(self.like.placements) == list(self.target.placements)
         return whole if same else sharded_like(whole, self.target).clone()
+
+
+def all_placed(tree: Any) -> Any:
+    """The same with a tensor in the place of each :class:`Shard`. All ranks must call it."""
+    return pytree.tree_map_only(Shard, Shard.placed, tree)
 
 
 def boxed(target: torch.Tensor) -> torch.Tensor:
