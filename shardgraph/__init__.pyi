@@ -72,6 +72,12 @@ from .errors import (
 from .errors import (
     ShardGraphError as ShardGraphError,
 )
+from .health.nonfinite import (
+    NonFinite as NonFinite,
+)
+from .health.nonfinite import (
+    find_nonfinite as find_nonfinite,
+)
 from .module.grad_scaler import GradScaler as GradScaler
 from .module.gradient_norm import clip_grad_norm_ as clip_grad_norm_
 from .module.layerwise_grad_scaler import LayerwiseGradScaler as LayerwiseGradScaler

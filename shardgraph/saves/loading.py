@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shardgraph.errors import CheckpointError
+from shardgraph.runtime.exchange import Ranks
 from shardgraph.saves import folders
-from shardgraph.saves.exchange import Ranks
 from shardgraph.saves.folders import found_in, is_checkpoint, name_of
 from shardgraph.saves.manifest import MANIFEST, DamagedError, Index, read_distributed, read_manifest
 from shardgraph.saves.restoring import Restored, own_of
@@ -86,7 +86,7 @@ def load_checkpoint(
             it is of another model, optimizer or dtype. Nothing has been changed.
     """
     wait_for_saves()
-    ranks, objects = Ranks(timeout), {} if objects is None else objects
+    ranks, objects = Ranks(timeout, CheckpointError), {} if objects is None else objects
     candidates, damage = _candidates(ranks, Path(os.path.abspath(path)), step)
     for number, folder in enumerate(candidates):
         restored, damaged = _read(ranks, Path(folder), model, optimizer, objects)

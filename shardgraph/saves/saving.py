@@ -17,8 +17,8 @@ import shardgraph
 from shardgraph.errors import CheckpointError
 from shardgraph.module.local_state import tied
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.runtime.exchange import Ranks
 from shardgraph.saves.contents import Contents, contents_of
-from shardgraph.saves.exchange import Ranks
 from shardgraph.saves.optimizers import kind_of
 from shardgraph.saves.writing import Job, prepared
 from shardgraph.sizes import is_whole
@@ -117,7 +117,7 @@ def save_checkpoint(
     wait_for_saves()
     _check(step, keep, timeout)
     objects = {} if objects is None else objects
-    ranks, folder = Ranks(timeout), Path(os.path.abspath(path))
+    ranks, folder = Ranks(timeout, CheckpointError), Path(os.path.abspath(path))
     contents: Contents | Exception
     try:
         contents = contents_of(model, optimizer, objects, extra)

@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
+from shardgraph.runtime.exchange import Ranks
 from shardgraph.saves import folders
 from shardgraph.saves.assignment import Assignment, Offer, Piece, Value, assigned, rank_entry
 from shardgraph.saves.contents import Contents, packed
-from shardgraph.saves.exchange import Ranks
 from shardgraph.saves.manifest import (
     CHECKSUM,
     MANIFEST,

@@ -15,28 +15,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardgraph.errors import CheckpointError
+from shardgraph.errors import RankMismatchError, ShardGraphError
 from shardgraph.torch_api import default_store
 
 _FAILED = b"!"
 _MARGIN = 5.0  # seconds that ranks allow the first one beyond the timeout, to say which rank is missing
-_numbers = itertools.count()  # all ranks save and load in the same order
+_numbers = itertools.count()  # all ranks make them in the same order
 
 
 class Ranks:
-    """The ranks that save or load together. Each waits for the others ``timeout`` seconds at a time.
+    """The ranks that do something together. Each waits for the others ``timeout`` seconds at a time, and raises an
+    ``error`` of this class if one does not come.
 
     All ranks make one and call its methods in the same order. Alone, without a process group, nothing is sent.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self.rank, self.count, self._timeout = 0, 1, timeout
+    def __init__(self, timeout: float, error: type[ShardGraphError] = RankMismatchError) -> None:
+        self.rank, self.count, self._timeout, self._error = 0, 1, timeout, error
         self._round = 0
         self._store: Any = None
         if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
             return
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        prefix = f"shardgraph/saves/{next(_numbers)}"
+        prefix = f"shardgraph/exchange/{next(_numbers)}"
         self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # stubs lack it
 
     @property
@@ -48,7 +49,7 @@ class Ranks:
         """What all ranks give, in JSON's types, on the first rank; empty on the others. Then comes :meth:`from_first`.
 
         Raises:
-            CheckpointError: a rank did not give anything in time; the others hear it in :meth:`from_first`.
+            ShardGraphError: a rank did not give anything in time; the others hear it in :meth:`from_first`.
         """
         self._round += 1
         if self.count == 1:
@@ -63,11 +64,11 @@ class Ranks:
             absent = [rank for rank, key in enumerate(keys, start=1) if not self._reached(topic, self._has(key))]
             message = (
                 f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:12]))} did not come to {topic} "
-                f"within {self._timeout:g} s: it has ended, does not save or load, or is busy: look at its output, or "
+                f"within {self._timeout:g} s: it has ended, makes another call, or is busy: look at its output, or "
                 "allow more time with timeout="
             )
             self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
-            raise CheckpointError(message) from None
+            raise self._error(message) from None
         given = [value, *(_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys)))]
         read = [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]  # that one by all ranks
         self._reached(topic, lambda: [self._store.delete_key(key) for key in read])
@@ -77,7 +78,7 @@ class Ranks:
         """What the first rank gives, on all ranks; called after :meth:`to_first`.
 
         Raises:
-            CheckpointError: it gave nothing in time, or has told what is wrong.
+            ShardGraphError: it gave nothing in time, or has told what is wrong.
         """
         if self.count == 1:
             return value
@@ -88,20 +89,20 @@ class Ranks:
         try:
             self._store.wait([key], timedelta(seconds=self._timeout + _MARGIN))
         except RuntimeError as error:
-            raise CheckpointError(
+            raise self._error(
                 f"rank 0 did not get as far as rank {self.rank} at {topic} within {self._timeout:g} s: it has ended or "
                 "is busy: look at its output, or allow more time with timeout="
             ) from error
         post = self._reached(topic, lambda: self._store.get(key))
         if post.startswith(_FAILED):
-            raise CheckpointError(post[1:].decode())
+            raise self._error(post[1:].decode())
         return _unpacked(post[1:])
 
     def gather(self, topic: str, value: Any) -> list[Any]:
         """What all ranks give, on all ranks.
 
         Raises:
-            CheckpointError: a rank did not come in time.
+            ShardGraphError: a rank did not come in time.
         """
         given = self.to_first(topic, value)
         result: list[Any] = self.from_first(topic, given)
@@ -114,7 +115,7 @@ class Ranks:
         try:
             return call()
         except RuntimeError as error:
-            raise CheckpointError(
+            raise self._error(
                 f"rank {self.rank} lost the store of the process group at {topic}: {error}. The process that serves it "
                 "has ended, usually rank 0 or the launcher: look at its output"
             ) from error
