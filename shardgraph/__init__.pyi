@@ -70,6 +70,9 @@ from .errors import (
     RankMismatchError as RankMismatchError,
 )
 from .errors import (
+    ReplicaError as ReplicaError,
+)
+from .errors import (
     ShardGraphError as ShardGraphError,
 )
 from .health.nonfinite import (
@@ -77,6 +80,12 @@ from .health.nonfinite import (
 )
 from .health.nonfinite import (
     find_nonfinite as find_nonfinite,
+)
+from .health.replicas import (
+    Replicas as Replicas,
+)
+from .health.replicas import (
+    check_replicas as check_replicas,
 )
 from .module.grad_scaler import GradScaler as GradScaler
 from .module.gradient_norm import clip_grad_norm_ as clip_grad_norm_

@@ -54,3 +54,42 @@ def found(kind: str, plan: str, mesh: dict[str, int], bad: int | None = None) ->
     after = [each.grad for each in sharded.parameters()]
     same = all(torch.equal(whole(a).nan_to_num(), whole(b).nan_to_num()) for a, b in zip(before, after, strict=True))
     return result, same and torch.equal(random, torch.get_rng_state())
+
+
+def compared(plan: str, mesh: dict[str, int], where: str, wrong_rank: int | None) -> Any:
+    """What :func:`shardgraph.check_replicas` says after a bit of one rank's ``where`` was flipped."""
+    torch.manual_seed(0)
+    x = torch.rand(4, 8)
+    options = {"pipeline": shardgraph.Pipeline(microbatches=2)} if plan.startswith("pp") else {}
+    sharded = shardgraph.compile(Fragile("nothing"), plan, mesh=mesh, example_inputs=(x,), **options)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    sharded.train_step(x)
+    optimizer.step()
+    parameter = dict(sharded.named_parameters()).get("mid.bias")
+    if dist.get_rank() == wrong_rank and parameter is not None:
+        tensors = {"parameter": parameter, "gradient": parameter.grad, "state": optimizer.state[parameter]["exp_avg"]}
+        local = tensors[where].detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        local.view(torch.int32)[-1] ^= 1  # the last bit of one number
+    try:
+        return str(shardgraph.check_replicas(sharded, optimizer))
+    except shardgraph.ReplicaError as error:
+        return str(error)
+
+
+def watched(plan: str, mesh: dict[str, int], every: int) -> int | None:
+    """The training call at which a difference that is there from call 3 on is told."""
+    torch.manual_seed(0)
+    x = torch.rand(4, 8)
+    sharded = shardgraph.compile(Fragile("nothing"), plan, mesh=mesh)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    shardgraph.check_replicas(sharded, every=every)
+    for call in range(1, 10):
+        try:
+            sharded.step(x, optimizer=optimizer)
+        except shardgraph.ReplicaError:
+            return call
+        if call == 2 and dist.get_rank() == 1:
+            with torch.no_grad():
+                whole(sharded.mid.bias)[0] += 1e-3
+    return None

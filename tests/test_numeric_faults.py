@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from tests import numeric_faults
 from tests.standing import on_ranks
@@ -59,3 +60,46 @@ def test_a_parameter_that_was_not_finite_before_is_named():
 @pytest.mark.parametrize("plan", PLANS)
 def test_nothing_is_found_where_the_loss_and_gradients_are_finite(plan):
     assert found("nothing", plan, PLANS[plan]) is None
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("parameter", "parameter mid.bias"),
+        ("gradient", "gradient of mid.bias"),
+        ("state", "exp_avg of mid.bias"),
+    ],
+)
+def test_one_bit_that_differs_names_the_tensor_and_the_rank(where, named):
+    for told in on_ranks(numeric_faults.compared, 4, args=("ddp", {"dp": 4}, where, 2)):
+        assert f"{named}" in told and "rank 2 differs from rank 0, 1, 3" in told
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "told"),
+    [
+        ("ddp", {"dp": 2}, "rank 0 and rank 1 differ: which is wrong cannot be told"),
+        ("tp", {"tp": 2}, "1 differ"),
+        ("hsdp", {"dp_replicate": 2, "dp_shard": 2}, "rank 1 and rank 3 differ"),
+        ("pp+ddp", {"pp": 2, "dp": 2}, "differ: which is wrong"),
+    ],
+)
+def test_what_is_replicated_is_compared_under_every_plan(plan, mesh, told):
+    count = torch.tensor([*mesh.values()]).prod().item()
+    for wrong in range(count):
+        found = on_ranks(numeric_faults.compared, count, args=(plan, mesh, "parameter", wrong))
+        if any("differ" in each for each in found):
+            assert len({*found}) == 1 and "mid.bias" in found[0]
+            if told in found[0]:
+                return
+    raise AssertionError(found)
+
+
+def test_what_has_no_replica_is_said_to_be_unseen():
+    for told in on_ranks(numeric_faults.compared, 2, args=("fsdp", {"dp": 2}, "parameter", None)):
+        assert "6 parameters have none" in told
+
+
+def test_replicas_are_compared_by_themselves_every_few_calls():
+    assert on_ranks(numeric_faults.watched, 2, args=("ddp", {"dp": 2}, 4)) == [4, 4]
+    assert on_ranks(numeric_faults.watched, 2, args=("ddp", {"dp": 2}, 0)) == [None, None]

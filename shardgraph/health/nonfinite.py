@@ -181,6 +181,8 @@ def _operation(place: Place) -> str:
         return f"what was given: tensor {role.index} of the call's inputs"
     if isinstance(role, ir.Tangent):
         return f"what is computed outside of the module of output {role.index}"
+    if ir.is_wait(place.node):
+        return "what came from other ranks"
     target = place.node.target
     return str(target.name()) if hasattr(target, "name") else getattr(target, "__name__", str(target))
 

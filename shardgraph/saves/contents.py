@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
 from shardgraph.module.checkpoint import describable
+from shardgraph.module.local_state import tied
 from shardgraph.module.parameters import is_each_ranks_own
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharded import ShardedModule
@@ -69,9 +70,10 @@ def contents_of(
         CheckpointError: something cannot be saved; the message names it.
     """
     _check_replicated(model)
-    made = Contents()
+    made, ties = Contents(), tied(model.original if isinstance(model, ShardedModule) else model)
     for name, value in describable(model.state_dict()).items():
-        made.add(("model", name), value)
+        if name not in ties:  # its values are those of another name, which the description says
+            made.add(("model", name), value)
     if optimizer is not None:
         made.groups = names_of_groups(model, optimizer)
         _add_optimizer(made, optimizer)

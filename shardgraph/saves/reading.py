@@ -118,7 +118,7 @@ class Reader:
             else:
                 tried(self._bytes, key, region)
         for file, each in regions.items():
-            if self.index.about and not tiled(each):
+            if self.index.about and not tiled(list({*each})):
                 found.append(f"{file!r} has bytes that belong to nothing")
         return list(dict.fromkeys(found))
 

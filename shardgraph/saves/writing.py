@@ -244,6 +244,8 @@ def _described(draft: Path, files: list[dict[str, Any]], about: dict[str, Any]) 
         key: StoredTensor(torch.Size(kind.shape), getattr(torch, kind.dtype), tuple(sorted(chunks[key])))
         for key, kind in kinds.items()
     }
+    for other, first in about["tied"].items():  # one tensor in the file, under both names
+        tensors[f"model.{other}"], paths[f"model.{other}"] = tensors[f"model.{first}"], ("model", other)
     for file in files:
         regions = [Region(*each[-1]) for kind in ("tensors", "values") for each in file[kind]]
         assert tiled(regions), f"{file['name']} has bytes without a checksum"
