@@ -71,8 +71,9 @@ def contents_of(
     """
     _check_replicated(model)
     made, ties = Contents(), tied(model.original if isinstance(model, ShardedModule) else model)
-    for name, value in describable(model.state_dict()).items():
-        if name not in ties:  # its values are those of another name, which the description says
+    state = describable(model.state_dict())
+    for name, value in state.items():
+        if ties.get(name) not in state:  # otherwise its values are those of another name, which the description says
             made.add(("model", name), value)
     if optimizer is not None:
         made.groups = names_of_groups(model, optimizer)

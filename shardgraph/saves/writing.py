@@ -245,6 +245,8 @@ def _described(draft: Path, files: list[dict[str, Any]], about: dict[str, Any]) 
         for key, kind in kinds.items()
     }
     for other, first in about["tied"].items():  # one tensor in the file, under both names
+        if f"model.{first}" not in tensors or f"model.{other}" in tensors:
+            continue
         tensors[f"model.{other}"], paths[f"model.{other}"] = tensors[f"model.{first}"], ("model", other)
     for file in files:
         regions = [Region(*each[-1]) for kind in ("tensors", "values") for each in file[kind]]
