@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 import shardgraph
 from shardgraph.cli.checking import verify
+from shardgraph.cli.checkpoints import checkpoint
 from shardgraph.cli.doctor import doctor
 from shardgraph.cli.measuring import calibrate
 from shardgraph.cli.planning import explain, front, plan, what_if
@@ -74,7 +75,9 @@ def options(
     """
 
 
-for command in (plan, explain, front, what_if, analyze, compare, visualize, verify, doctor, calibrate, consolidate):
+for command in (plan, explain, front, what_if, analyze, compare, visualize, verify, doctor, calibrate):
+    app.command()(command)
+for command in (consolidate, checkpoint):
     app.command()(command)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)

@@ -91,8 +91,7 @@ def contents_of(
 
 
 def _add_optimizer(made: Contents, optimizer: Any) -> None:
-    # ShardedOptimizer has the state of each parameter on one rank.
-    state = getattr(optimizer, "local_state_dict", optimizer.state_dict)()
+    state = own_state(optimizer)
     names = names_by_number(state, made.groups)
     for number, values in state["state"].items():
         tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
@@ -104,6 +103,13 @@ def _add_optimizer(made: Contents, optimizer: Any) -> None:
                 made.add(("optimizer", "param_groups", index, key), value)
     for key in state.keys() - {"state", "param_groups"}:
         made.add(("optimizer", key), state[key])
+
+
+def own_state(optimizer: Any) -> dict[str, Any]:
+    """The ``state_dict()`` of an optimizer, of what this rank has; ShardedOptimizer spreads it over ranks."""
+    spread = hasattr(type(optimizer), "local_state_dict")
+    state: dict[str, Any] = optimizer.local_state_dict() if spread else optimizer.state_dict()
+    return state
 
 
 def names_by_number(state: Mapping[str, Any], groups: list[list[str]]) -> dict[int, str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
-from shardgraph.saves.contents import names_by_number, names_of_groups
+from shardgraph.saves.contents import names_by_number, names_of_groups, own_state
 from shardgraph.saves.reading import Reader
 
 
@@ -31,7 +31,7 @@ def read_optimizer(reader: Reader, model: nn.Module, optimizer: Any) -> dict[str
             "class, or load without it. Nothing has been changed"
         )
     groups = names_of_groups(model, optimizer)
-    own = getattr(optimizer, "local_state_dict", optimizer.state_dict)()
+    own = own_state(optimizer)
     saved = _groups(reader, entry)
     _check_groups(folder, model, groups, saved)
     merged = [
@@ -84,7 +84,7 @@ def _states(
             keys[path[2]][path[3]] = key
     parameters = dict(model.named_parameters())
     owners = None
-    if hasattr(optimizer, "owners"):  # ShardedOptimizer: the state of each parameter is whole, on one rank
+    if hasattr(type(optimizer), "owners"):  # ShardedOptimizer: the state of each parameter is whole, on one rank
         owners = [owner for group in optimizer.owners for owner in group]
     return {
         number: {each: _state(reader, key, parameters[name], owners is not None) for each, key in keys[name].items()}
