@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -436,3 +437,42 @@ def on_disk(path: str, folder: str) -> list[float]:
     losses = job.train(range(3, 6))
     job.save(path, 6)
     return losses
+
+
+# -- a rank that fails ---------------------------------------------------------------------------------
+
+
+def one_rank_is_killed(path: str, told: str) -> None:
+    """Save twice; at the second time rank 1 kills itself while it writes, and the others write down what they hear."""
+    from shardgraph.saves import writing
+
+    job = Job("fsdp", {"dp": dist.get_world_size()})
+    job.train(range(1))
+    job.save(path, 1)
+    if dist.get_rank() == 1:
+        writing._write_file = lambda *_: (os.kill(os.getpid(), signal.SIGSTOP), time.sleep(60))  # type: ignore
+    start = time.monotonic()
+    error = refused(lambda: job.save(path, 2, timeout=2))
+    Path(f"{told}-{dist.get_rank()}").write_text(f"{time.monotonic() - start:.1f} {error}")
+    os._exit(1)
+
+
+def with_lbfgs(path: str, resume: bool) -> list[float]:
+    """Losses of LBFGS, whose state is lists of tensors on the first parameter."""
+    model = shardgraph.compile(net(int(resume)), "fsdp")
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=2)
+    mine, losses = batch(0).chunk(dist.get_world_size())[dist.get_rank()], []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(mine)
+        loss.backward()
+        return loss
+
+    if resume:
+        assert shardgraph.load_checkpoint(path, model, optimizer).step == 3
+    for step in range(3, 6) if resume else range(6):
+        if step == 3 and not resume:
+            shardgraph.save_checkpoint(path, 3, model, optimizer)
+        losses.append(optimizer.step(closure).item())
+    return losses[-3:]

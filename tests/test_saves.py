@@ -159,6 +159,15 @@ def test_a_save_that_is_killed_at_any_point_leaves_the_last_good_checkpoint(case
         assert len(list(path.iterdir())) == 2, "what the killed one left is removed"
 
 
+@pytest.mark.slow
+def test_a_rank_that_stops_while_it_saves_is_named_and_the_last_checkpoint_is_whole(tmp_path):
+    with pytest.raises(shardgraph.LaunchError):
+        shardgraph.launch(saves.one_rank_is_killed, 2, args=(str(tmp_path / "run"), str(tmp_path / "told")), timeout=60)
+    seconds, _, told = (tmp_path / "told-0").read_text().partition(" ")
+    assert "rank 1 did not come to step 2 of the checkpoint, written" in told and float(seconds) < 8
+    assert saves.Job("single").load(str(tmp_path / "run")).step == 1
+
+
 # -- optimizers and other objects ----------------------------------------------------------------------
 
 
@@ -169,6 +178,11 @@ def test_the_state_of_any_optimizer_goes_on(name, tmp_path):
     assert on_ranks(saves.continued, 2, args=(str(tmp_path), *FSDP2, options)) == [losses, losses]
     if name != "ShardedOptimizer":
         assert saves.continued(str(tmp_path), "single", None, options) == pytest.approx(losses, rel=1e-9)
+
+
+def test_the_history_of_lbfgs_goes_on(tmp_path):
+    expected = on_ranks(saves.with_lbfgs, 2, args=(str(tmp_path), False))
+    assert on_ranks(saves.with_lbfgs, 2, args=(str(tmp_path), True)) == expected
 
 
 def test_averages_of_weights_and_a_scaler_go_on(tmp_path):

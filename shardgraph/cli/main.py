@@ -75,9 +75,8 @@ def options(
     """
 
 
-for command in (plan, explain, front, what_if, analyze, compare, visualize, verify, doctor, calibrate):
-    app.command()(command)
-for command in (consolidate, checkpoint):
+_PLANNING: tuple[Any, ...] = (plan, explain, front, what_if, analyze, compare, visualize, verify)
+for command in (*_PLANNING, doctor, calibrate, consolidate, checkpoint):
     app.command()(command)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)
