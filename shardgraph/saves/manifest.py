@@ -36,7 +36,7 @@ class Region(NamedTuple):
     file: str
     start: int
     length: int
-    sha256: str | None
+    crc32: int | None
 
 
 class Chunk(NamedTuple):

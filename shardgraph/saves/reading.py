@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -90,7 +90,7 @@ class Reader:
             raise DamagedError(f"{key!r} cannot be read from {str(file)!r}: {error.strerror}") from error
         if len(data) != region.length:
             raise DamagedError(f"{str(file)!r} ends before {key!r} does")
-        if region.sha256 is not None and hashlib.sha256(data).hexdigest() != region.sha256:
+        if region.crc32 is not None and zlib.crc32(data) != region.crc32:
             raise DamagedError(f"{key!r} in {str(file)!r} is not as it was written: its checksum is another one")
         return data
 
@@ -113,7 +113,7 @@ class Reader:
                 tried(self._chunk, key, stored, chunk)
         for key, region in self.index.values.items():
             regions[region.file].append(region)
-            if region.sha256 is None:
+            if region.crc32 is None:
                 tried(self.value, key)
             else:
                 tried(self._bytes, key, region)

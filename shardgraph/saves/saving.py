@@ -103,7 +103,7 @@ def save_checkpoint(
             ones; the state of torch's generators is saved anyway.
         keep: how many checkpoints there are afterwards; older ones are removed once the new one is whole. None: all.
         background: return as soon as this rank's part is copied to host memory, and write it on a thread. The next save
-            waits for it.
+            waits for it, and uses the same memory.
         timeout: seconds that ranks wait for each other at most.
 
     Returns:
@@ -123,7 +123,8 @@ def save_checkpoint(
         contents = contents_of(model, optimizer, objects, extra)
     except Exception as error:  # of any kind: the other ranks must not wait for this one
         contents = error
-    saving = Save(prepared(ranks, folder, step, keep, contents, _about(step, ranks.count, model, optimizer, objects)))
+    about = _about(step, ranks.count, model, optimizer, objects)
+    saving = Save(prepared(ranks, folder, step, keep, contents, about, copy=background))
     saving.start()
     if not background:
         saving.result()

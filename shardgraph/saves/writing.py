@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,15 +36,17 @@ from shardgraph.saves.manifest import (
     metadata_of,
     tiled,
 )
+from shardgraph.saves.staging import give_back, on_host, staged
 from shardgraph.sizes import format_bytes
 from shardgraph.torch_api import box_of, local_tensor
 
 
 @dataclass
 class Job:
-    """What a rank writes, in host memory and independent of what is trained: its own part of a step's checkpoint.
+    """What a rank writes: its own part of a step's checkpoint.
 
-    ``tensors`` are pieces of tensors, ``values`` all else; both with their paths in nested dictionaries.
+    ``tensors`` are pieces of tensors, ``values`` all else; both with their paths in nested dictionaries. If they are
+    ``copied``, to host memory, training may go on meanwhile.
     """
 
     ranks: Ranks
@@ -54,6 +57,7 @@ class Job:
     tensors: list[tuple[Piece, tuple[Any, ...], torch.Tensor]]
     values: list[tuple[str, tuple[Any, ...], bytes]]
     about: dict[str, Any]
+    copied: bool
 
     @property
     def draft(self) -> Path:
@@ -72,6 +76,8 @@ class Job:
             written = {"file": _write_file(self.draft / f"__{self.ranks.rank}_0.distcp", self)}
         except Exception as error:  # of any kind: the other ranks wait for the outcome
             written = {"error": self._told(error)}
+        if self.copied:
+            give_back(tensor for _, _, tensor in self.tensors)
         results = self.ranks.to_first(f"{where}, written", written)
         outcome: dict[str, str] = {}
         if self.ranks.is_first:
@@ -102,9 +108,15 @@ class Job:
 
 
 def prepared(
-    ranks: Ranks, path: Path, step: int, keep: int | None, contents: Contents | Exception, about: Mapping[str, Any]
+    ranks: Ranks,
+    path: Path,
+    step: int,
+    keep: int | None,
+    contents: Contents | Exception,
+    about: Mapping[str, Any],
+    copy: bool,
 ) -> Job:
-    """Agree with the other ranks on who writes what, make the folder, and copy this rank's part to host memory.
+    """Agree with the other ranks on who writes what, make the folder, and ``copy`` this rank's part to host memory.
 
     ``contents`` may be the reason why this rank has none.
 
@@ -122,10 +134,12 @@ def prepared(
     if isinstance(verdict, str):
         raise CheckpointError(verdict)
     mine = Assignment(*verdict)
-    tensors = [
-        (piece, contents.paths[piece.key], _on_host(local_tensor(contents.tensors[piece.key])))
-        for piece in (offered[number] for number in mine.pieces[ranks.rank])
-    ]
+    pieces = [offered[number] for number in mine.pieces[ranks.rank]]
+    own = [local_tensor(contents.tensors[piece.key]) for piece in pieces]
+    if any(tensor.is_cuda for tensor in own):
+        torch.cuda.synchronize()  # another thread reads them
+    paths = [contents.paths[piece.key] for piece in pieces]
+    tensors = list(zip(pieces, paths, staged(own) if copy else own, strict=True))
     values = [
         (name, contents.paths[key] + ((rank_entry(ranks.rank),) if name != key else ()), contents.values[key])
         for key, name in mine.values[ranks.rank]
@@ -133,7 +147,7 @@ def prepared(
     for index, names in enumerate(mine.groups if ranks.is_first else ()):
         group = ("optimizer", "param_groups", index, "params")
         values.append((key := ".".join(map(str, group)), group, packed(key, names)))
-    return Job(ranks, path, step, keep, mine.nbytes, tensors, values, dict(about))
+    return Job(ranks, path, step, keep, mine.nbytes, tensors, values, dict(about), copy)
 
 
 def cannot_write(path: Path, step: int, nbytes: int, error: Exception) -> str:
@@ -184,31 +198,26 @@ def _verdict(offers: list[Offer], path: Path, step: int) -> Assignment | str:
     return made
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, of these elements alone."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
 class _Checksummed:
     """A file to which a value after the other is written, each with its checksum."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.end, self._digest = file, 0, hashlib.sha256()
+        self._file, self.end, self._checksum = file, 0, 0
 
     def write(self, data: Any) -> int:
         """Write bytes."""
         self._file.write(data)
-        self._digest.update(data)
+        self._checksum = zlib.crc32(data, self._checksum)
         self.end += len(data)
         return len(data)
 
     def flush(self) -> None:
         """Nothing: the file is synchronized at its end."""
 
-    def taken(self) -> str:
+    def taken(self) -> int:
         """The checksum of what was written since the last time."""
-        digest, self._digest = self._digest.hexdigest(), hashlib.sha256()
-        return digest
+        checksum, self._checksum = self._checksum, 0
+        return checksum
 
 
 def _write_file(file: Path, job: Job) -> dict[str, Any]:
@@ -222,7 +231,7 @@ def _write_file(file: Path, job: Job) -> dict[str, Any]:
             values.append([key, path, Region(file.name, start, stream.end - start, stream.taken())])
         for piece, path, tensor in job.tensors:
             start = stream.end
-            torch.save(tensor, stream)  # type: ignore[arg-type]  # all that it needs of a file
+            torch.save(on_host(tensor), stream)  # type: ignore[arg-type]  # all that it needs of a file
             tensors.append([piece, path, Region(file.name, start, stream.end - start, stream.taken())])
         raw.flush()
         os.fsync(raw.fileno())
