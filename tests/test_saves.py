@@ -168,6 +168,12 @@ def test_a_rank_that_stops_while_it_saves_is_named_and_the_last_checkpoint_is_wh
     assert saves.Job("single").load(str(tmp_path / "run")).step == 1
 
 
+@pytest.mark.slow
+def test_a_save_that_is_under_way_when_a_job_returns_is_finished(tmp_path):
+    shardgraph.launch(saves.saved_at_the_end, 2, args=(str(tmp_path),), timeout=120)
+    assert saves.Job("single").load(str(tmp_path)).step == 1
+
+
 # -- optimizers and other objects ----------------------------------------------------------------------
 
 
