@@ -6,6 +6,7 @@ from .api.annotate import annotate as annotate
 from .api.compare import compare as compare
 from .api.compile import compile as compile
 from .api.front import front as front
+from .api.lint import lint as lint
 from .api.plan import plan as plan
 from .api.prove import prove as prove
 from .api.verify import verify as verify

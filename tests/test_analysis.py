@@ -62,6 +62,11 @@ def test_the_parts_of_the_step_add_up(fsdp):
     assert 0 <= time.exposed <= time.communication and time.hidden == time.communication - time.exposed
 
 
+def test_a_single_rank_sends_nothing_however_many_devices_a_node_has():
+    single = shardgraph.analyze(llama(2), plan="single", example_kwargs=text(), cluster="H100")
+    assert single.plan.world_size == 1 and single.time.communication == 0
+
+
 def test_the_peak_is_composed_of_the_kinds(fsdp):
     assert sum(fsdp.peak.memory.values()) == fsdp.peak_memory == max(row.live for row in fsdp.rows)
     shards = sum(math.ceil(p.shape[0] / 4) * p[0].numel() for p in llama(2).parameters()) * 4
@@ -79,7 +84,10 @@ def test_modules_contain_their_children(fsdp):
 def test_the_table_shows_the_longest_operations(fsdp):
     table = fsdp.table(limit=5).splitlines()
     longest = max(fsdp.rows, key=lambda row: row.seconds)
-    assert len(table) == 6 and longest.node[:20] in table[1]
+    assert longest.node in table[1] and longest.module in table[1]
+    assert table[6].startswith(f"all {len(fsdp.rows)} ") and f"{fsdp.flops / 1e9:,.3f}" in table[6]
+    assert f"and {len(fsdp.rows) - 5} other operations" in table[7]
+    assert len(fsdp.table(limit=None).splitlines()) == len(fsdp.rows) + 2
 
 
 def test_json_has_the_summary_and_every_operation(fsdp):

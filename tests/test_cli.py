@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,31 @@ def test_visualize_draws_a_plan(tmp_path: Path) -> None:
     assert answer(*job, tmp_path / "plan.html") == {"wrote": str(tmp_path / "plan.html")}
     assert "<svg" in (tmp_path / "plan.html").read_text()
     assert ".svg" in refusal(*job, tmp_path / "plan.jpg")
+
+
+def test_report_writes_a_page_of_modules_streams_and_the_plan(tmp_path: Path) -> None:
+    job = ["report", f"{HERE}:mlp", "--mesh", "dp=2", "--cluster", "H100", "-o"]
+    assert answer(*job, tmp_path / "report.html") == {"wrote": str(tmp_path / "report.html")}
+    assert {"Modules", "Streams over one step", "The plan as YAML"} <= set(
+        re.findall(r"<(?:h2|summary)>([^<]*)<", (tmp_path / "report.html").read_text())
+    )
+    assert "does not end in .html" in refusal(*job, tmp_path / "report.svg")
+
+
+def test_lint_ends_with_1_at_a_warning() -> None:
+    assert answer("lint", f"{HERE}:mlp", "--mesh", "dp=2") == {"findings": []}
+    job = ["lint", *GPT2, "--mesh", "dp=2", "--cluster", "H100", "--json"]
+    found = run(*job)
+    assert found.exit_code == 1 and json.loads(found.stdout)["findings"][0]["rule"] == "unequal-counts"
+    assert "lint looks at one plan" in refusal("lint", f"{HERE}:mlp", "--plan", "auto")
+
+
+@pytest.mark.slow
+def test_demo_verifies_trains_and_writes_a_page(tmp_path: Path) -> None:
+    shown = answer("demo", "--out", tmp_path / "demo.html")
+    assert shown["verified"] and shown["difference"] < 1e-5
+    assert "Streams over one step" in (tmp_path / "demo.html").read_text()
+    assert "--ranks" in refusal("demo", "--ranks", "0")
 
 
 def test_front_compares_numbers_of_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -313,6 +314,15 @@ def test_a_plan_that_says_what_is_computed_again_is_only_held_against_the_memory
     with pytest.raises(PlanError, match="no recomputation brings plan 'single'"):
         shardgraph.compile(Deep(), "single", **given, memory="2.5 MiB")
     assert shardgraph.compile(Deep(), "single", **given, memory="1 GiB").plan.recompute == "none"
+
+
+def test_what_other_options_come_to_is_told_where_no_recomputation_fits():
+    with pytest.raises(PlanError) as error:
+        shardgraph.analyze(Deep(), (rows(),), "fsdp", mesh={"dp": 2}, cluster="H100", memory="1 KiB")
+    told = [line.strip() for line in str(error.value).splitlines()[1:]]
+    assert told and all(
+        re.match(r"offload='\w+', recompute='full': the peak is [\d.]+ [KM]iB, with", line) for line in told
+    )
 
 
 def test_without_example_inputs_there_is_nothing_to_find():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph import ShardGraphError
+from shardgraph import CaptureError, ShardGraphError
 from shardgraph.report.analysis import analyze_program
 from shardgraph.search.symbolic import Symbolic
 from tests.machines import GIB, toy_cluster
@@ -117,6 +117,32 @@ def test_the_largest_size_fits_and_the_next_does_not(size):
 
 def test_the_largest_batch_is_by_default_for_the_memory_of_the_device():
     assert of_words(memory=2**20).max_batch() == of_words().max_batch("1MiB")
+
+
+class Positions(nn.Module):
+    """Has embeddings of 20 positions, and raises by itself beyond ``most``."""
+
+    def __init__(self, most: int = 1000) -> None:
+        super().__init__()
+        self.words, self.positions, self.most = nn.Embedding(11, 8), nn.Embedding(20, 8), most
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > self.most:
+            raise ValueError("too long")
+        return (self.words(ids) + self.positions(torch.arange(ids.shape[1]))).sum()
+
+
+@pytest.mark.parametrize("model, limit", [(Positions(), 20), (Positions(most=13), 13)])
+def test_the_longest_sequence_is_at_most_what_the_model_itself_takes(model, limit):
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    analysis = shardgraph.analyze(model, (ids,), plan="fsdp", mesh={"dp": 4}, cluster=toy_cluster(memory=GIB))
+    assert analysis.max_sequence() == limit
+
+
+def test_a_lookup_beyond_the_rows_of_an_embedding_is_told_with_its_line():
+    ids = torch.zeros(2, 21, dtype=torch.long)
+    with pytest.raises(CaptureError, match=r"row 20 of an embedding that has 20 rows, at .*test_symbolic\.py:\d+"):
+        shardgraph.analyze(Positions(), (ids,), plan="fsdp", mesh={"dp": 4}, cluster=toy_cluster())
 
 
 def test_what_not_even_one_row_fits_is_told_with_what_it_takes():

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from shardgraph.api.analyze import analyze
+from shardgraph.api.report_page import report_page
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
 from shardgraph.pictures import boxes, flow, front, gantt, graph, memory, svg, tree
+from shardgraph.pictures.page.page import Page
+from shardgraph.pictures.picture import Picture
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
@@ -27,6 +30,7 @@ from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_ali
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.front import Front
 from shardgraph.search.machine import machine_for
+from shardgraph.tracking.trace import MemoryTrace
 
 _INSTALL = "apt-get install graphviz, or brew install graphviz"
 _Drawn = Plan | ShardedModule | Analysis | PipelineAnalysis
@@ -42,8 +46,10 @@ def visualize(
     example_inputs: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     cluster: Cluster | str | Path | None = None,
+    measured: MemoryTrace | None = None,
 ) -> Path:
-    """Write a picture of a partition plan and of one rank's memory over a step; returns its path.
+    """Write a picture of a partition plan and of one rank's memory over a step; returns its path, which a notebook
+    shows as the picture.
 
     The plan shows modules as nested clusters with their collectives and the bytes that a rank sends in one step;
     parameters, coloured by placement, with their global and local shape (rank 0's, the largest) and bytes per rank; and
@@ -57,12 +63,15 @@ def visualize(
         what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; or an analysis,
             whose memory is drawn, and with its ``model`` and inputs its plan too; or the front of
             :func:`shardgraph.front`: memory and time of its plans, by their number of devices.
-        path: the file to write. ``.svg`` has both pictures, ``.html`` both and the plan as text; ``.png``, ``.pdf``,
-            and ``.dot`` or ``.gv`` (Graphviz's language) only the plan.
+        path: the file to write. ``.svg`` has both pictures. ``.html`` is a report, one page that needs no network: key
+            figures, what is worth knowing, the modules with their costs, both pictures, the streams over the step, the
+            plans that were compared, and the plan as text. ``.png``, ``.pdf``, and ``.dot`` or ``.gv`` (Graphviz's
+            language) have only the plan.
         model: the model of a plan or an analysis, not compiled; only shapes and dtypes of its tensors matter.
         example_inputs: positional inputs of one rank's call, real or on ``meta``.
         example_kwargs: keyword inputs of the same call.
         cluster: the cluster for the prediction, as for :func:`shardgraph.analyze`; an analysis has its own.
+        measured: what a :class:`shardgraph.MemoryTracker` measured, which a report compares with the prediction.
 
     Without Graphviz's program ``dot``, ``.svg`` and ``.html`` show the plan as nested boxes, with a warning, and
     ``.png`` and ``.pdf`` cannot be written.
@@ -74,26 +83,30 @@ def visualize(
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
-    path = Path(path)
+    path = Picture(path)
     ending = path.suffix.lower()
     if ending not in (".svg", ".html", ".png", ".pdf", ".dot", ".gv"):
         raise ShardGraphError(
             f"cannot draw {path.name!r}: its suffix selects the format, and is .svg, .html, .png, .pdf, .dot or .gv"
         )
+    if measured is not None and (ending != ".html" or isinstance(what, Front)):
+        raise ShardGraphError(f"{path.name!r} has no room for what was measured: a plan's .html has")
     if isinstance(what, Front):
         return _draw_front(what, path, ending)
     call = example_inputs, dict(example_kwargs or {})
     plan = _plan_of(what, model, call)
     if ending in (".svg", ".html"):
         analysis = _analysis_of(what, model, call, cluster)
-        over_time = memory.draw_memory(analysis) if isinstance(analysis, Analysis) else _draw_schedule(analysis)
-        drawings = [*([_draw_plan(*plan)] if plan else []), over_time]
-        title = f"Plan {analysis.plan.name}"
-        if ending == ".svg":
-            picture = svg.document(title, drawings)
+        if isinstance(analysis, Analysis):  # of this machine's memory there is now this much, and then that much
+            over_time = memory.draw_memory(analysis, limited=cluster is not None or analysis is what)
         else:
-            explained = [analysis.plan.explain()] if analysis.plan.considered else []
-            picture = svg.html_page(title, drawings, [str(analysis.plan), *explained, str(analysis)])
+            over_time = _draw_schedule(analysis)
+        drawings = {"Plan": _draw_plan(*plan)} if plan else {}
+        drawings["Memory" if isinstance(analysis, Analysis) else "Schedule"] = over_time
+        if ending == ".svg":
+            picture = svg.document(f"Plan {analysis.plan.name}", list(drawings.values()))
+        else:
+            picture = report_page(analysis, drawings, plan[0] if plan else None, measured).html()
         path.write_text(picture, encoding="utf-8")
     elif plan is None:
         raise ShardGraphError(
@@ -111,7 +124,10 @@ def _draw_front(what: Front, path: Path, ending: str) -> Path:
     if ending not in (".svg", ".html"):
         raise ShardGraphError(f"cannot draw {path.name!r}: a front is drawn as .svg or .html, which browsers show")
     title, drawings = f"Plans on {what.cluster}", [front.draw_front(what)]
-    picture = svg.document(title, drawings) if ending == ".svg" else svg.html_page(title, drawings, [str(what)])
+    if ending == ".svg":
+        picture = svg.document(title, drawings)
+    else:
+        picture = Page(title, drawings={"Memory and time": drawings[0]}, texts={"As text": str(what)}).html()
     path.write_text(picture, encoding="utf-8")
     return path
 
@@ -152,7 +168,7 @@ def _lowered(plan: Plan, model: nn.Module, call: _Call) -> _Outline:
                 modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[0][-1]), plan, *call))
                 modules.lengthen(stack.path, SHALLOW[0][-1], stack.layers)
                 return modules, edges
-            except CaptureError:
+            except (CaptureError, tree.UnknownTrafficError):
                 pass  # layers that are counted, or indexed by number, cannot be left out
         return _outline(build_program(model, plan, *call))
 

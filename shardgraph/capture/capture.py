@@ -23,12 +23,13 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
 from shardgraph.capture.few_layers import from_few_layers
+from shardgraph.capture.lookups import check_lookups
 from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
 from shardgraph.capture.recurrent import check_recurrent, with_own_weights
-from shardgraph.capture.refused import check_effects, check_shapes, check_strides, unsupported
+from shardgraph.capture.refused import check_arguments, check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
@@ -110,6 +111,7 @@ def capture(
             has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
+    check_arguments(model, args, {k: v for k, v in kwargs.items() if loss_fn is None or k != "target"})
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
     with rewritten(model):
         few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
@@ -150,6 +152,7 @@ def _traced(model: nn.Module, asked: Asked) -> tuple[ir.JointGraph, Callable[...
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     check_products(joint.module)
+    check_lookups(joint.module)
     numbers = {each.fqn for each in joint.results if each.number}
     check_numbers(joint.module, asked.args, asked.kwargs, numbers, joint.returned)
     if loss_fn is not None:

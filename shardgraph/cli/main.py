@@ -13,10 +13,13 @@ from typer.core import TyperGroup
 import shardgraph
 from shardgraph.cli.checking import verify
 from shardgraph.cli.checkpoints import checkpoint
+from shardgraph.cli.demo import demo
 from shardgraph.cli.doctor import doctor
+from shardgraph.cli.drawing import report, visualize
+from shardgraph.cli.linting import lint
 from shardgraph.cli.measuring import calibrate
 from shardgraph.cli.planning import explain, front, plan, what_if
-from shardgraph.cli.pricing import analyze, compare, visualize
+from shardgraph.cli.pricing import analyze, compare
 from shardgraph.cli.running import run
 from shardgraph.cli.tensors import consolidate
 from shardgraph.errors import ShardGraphError
@@ -75,9 +78,12 @@ def options(
     """
 
 
-_PLANNING: tuple[Any, ...] = (plan, explain, front, what_if, analyze, compare, visualize, verify)
-for command in (*_PLANNING, doctor, calibrate, consolidate, checkpoint):
+for command in (plan, explain, front, what_if, analyze, compare, visualize, report, verify, doctor, calibrate):
     app.command()(command)
+app.command()(consolidate)
+app.command()(checkpoint)
+app.command()(lint)
+app.command()(demo)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)
 

@@ -1,4 +1,4 @@
-"""``shardgraph analyze``, ``compare`` and ``visualize``."""
+"""``shardgraph analyze`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def analyze(
 ) -> None:
     """Predict the memory and time of a training step; ends with 1 if it does not fit."""
     axes = mesh_of(mesh)
-    _measured(cluster)
+    measured_machine(cluster)
     with working(f"analyze {model} under {plan}"):
         from shardgraph.cli.model import job_of
 
@@ -84,7 +84,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show what two plans decide differently, and what that costs."""
-    _measured(cluster)
+    measured_machine(cluster)
     with working(f"compare {first} and {second}"):
         from shardgraph.cli.model import job_of
         from shardgraph.plans.plan import Plan
@@ -98,35 +98,7 @@ def compare(
     result(comparison, data, as_json)
 
 
-def visualize(
-    model: Model,
-    out: Annotated[
-        str, typer.Option("--out", "-o", help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv.")
-    ],
-    plan: PlanName = "fsdp",
-    mesh: Mesh = None,
-    cluster: ClusterName = None,
-    batch: Batch = None,
-    sequence: Sequence = None,
-    settings: Settings = None,
-    precision: Precision = None,
-    as_json: Json = False,
-) -> None:
-    """Draw a plan applied to a model, and the memory of a rank over a step."""
-    axes = mesh_of(mesh)
-    _measured(cluster)
-    with working(f"draw {model} under {plan}"):
-        from shardgraph.cli.model import job_of
-
-        job = job_of(model, batch, sequence, settings)
-        analysis = shardgraph.analyze(
-            job.module, plan=plan, **job.call, cluster=cluster, mesh=axes, precision=precision
-        )
-        shardgraph.visualize(analysis, out, model=job.module, **job.call)
-    result(f"Wrote {out}", {"wrote": out}, as_json)
-
-
-def _measured(cluster: str | None) -> None:
+def measured_machine(cluster: str | None) -> None:
     """Have the prices of this machine, if they are needed: the first time they are measured, with a line of its own."""
     if cluster is None:
         with working("start"):

@@ -8,12 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from shardgraph.findings.model_rules import of_model
+from shardgraph.findings.program_rules import of_program
 from shardgraph.module.decided import Decided
 from shardgraph.module.input_names import input_names
 from shardgraph.module.numbers import shown
 from shardgraph.module.program_key import ProgramKey, is_tensor
+from shardgraph.passes.program import Program
 
 log = logging.getLogger(__name__)
 _MANY = 8  # programs that differ in the shapes of inputs alone
@@ -28,7 +32,7 @@ class Recompiled:
         self._model, self._decided = model, decided
         self._many = _MANY_OF_POLICY if padded else _MANY
         self._alike: defaultdict[Any, dict[Any, float]] = defaultdict(dict)  # seconds, by the inputs
-        self._warned = self._evicted = False
+        self._warned = self._evicted = self._looked = False
 
     def tell(self, key: ProgramKey, seconds: float, others: Iterable[ProgramKey], changed: str) -> None:
         """Tell that the program of ``key`` has been compiled, beside those of ``others``; what ``changed`` on the model
@@ -44,6 +48,18 @@ class Recompiled:
                 f"{len(alike)} programs have been compiled that differ in the shapes of inputs alone, in "
                 f"{sum(alike.values()):.0f} s altogether: {self._advice(key.structure, list(alike))}",
                 stacklevel=2,
+            )
+
+    def look(self, program: Program) -> None:
+        """Warn, once on the first rank, of what trains otherwise than on one device without an error."""
+        if self._looked or (dist.is_initialized() and dist.get_rank()):
+            return
+        self._looked = True
+        found = [*of_model(self._model, program.plan), *of_program(program, self._model, losses=False)]
+        names = [each.rule for each in found if each.severity == "warning"]
+        if names:
+            log.warning(
+                "this may train otherwise than expected (%s): print(shardgraph.lint(sharded))", ", ".join(names)
             )
 
     def evicted(self, key: ProgramKey, kept: int) -> None:

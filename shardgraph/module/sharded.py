@@ -617,6 +617,7 @@ class ShardedModule(nn.Module):
                 self._decided.learn(key, made[key].executor.program.joint.conditions)
                 (after,) = self._keys([leaves], spec, loss_fn)
                 self._recompiled.tell(after, time.perf_counter() - start, self._programs, self._changed(after))
+                self._recompiled.look(made[key].executor.program)
                 self._keep(after, made[key])
                 if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
                     return self._programs_of(self._keys(calls, spec, loss_fn), calls, spec, loss_fn)

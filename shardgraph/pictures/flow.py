@@ -25,7 +25,8 @@ Edges = dict[tuple[Site, Site], None]
 def trace_flow(forward: fx.GraphModule, root: Module) -> Edges:
     """The data flow through ``forward``; the sites are added to the modules of the tree ``root``.
 
-    Buffers, and values that depend on no input, such as positions and masks, have no origin.
+    Buffers, and values that depend on no input, such as positions and masks, have no origin. What forward returns and
+    also goes on with, such as the keys and values of a cache, has no edge to the outputs.
     """
     tracer = _Tracer(root)
     for node in forward.graph.nodes:
@@ -84,7 +85,12 @@ class _Tracer:
             if site.kind == "join" and consumers[site] <= useless:
                 useless.add(site)
                 site.module.sites.remove(site)
-        return {(source, target): None for source, target in self.edges if target not in useless}
+        ends = [site for site, after in consumers.items() if after - useless == {self.outputs}]
+        return {
+            (source, target): None
+            for source, target in self.edges
+            if target not in useless and (target is not self.outputs or source in ends or not ends)
+        }
 
     def _user_of(self, fqn: str, module: str, sources: list[Site]) -> Site:
         """The site of an operation of ``module`` that uses the parameter ``fqn``.

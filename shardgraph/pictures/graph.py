@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from html import escape
 
@@ -15,6 +16,10 @@ from shardgraph.sizes import format_bytes
 
 _FONT = "Helvetica,Arial,sans-serif"
 _COLUMNS = 3  # parameters of a module side by side
+_SVG = "{http://www.w3.org/2000/svg}"
+_RIM = "paint-order:stroke;stroke:#f4f4f4;stroke-width:4px;stroke-linejoin:round"
+ET.register_namespace("", _SVG.strip("{}"))
+ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
 
 
 def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
@@ -26,7 +31,7 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
     dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="11")
     dot.attr("graph", label=_heading(tree), labelloc="t", labeljust="l")
     dot.attr("node", shape="box", fontname=_FONT, fontsize="10", margin="0.1,0.05", height="0.3", color="#777777")
-    dot.attr("edge", color="#444444", arrowsize="0.6")
+    dot.attr("edge", color="#44444499", arrowsize="0.6")
     _add_module(dot, [tree.root], tree.colours)
     folded = dict(_fold(tree.root, tree.root, ()))
     edges = dict.fromkeys(
@@ -51,10 +56,21 @@ def render_svg(dot: graphviz.Digraph) -> Drawing:
     Raises:
         graphviz.ExecutableNotFound: Graphviz's program ``dot`` is not on the ``PATH``.
     """
-    svg = dot.pipe(format="svg", encoding="utf-8")
-    size = re.search(r'<svg width="(\d+)pt" height="(\d+)pt"', svg)
-    assert size is not None
-    return Drawing(int(size[1]), int(size[2]), svg[svg.index("<g ") : svg.rindex("</svg>")].rstrip())
+    svg = ET.fromstring(dot.pipe(format="svg", encoding="utf-8"))
+    width, height = (int(svg.attrib[side].removesuffix("pt")) for side in ("width", "height"))
+    graph = svg.find(f"{_SVG}g")
+    assert graph is not None
+    _lift_labels(graph)
+    return Drawing(width, height, ET.tostring(graph, encoding="unicode").rstrip())
+
+
+def _lift_labels(graph: ET.Element) -> None:
+    """Draw the labels of clusters over the edges, which Graphviz lets strike them through, with a bright rim."""
+    for cluster in [each for each in graph if each.get("class") == "cluster"]:
+        label = ET.SubElement(graph, f"{_SVG}g", {"class": "label", "style": _RIM})
+        for text in cluster.findall(f"{_SVG}text"):
+            cluster.remove(text)
+            label.append(text)
 
 
 def _heading(tree: Tree) -> str:
@@ -94,7 +110,7 @@ def _add_parameters(cluster: graphviz.Digraph, module: Module, colours: dict[str
 
 def _label(alike: list[Module]) -> str:
     name, held = describe(alike)
-    lines = [f"<b>{escape(name)}</b>  {held}"]
+    lines = [f'<b>{escape(name)}</b>&#8195;<font color="#555555">{held}</font>' if held else f"<b>{escape(name)}</b>"]
     for each in alike[0].traffic.values():
         sent = f"{each.calls}, {format_bytes(each.nbytes)}"
         lines.append(f'<font point-size="9" color="#555555">{escape(sent)}</font>')

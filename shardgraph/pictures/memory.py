@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
+from xml.sax.saxutils import escape
 
 from shardgraph.pictures.svg import Drawing, rect, text
 from shardgraph.report.analysis import Analysis
@@ -34,19 +35,22 @@ class Live(Protocol):
     @property
     def half(self) -> str: ...
     @property
+    def label(self) -> str: ...
+    @property
     def memory(self) -> Mapping[str, int]: ...
     @property
     def live(self) -> int: ...
 
 
-def draw_memory(analysis: Analysis) -> Drawing:
-    """The live bytes of each operation by kind, with the peak and, if less than twice that, the device's memory."""
+def draw_memory(analysis: Analysis, limited: bool = True) -> Drawing:
+    """The live bytes of each operation by kind, with the peak and, if ``limited`` and less than twice that, the
+    device's memory."""
     peak = analysis.peak
     where = f" in {peak.module}" if peak.module else ""
     title = f"Memory of a rank over a step: plan {analysis.plan.name}, {analysis.optimizer}"
     caption = f"Peak {format_bytes(peak.live)} at {peak.label} ({peak.half}{where})"
     device = analysis.cluster.device
-    return draw_moments(analysis.rows, title, caption, (device.name, device.memory))
+    return draw_moments(analysis.rows, title, caption, (device.name, device.memory) if limited else None)
 
 
 def draw_moments(rows: Sequence[Live], title: str, caption: str, limit: tuple[str, int] | None = None) -> Drawing:
@@ -73,6 +77,11 @@ def draw_moments(rows: Sequence[Live], title: str, caption: str, limit: tuple[st
         if inside[-1].right - inside[0].left >= _LEAST:
             body.append(text((inside[0].left + inside[-1].right) // 2, _BASE + 20, half, "small middle"))
         body.append(_line(inside[-1].right, _TOP, inside[-1].right, _BASE + 6, 'stroke="#888" stroke-dasharray="3 3"'))
+    for bar in bars:  # what a pointer on the bar is told
+        held = "".join(f"\n{kind} {format_bytes(bar.row.memory[kind])}" for kind in colours if bar.row.memory.get(kind))
+        where = f"{bar.row.label} ({bar.row.half}): {format_bytes(bar.row.live)}"
+        area = f'x="{bar.left}" y="{_TOP}" width="{bar.right - bar.left}" height="{_BASE - _TOP}"'
+        body.append(f'<rect {area} fill-opacity="0"><title>{escape(where + held)}</title></rect>')
     at = next(bar.left for bar in bars if bar.row is peak)
     body.append(f'<path d="M{at} {y(peak.live) - 2}l-5 -9h10z" fill="#222"/>')
     body.append(text(at + 9, y(peak.live) - 2, format_bytes(peak.live), "strong"))

@@ -13,10 +13,6 @@ _STYLE = (
     ".strong{font-weight:600} .mono{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px} "
     ".small{fill:#555;font-size:12px} .end{text-anchor:end} .middle{text-anchor:middle}"
 )
-_PAGE_STYLE = (
-    "body{font:14px/1.5 Helvetica,Arial,sans-serif;color:#222;margin:24px} svg{max-width:100%;height:auto} "
-    "pre{font:12px/1.5 ui-monospace,Menlo,Consolas,monospace;background:#f5f5f5;padding:12px;overflow-x:auto}"
-)
 
 
 @dataclass(frozen=True)
@@ -44,19 +40,6 @@ def document(title: str, drawings: Sequence[Drawing]) -> str:
             rect(0, 0, width, y, "#ffffff"),
             *body,
             "</svg>\n",
-        ]
-    )
-
-
-def html_page(title: str, drawings: Sequence[Drawing], texts: Sequence[str]) -> str:
-    """A page with ``texts`` in monospace and ``drawings`` below."""
-    return "\n".join(
-        [
-            f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>',
-            f"<style>{_PAGE_STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>",
-            *(f"<pre>{escape(text)}</pre>" for text in texts),
-            *(document(title, [drawing]) for drawing in drawings),
-            "</body>\n</html>\n",
         ]
     )
 

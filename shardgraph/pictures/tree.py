@@ -21,6 +21,10 @@ _COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6b8", "#cdb4f0", "#f7b37e")
 _OTHER = "#d0d0d0"  # all placements beyond the colours that are easily told apart
 
 
+class UnknownTrafficError(Exception):
+    """What more layers send does not follow from what a few of them send: draw the whole model."""
+
+
 @dataclass(frozen=True)
 class HeldParameter:
     """A parameter by its name within its module; ``local`` is the shape of rank 0's shard, the largest one."""
@@ -57,6 +61,15 @@ class Traffic:
     axis: str
     count: int = 0
     nbytes: int = 0
+
+    def repeat(self, captured: int, layers: int) -> None:
+        """Count for ``layers`` layers what was counted for the ``captured`` ones, or between each two of them."""
+        for few, many in ((captured, layers), (captured - 1, layers - 1)):
+            if self.count % few == 0:
+                self.nbytes = self.nbytes * many // few
+                self.count = self.count * many // few
+                return
+        raise UnknownTrafficError(f"{self.calls} of {captured} layers say nothing about {layers}")
 
     @property
     def calls(self) -> str:
@@ -143,14 +156,15 @@ class Module:
 
 @dataclass(frozen=True)
 class Tree:
-    """The modules of a program on a mesh."""
+    """The modules of a program on a mesh; ``plan`` is the name of its plan."""
 
+    plan: str
     mesh: Mesh
     root: Module
 
     @property
     def title(self) -> str:
-        return "Partition plan on " + (" x ".join(f"{axis}={size}" for axis, size in self.mesh) or "one process")
+        return f"Plan {self.plan} on " + (" x ".join(f"{axis}={size}" for axis, size in self.mesh) or "one process")
 
     @property
     def summary(self) -> str:
@@ -183,6 +197,9 @@ class Tree:
         """Repeat the middle one of the ``captured`` layers of the stack ``path``, so that there are ``layers``.
 
         Layers without parameters are not drawn, and layers that share parameters are drawn once.
+
+        Raises:
+            UnknownTrafficError: the stack itself has collectives, and not one for each layer or between each two.
         """
         stack = self.root.find(path)
         present, middle = list(stack.children.values()), captured // 2
@@ -190,6 +207,8 @@ class Tree:
             more = [copy.deepcopy(present[middle]) for _ in range(layers - captured)]
             repeated = (*present[:middle], *more, *present[middle:])
             stack.children = {str(i): layer for i, layer in enumerate(repeated)}
+            for traffic in stack.traffic.values():
+                traffic.repeat(captured, layers)
             for i, layer in enumerate(repeated):
                 before = layer.path
                 for module in layer.walk():
@@ -216,7 +235,7 @@ def build_tree(program: Program) -> Tree:
             traffic = root.find(module_of(node)).traffic.setdefault(key, Traffic(*key))
             traffic.count += 1
             traffic.nbytes += node_wire_bytes(node, mesh)
-    return Tree(mesh, root)
+    return Tree(program.plan.name, mesh, root)
 
 
 def describe(alike: list[Module]) -> tuple[str, str]:
@@ -225,4 +244,4 @@ def describe(alike: list[Module]) -> tuple[str, str]:
     if len(alike) == 1:
         return module.path.rpartition(".")[2] or "model", held if module.nbytes else ""
     first, last = (".".join(end.path.split(".")[-2:]) for end in (module, alike[-1]))
-    return f"{first} .. {last} x{len(alike)}", f"{len(alike)} x {held}"
+    return f"{first} to {last}", f"{len(alike)} equal layers, each {held}"

@@ -22,6 +22,15 @@ def explained(name: str, note: str, division: str, considered: Sequence[Candidat
     return "\n".join(lines)
 
 
+def comparison_table(considered: Sequence[Candidate]) -> list[list[str]]:
+    """The candidates as cells of a table, the heads first; the chosen candidate is the first."""
+    rows = [["plan", "mesh", "recomputed", "memory", "a sample", "why"]]
+    for each in considered:
+        cells = [format_bytes(each.memory), format_seconds(each.per_sample), _verdict(each, considered[0])]
+        rows.append([each.name, _division(each), each.recompute, *cells])
+    return rows
+
+
 _HEADER = (
     f"  {'plan':<18}{'mesh':<52} {'recomputed':<12}{'memory':>11}{'sample':>11}{'compute':>9}{'exposed':>9}{'idle':>7}"
 )
@@ -39,15 +48,20 @@ def _bound(best: Candidate) -> str:
 
 
 def _line(candidate: Candidate, best: Candidate) -> str:
-    mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
-    mesh += f", {candidate.microbatches} microbatches" if candidate.microbatches > 1 else ""
-    mesh += _ways(candidate.plan) if candidate.plan is not None else ""
+    mesh = _division(candidate)
     total = candidate.seconds or 1.0
     shares = (candidate.compute, candidate.exposed, candidate.bubble)
     compute, exposed, idle = (f"{seconds / total:.0%}" for seconds in shares)
     cells = f"{format_bytes(candidate.memory):>11}{format_seconds(candidate.per_sample):>11}"
     cells += f"{compute:>9}{exposed:>9}{idle:>7}"
     return f"  {candidate.name:<18}{mesh:<52} {candidate.recompute:<12}{cells}  {_verdict(candidate, best)}"
+
+
+def _division(candidate: Candidate) -> str:
+    """The mesh, microbatches, schedule and what is in host memory."""
+    mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
+    mesh += f", {candidate.microbatches} microbatches" if candidate.microbatches > 1 else ""
+    return mesh + (_ways(candidate.plan) if candidate.plan is not None else "")
 
 
 def _ways(plan: Any) -> str:

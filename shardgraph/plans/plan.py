@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 
 import torch
@@ -305,6 +306,11 @@ class Plan:
     def explain(self) -> str:
         """Why the plan was chosen: the predicted costs of all candidates, and what was found out beside, as text."""
         return explained(self.name, self.note, self.division, self.considered, self.remarks)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the plan as text, and why it was chosen, if it was."""
+        why = f"<details><summary>why</summary><pre>{escape(self.explain())}</pre></details>" if self.considered else ""
+        return f"<pre>{escape(str(self))}</pre>{why}"
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.whole_mesh) or "one process"

@@ -61,4 +61,5 @@ def _automatic(mesh: Mesh) -> Plan:
     if world == 1:
         return replace(preset("single", mesh), note="chosen by 'auto': one rank, so there is nothing to shard")
     name = "hsdp" if len(mesh) == 2 else "fsdp"
-    return replace(preset(name, mesh), note=f"chosen by 'auto': least memory per rank on {world} ranks")
+    unseen = "without example inputs nothing was priced, and no other plan, recomputation or mesh compared"
+    return replace(preset(name, mesh), note=f"chosen by 'auto': least memory per rank on {world} ranks; {unseen}")

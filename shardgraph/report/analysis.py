@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.report.step import batch_of, program_halves, program_memory, tasks_of, trained_shards, update_rows
+from shardgraph.report.tables import ModuleCosts, operation_table
 from shardgraph.report.transfers import Transfer, table_of, transfers_of
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
@@ -33,7 +34,7 @@ class OtherSizes(Protocol):
         """The largest ``"batch"`` or ``"sequence"`` whose peak is within ``budget`` bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepCosts:
     """The predicted costs of a step on one rank, with or without a pipeline.
 
@@ -111,13 +112,22 @@ class StepCosts:
             **{name: getattr(self, name) for name in ("flops", "mfu", "hfu", "tokens_per_second", "samples")},
         }
 
+    def __repr__(self) -> str:
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.plan.whole_mesh) or "one process"
+        costs = f"{format_bytes(self.peak_memory)} a rank, {format_seconds(self.time.total)} a step"
+        return f"<{type(self).__name__} of plan {self.plan.name} on {mesh}, {self.cluster.name}: {costs}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
+
     @property
     def _excess(self) -> str:
         """The end of a line about the peak."""
         return "" if self.fits else f", MORE THAN THE DEVICE HAS: {format_bytes(self.cluster.device.memory)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Analysis(StepCosts):
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
@@ -200,7 +210,7 @@ class Analysis(StepCosts):
     def max_batch(self, memory: int | str | None = None) -> int:
         """The largest batch of one rank, in rows, whose peak is within ``memory``, such as ``"80GiB"``.
 
-        The default is the device's memory.
+        The default is the device's memory. What forward itself raises at, or has no embeddings of, does not fit.
 
         Raises:
             NotSizedError, ShardGraphError: as :meth:`symbolic`; or not even one row fits.
@@ -224,29 +234,17 @@ class Analysis(StepCosts):
             )
         return self.other_sizes
 
-    def by_module(self) -> dict[str, dict[str, float]]:
+    def by_module(self) -> ModuleCosts:
         """FLOPs, bytes moved, seconds of computation and bytes sent of every module, by its name.
 
-        The model itself is ``""``. A node counts for its module and for each module that contains it.
+        The model itself is ``""``. A node counts for its module and for each module that contains it. It prints as a
+        table.
         """
-        modules: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            for path in {"", *accumulate(row.module.split("."), "{}.{}".format)}:
-                entry = modules.setdefault(path, {"flops": 0, "moved": 0, "seconds": 0.0, "sent": 0})
-                entry["flops"] += row.flops
-                entry["sent"] += row.sent
-                entry["moved"] += 0 if row.stream else row.read + row.written
-                entry["seconds"] += 0 if row.stream else row.seconds
-        return dict(sorted(modules.items()))
+        return ModuleCosts.of(self.rows)
 
-    def table(self, limit: int = 20) -> str:
-        """The ``limit`` slowest nodes, as text."""
-        lines = [f"{'node':<34}{'module':<34}{'GFLOP':>9}{'moved':>12}{'time':>10}{'live':>12}"]
-        for row in sorted(self.rows, key=lambda row: -row.seconds)[:limit]:
-            moved, live = format_bytes(row.read + row.written), format_bytes(row.live)
-            cells = f"{row.flops / 1e9:>9.3f}{moved:>12}{format_seconds(row.seconds):>10}{live:>12}"
-            lines.append(f"{row.half[0]}:{row.node[:31]:<32}{row.module[-33:]:<34}{cells}")
-        return "\n".join(lines)
+    def table(self, limit: int | None = 20) -> str:
+        """The ``limit`` slowest operations, all if None, and the totals, as text."""
+        return operation_table(self.rows, limit)
 
     def to_records(self) -> list[dict[str, Any]]:
         """Every node as a dictionary."""

@@ -91,7 +91,7 @@ class _Moment(NamedTuple):
         return self.written + self.saved + self.gradients + self.messages + self.working
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipelineAnalysis(StepCosts):
     """The predicted costs of a training step of a pipeline; see :func:`shardgraph.analyze`.
 

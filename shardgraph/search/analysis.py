@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -78,7 +79,15 @@ class SizesOf:
         present = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 
         def peak(value: int) -> int:
-            return analyze_source(self.source.resized(**(present | {size: value}))).peak_memory
+            try:
+                return analyze_source(self.source.resized(**(present | {size: value}))).peak_memory
+            except CaptureError:
+                if value <= present[size]:
+                    raise
+                return sys.maxsize  # beyond what forward itself takes, such as the positions that it has embeddings of
+
+        if peak(estimate) == sys.maxsize:
+            return present[size] + bisect_right(range(present[size] + 1, estimate), budget, key=peak)
 
         # The expression ignores the allocator's rounding of every tensor, and that a capacity may be a rounded
         # fraction of a sequence. Its estimate is close, so search down from there in growing steps.

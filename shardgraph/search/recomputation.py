@@ -7,6 +7,7 @@ added time that fits is taken. So a smaller budget, which fewer of them fit, nev
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from torch import fx
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.schedules import most_in_flight
-from shardgraph.errors import PlanError
+from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.ir import JointGraph
 from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.liveness import MemoryProfile
@@ -31,6 +32,7 @@ from shardgraph.passes.recompute.names import rules_for
 from shardgraph.passes.recompute.problem import RecomputeProblem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
+from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.plan import Plan, Recomputation
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
@@ -148,16 +150,9 @@ class Recomputations:
             PlanError: none fits; the message has the smallest peak.
         """
         choice = self.nearest(budget)
-        if self.peak(choice) <= budget:
-            return choice
-        pipelined = "smaller microbatches, Pipeline(checkpoint='always')"
-        smaller = "a smaller batch" if self.plan.pipeline is None else pipelined
-        raise PlanError(
-            f"no recomputation brings plan {self.plan.name!r} on {dict(self.plan.whole_mesh)} within "
-            f"{format_bytes(budget)} per rank: the smallest peak is {format_bytes(self.peak(choice))}, with a "
-            f"predicted step of {format_seconds(self.seconds(choice))}. Allow that much, or use more ranks, {smaller}, "
-            "or a plan that shards more"
-        )
+        if self.peak(choice) > budget:
+            raise PlanError(_beyond(self, choice, budget))
+        return choice
 
     def nearest(self, budget: int) -> Choice:
         """The candidate with the least added time whose peak is at most ``budget`` bytes, else the smallest peak."""
@@ -198,11 +193,54 @@ def with_recomputation(candidates: Recomputations, budget: int) -> Plan:
     in chunks if the plan leaves that open and it is faster or needed to fit. Raises as :meth:`fastest_within`.
     """
     candidates, choice = nearest_to(budget, candidates)
-    candidates.fastest_within(budget)
+    if candidates.peak(choice) > budget:
+        raise PlanError(_beyond(candidates, choice, budget))
     plan, peak = candidates.chosen(choice), candidates.peak(choice)
     note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(peak)}"
     note += f", time within {choice.gap:.2%} of the least" if choice.gap else ""
     return replace(plan, note=f"{plan.note}; {note}" if plan.note else note)
+
+
+def _beyond(candidates: Recomputations, nearest: Choice, budget: int) -> str:
+    """The message where no candidate is within ``budget``: by how much, and what other options would come to."""
+    plan, peak = candidates.plan, candidates.peak(nearest)
+    pipelined = "smaller microbatches, Pipeline(checkpoint='always')"
+    smaller = "a smaller batch" if plan.pipeline is None else pipelined
+    lines = [
+        f"no recomputation brings plan {plan.name!r} on {dict(plan.whole_mesh)} within {format_bytes(budget)} per rank:"
+        f" the smallest peak is {format_bytes(peak)}, with a predicted step of "
+        f"{format_seconds(candidates.seconds(nearest))}. Allow that much, or use more ranks, {smaller}, or a plan that "
+        "shards more",
+        *(f"  {each}" for each in _other_options(candidates, peak, budget)),
+    ]
+    return "\n".join(lines)
+
+
+def _other_options(candidates: Recomputations, least: int, budget: int) -> Iterator[str]:
+    """Options that the plan leaves open and whose peak is below ``least`` bytes, each with its peak and step."""
+    plan = candidates.plan
+    # Another search of what to recompute would take as long again.
+    plan = replace(plan, recompute="full") if plan.recompute == "budget" else plan
+    options: dict[str, Plan] = {}
+    if plan.loss_chunk is None and has_scores(candidates.joint.module, LOSS_CHUNK):
+        options[f"loss_chunk='{LOSS_CHUNK >> 20}MiB'"] = replace(plan, loss_chunk=LOSS_CHUNK)
+    if plan.offload == NOTHING and plan.pipeline is None:
+        options |= {
+            f"offload={kept!r}": replace(plan, offload=Offload.of(kept))
+            for kept in ("activations", "parameters", "all")
+        }
+    for option, other in options.items():
+        with suppress(ShardGraphError):  # the host of a described device may be unknown
+            tried = replace(candidates, plan=other)
+            choice = tried.choices[0]
+            peak, again = (
+                tried.peak(choice),
+                f", recompute={other.recompute!r}" if isinstance(other.recompute, str) else "",
+            )
+            if peak < least:
+                fits = "fits" if peak <= budget else "does not fit either"
+                costs = f"{format_bytes(peak)}, with a predicted step of {format_seconds(tried.seconds(choice))}"
+                yield f"{option}{again}: the peak is {costs}; it {fits}"
 
 
 def nearest_to(budget: int, whole: Recomputations) -> tuple[Recomputations, Choice]:

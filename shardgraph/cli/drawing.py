@@ -1,0 +1,89 @@
+"""``shardgraph visualize`` and ``report``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import shardgraph
+from shardgraph.cli.options import (
+    Backend,
+    Batch,
+    ClusterName,
+    Json,
+    Mesh,
+    Model,
+    Optimizer,
+    PlanName,
+    Precision,
+    Recompute,
+    Sequence,
+    Settings,
+    mesh_of,
+)
+from shardgraph.cli.output import result, working
+from shardgraph.cli.pricing import measured_machine
+from shardgraph.errors import ShardGraphError
+
+
+def visualize(
+    model: Model,
+    out: Annotated[
+        str, typer.Option("--out", "-o", help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv.")
+    ],
+    plan: PlanName = "fsdp",
+    mesh: Mesh = None,
+    cluster: ClusterName = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    settings: Settings = None,
+    precision: Precision = None,
+    optimizer: Optimizer = "adamw",
+    backend: Backend = "eager",
+    recompute: Recompute = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a plan applied to a model, and the memory of a rank over a step."""
+    axes = mesh_of(mesh)
+    measured_machine(cluster)
+    with working(f"draw {model} under {plan}"):
+        from shardgraph.cli.model import job_of
+
+        job = job_of(model, batch, sequence, settings)
+        analysis = shardgraph.analyze(
+            job.module,
+            plan=plan,
+            **job.call,
+            cluster=cluster,
+            mesh=axes,
+            precision=precision,
+            optimizer=optimizer,
+            backend=backend,
+            recompute=recompute,
+        )
+        shardgraph.visualize(analysis, out, model=job.module, **job.call)
+    result(f"Wrote {out}", {"wrote": out}, as_json)
+
+
+def report(
+    model: Model,
+    out: Annotated[str, typer.Option("--out", "-o", help="The page to write: .html.")] = "report.html",
+    plan: PlanName = "fsdp",
+    mesh: Mesh = None,
+    cluster: ClusterName = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    settings: Settings = None,
+    precision: Precision = None,
+    optimizer: Optimizer = "adamw",
+    backend: Backend = "eager",
+    recompute: Recompute = None,
+    as_json: Json = False,
+) -> None:
+    """Write one page about a plan: figures, modules, pictures, streams, alternatives. It needs no network."""
+    if not out.lower().endswith(".html"):
+        raise ShardGraphError(f"a report is a page, {out!r} does not end in .html: `visualize` writes other pictures")
+    visualize(
+        model, out, plan, mesh, cluster, batch, sequence, settings, precision, optimizer, backend, recompute, as_json
+    )
