@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardgraph
 from benchmarks.training_jobs import JOBS
 
-WAYS = ("without", "background", "foreground")
+WAYS = ("background", "foreground")
 
 
 class Training:
@@ -54,11 +54,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     training = Training(options.job)
     training.steps(3)
-    blocks: dict[str, list[float]] = {way: [] for way in WAYS}
-    calls: dict[str, list[float]] = {way: [] for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    ways = ("without", *options.ways)
+    blocks: dict[str, list[float]] = {way: [] for way in ways}
+    calls: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(options.rounds + 1):  # the first is not counted
-        for way in WAYS[number % 3 :] + WAYS[: number % 3]:
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
             dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
             if way != "without":
@@ -78,14 +79,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shardgraph.load_checkpoint(options.path, training.model, training.optimizer)
 
     def more(of: dict[str, list[float]]) -> dict[str, float]:
-        pairs = {way: zip(of[way], of["without"], strict=True) for way in WAYS[1:]}
+        pairs = {way: zip(of[way], of["without"], strict=True) for way in ways[1:]}
         return {way: statistics.median(a / b - 1 for a, b in each) for way, each in pairs.items()}
 
     return {
         "parameters": sum(each.numel() for each in training.model.parameters()),
         "checkpoint_bytes": size,
         "step_s": statistics.median(blocks["without"]) / options.every,
-        "call_s": {way: statistics.median(calls[way]) for way in WAYS[1:]},
+        "call_s": {way: statistics.median(calls[way]) for way in ways[1:]},
         "time": more(blocks),
         "processor_time": more(seconds),
         "load_s": time.perf_counter() - start,
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--job", default="llama-50m", choices=JOBS)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--path", default="", help="where checkpoints are written [default: a temporary folder]")
     parser.add_argument("--name", default="", help="write figures to benchmarks/results/NAME.json too")
