@@ -71,7 +71,22 @@ from .errors import (
     RankMismatchError as RankMismatchError,
 )
 from .errors import (
+    ReplicaError as ReplicaError,
+)
+from .errors import (
     ShardGraphError as ShardGraphError,
+)
+from .health.nonfinite import (
+    NonFinite as NonFinite,
+)
+from .health.nonfinite import (
+    find_nonfinite as find_nonfinite,
+)
+from .health.replicas import (
+    Replicas as Replicas,
+)
+from .health.replicas import (
+    check_replicas as check_replicas,
 )
 from .module.grad_scaler import GradScaler as GradScaler
 from .module.gradient_norm import clip_grad_norm_ as clip_grad_norm_
@@ -145,6 +160,24 @@ from .plans.presets import preset as preset
 from .proof.prove import Proof as Proof
 from .report.analysis import Analysis as Analysis
 from .runtime.launch import launch as launch
+from .saves.loading import (
+    Loaded as Loaded,
+)
+from .saves.loading import (
+    checkpoints as checkpoints,
+)
+from .saves.loading import (
+    load_checkpoint as load_checkpoint,
+)
+from .saves.saving import (
+    Save as Save,
+)
+from .saves.saving import (
+    save_checkpoint as save_checkpoint,
+)
+from .saves.saving import (
+    wait_for_saves as wait_for_saves,
+)
 from .tracking import (
     MemoryTrace as MemoryTrace,
 )

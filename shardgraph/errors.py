@@ -53,6 +53,10 @@ class CheckpointError(ShardGraphError):
     """A checkpoint does not fit the model."""
 
 
+class ReplicaError(ShardGraphError):
+    """Ranks that should have the same values have different ones: a fault of hardware, or of what computes there."""
+
+
 class InitializationError(ShardGraphError):
     """A model on ``meta`` has parameters that nothing initialises."""
 

@@ -386,3 +386,16 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "CHECKS", {"two ranks": broken})
     done = run("doctor")
     assert done.exit_code == 1 and "no loopback" in done.stdout
+
+
+def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shardgraph.save_checkpoint(tmp_path, step, torch.nn.Linear(2, 2))
+    assert [each["step"] for each in answer("checkpoint", tmp_path)["checkpoints"]] == [1, 2]
+    assert run("checkpoint", tmp_path, "--verify").stdout.count("verified") == 2
+    file = tmp_path / "step-00000001" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-3] + b"bad")
+    assert "all files are there" in run("checkpoint", tmp_path).stdout
+    done = run("checkpoint", tmp_path, "--verify")
+    assert done.exit_code == 1 and "step-00000001: damaged" in done.stdout and "step-00000002: of Linear" in done.stdout
+    assert "there is no folder" in refusal("checkpoint", tmp_path / "missing")

@@ -116,6 +116,7 @@ class ShardedModule(nn.Module):
     _as_written: AsWritten
     _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
     _unsharded: ExitStack | None  # within, parameters are whole
+    _before_training: Callable[[], None] | None  # called before each call that is differentiated
     _programs: OrderedDict[ProgramKey, list[_Compiled]]
     _latest: tuple[list[ProgramKey], list[_Compiled]] | None
     _switches: Switches
@@ -140,7 +141,7 @@ class ShardedModule(nn.Module):
         self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
         self._own(_recompiled=Recompiled(model, self._decided, padded=setup.lengths is not None))
         self._own(_padding=Padding(setup.lengths, model, setup.device) if setup.lengths is not None else None)
-        self._own(gradient_norm=None, _shared=False)
+        self._own(gradient_norm=None, _shared=False, _before_training=None)
         _MODULES.add(self)
 
     def _own(self, **attributes: Any) -> None:
@@ -479,6 +480,7 @@ class ShardedModule(nn.Module):
     def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
         """What runs the call, and its flattened inputs."""
         self.reshard()
+        self._watched()
         leaves, spec = pytree.tree_flatten(self._padded(args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
@@ -487,6 +489,15 @@ class ShardedModule(nn.Module):
                 check_shared(self.plan, self.mesh, leaves)
             self._own(_shared=True)
         return executor, self._numbers.lift(leaves, spec)
+
+    def _watched(self) -> None:
+        """Do what :meth:`before_training` was given, if this call trains."""
+        if self._before_training is not None and self.training and torch.is_grad_enabled():
+            self._before_training()
+
+    def before_training(self, check: Callable[[], None] | None) -> None:
+        """Have ``check`` called before every call that trains, on all ranks; None: nothing."""
+        self._own(_before_training=check)
 
     def _padded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The call with the lengths that inputs are to have."""

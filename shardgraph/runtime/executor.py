@@ -174,7 +174,7 @@ class Bound:
         agreement: Agreement | None = None,
         name: str = "",
     ) -> None:
-        self.module, self.model, self._name = bind(gm, mesh), model, name
+        self.module, self.model, self.name = bind(gm, mesh), model, name
         self._agreement = agreement if any(map(ir.is_collective, gm.graph.nodes)) else None
         self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
@@ -216,7 +216,7 @@ class Bound:
 
     @cached_property
     def _ranged(self) -> Callable[[list[Any]], Sequence[Any]]:
-        made: Callable[[list[Any]], Sequence[Any]] = in_ranges(self.module, self._name)
+        made: Callable[[list[Any]], Sequence[Any]] = in_ranges(self.module, self.name)
         return made
 
     def _failing_collective(self, error: BaseException) -> fx.Node | None:
