@@ -83,6 +83,7 @@ class Text:
     def __init__(self, spelling: Spelling, names: Names, unit: str, prefix: str) -> None:
         self.spelling, self.names, self.unit, self.prefix = spelling, names, unit, prefix
         self.env: dict[fx.Node, str] = {}
+        self.labels: dict[fx.Node, str] = {}  # names of values that are gradients of parameters
         self.lines: list[str] = []
         self._said = ""
 
@@ -156,6 +157,8 @@ class Text:
 
     def hint(self, node: fx.Node, last: bool) -> str:
         """A name for a value."""
+        if node in self.labels:
+            return identifier(self.relative(self.labels[node]))
         subject = SUBJECT.get(node, "")
         if subject and not self._module(node) and re.fullmatch(r"(gradient of )?[\w.]+", subject):
             return identifier(self.relative(subject).replace("gradient of ", "grad_"))
@@ -187,6 +190,17 @@ class Text:
         elif where and where != self._said and (module or node not in MADE_BY):
             self.lines.append(f"# {where}")
             self._said = where
+
+
+def gradient_names(gradients: Mapping[str, fx.Node]) -> dict[fx.Node, str]:
+    """A name for what becomes the gradient of each parameter: this rank's own, before it is reduced."""
+    names = {}
+    for fqn, value in gradients.items():
+        own = value
+        while own.all_input_nodes and (MADE_BY.get(own) or _alias(own) is not None or own.target in VIEWS):
+            own = own.all_input_nodes[0]
+        names[own] = f"grad.{fqn}" + ("" if own is value or not MADE_BY.get(value) else ".local")
+    return names
 
 
 def _operation(node: fx.Node) -> str:
@@ -247,6 +261,7 @@ class Writer:
         unit = segment.unit
         names = Names({"p"})
         text = Text(self.spelling, names, unit, "grad_" if backward else "")
+        text.labels = gradient_names(graph.gradients)
         own = {f: v for f, v in graph.gradients.items() if v in inside and f.startswith(f"{unit}.")}
         wanted = set(graph.results) - set(own.values())
         flows = [n for n in segment.nodes if n in wanted or any(user not in inside for user in readers(n))]

@@ -7,9 +7,15 @@ import keyword
 import re
 from collections.abc import Iterable
 
+from shardgraph import ir
+from shardgraph.emit import prelude
+
+_MODULES = ("torch", "dist", "aten", "math", "functools")
 RESERVED = frozenset(
-    {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "torch", "dist", "aten", "math", "state", "saved"}
+    {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *_MODULES, "state", "saved", *vars(prelude), *vars(ir)}
+    | set(vars(ir.buckets))
 )
+"""Names that no value gets: of Python, and of functions that files may have."""
 
 
 class Names:
@@ -40,7 +46,7 @@ class Names:
 def identifier(text: str) -> str:
     """The text as a name in Python, in lower case."""
     name = re.sub(r"\W+", "_", text).strip("_").lower()
-    return f"_{name}" if not name or name[0].isdigit() else name
+    return f"module_{name}" if not name or name[0].isdigit() else name
 
 
 def snake(text: str) -> str:

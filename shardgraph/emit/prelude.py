@@ -33,11 +33,20 @@ def join_ranks(groups: Iterable[str]) -> None:
         torch.cuda.set_device(DEVICE)
     if math.prod(MESH.values()) == 1:
         return
-    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     if dist.get_world_size() != math.prod(MESH.values()):
         raise SystemExit(f"this program is for the mesh {MESH}: start it on {math.prod(MESH.values())} ranks")
     for axes in groups:
         GROUPS[axes] = group_along(axes.split("+"))
+
+
+def leave_ranks() -> None:
+    """Leave the other ranks, once all are done."""
+    if dist.is_initialized():
+        dist.barrier()
+        GROUPS.clear()
+        dist.destroy_process_group()
 
 
 def group_along(axes: Sequence[str]) -> dist.ProcessGroup:

@@ -47,7 +47,7 @@ class Emission:
         check(program)
         copied = Copied(given=_GIVEN)
         names = Names({"forward", "backward", "main", "Saved", *self.inputs.values()})
-        for each in (prelude.join_ranks, prelude.shard, prelude.within, prelude.named, prelude.place_among):
+        for each in (prelude.join_ranks, prelude.leave_ranks, prelude.shard, prelude.within, prelude.named, prelude.place_among):
             copied.add(each)
         writer = Writer(Spelling(copied), names)
         inputs = ", ".join(f"{name}: Tensor" for name in self.inputs.values())
@@ -79,12 +79,24 @@ class Emission:
         tail = _TAIL.replace("{seeded}", _SEEDED if random else _UNSEEDED)
         return self._assembled(copied, self._tables(), blocks, tail)
 
-    def _assembled(self, copied: Copied, tables: str, blocks: Sequence[str], tail: str) -> str:
-        body = "\n\n\n".join(
-            [*copied.texts.values(), _rule("the model"), *blocks, _rule("training"), tail.strip()]
+    def _assembled(self, copied: Copied, tables: tuple[str, str], blocks: Sequence[str], tail: str) -> str:
+        layout = copied.texts.pop("Layout")
+        begin, end = tables
+        training, start = tail.strip().split(_START)
+        code = "\n\n\n".join(
+            [
+                begin,
+                layout,
+                end,
+                _rule("the model"),
+                *blocks,
+                _rule("training"),
+                training.strip(),
+                _rule("ranks, collectives and kernels"),
+                *copied.texts.values(),
+                f"{_START}{start}\n",
+            ]
         )
-        body = re.sub(r"(# -- [^\n]*)\n\n\n", r"\1\n\n\n", body)
-        code = f"{tables}\n\n\n{body}\n"
         imports = [
             "from __future__ import annotations",
             *copied.imports.values(),
@@ -108,7 +120,7 @@ class Emission:
             order=order,
         )
 
-    def _tables(self) -> str:
+    def _tables(self) -> tuple[str, str]:
         program = self.program
         mesh = dict(program.plan.whole_mesh)
         device = _device(program)
@@ -132,15 +144,16 @@ class Emission:
             f"DEVICE = {where}",
             "GROUPS: dict[str, dist.ProcessGroup] = {}",
             "HERE = Path(__file__).parent",
-            "",
             *wrapped(f"INPUTS = {_tuple(self.inputs.values())}"),
+        ]
+        names = [
             "PARAMETERS: dict[str, Layout] = {",
             *self._parameters(),
             "}",
             '"""How each parameter is stored."""',
             *self._names_of("FROZEN", self._frozen(), "Parameters that are not trained."),
         ]
-        return "\n".join(lines)
+        return "\n".join(lines), "\n".join(names)
 
     def _frozen(self) -> list[str]:
         return [fqn for fqn in self.program.parameters if fqn not in self.program.trained]
@@ -276,6 +289,8 @@ _IMPORTS = {
     "load_file": "from safetensors.torch import load_file",
 }
 
+_START = 'if __name__ == "__main__":'
+
 _TITLE = """{model} under the plan {plan} on the mesh {mesh}, as plain PyTorch.
 
     {start}
@@ -317,8 +332,7 @@ def train_step(state: Mapping[str, Tensor], inputs: list[Tensor]) -> Tensor:
 
 
 def main(steps: int = 5) -> list[float]:
-    """Train; returns the losses."""
-    join_ranks(AXES)
+    """Train; returns this rank's losses."""
     state = load_state()
     optimizer = torch.optim.AdamW([state[name] for name in PARAMETERS if name not in FROZEN], lr=1e-3)
     torch.manual_seed(0)
@@ -329,13 +343,13 @@ def main(steps: int = 5) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         print(f"rank {dist.get_rank() if dist.is_initialized() else 0} step {step} loss {losses[-1]}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return losses
 
 
 if __name__ == "__main__":
+    join_ranks(AXES)
     main()
+    leave_ranks()
 '''
 _SEEDED = """    with seeded(rank_seed(common_draw(), place_among(DATA_AXES))):  # batches of all ranks draw apart
         loss, saved = forward(state, *inputs)"""

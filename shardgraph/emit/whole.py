@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from shardgraph.emit.functions import OUTSIDE, Graph, Outside, Text, Writer, Written, readers
+from shardgraph.emit.functions import OUTSIDE, Graph, Outside, Text, Writer, Written, gradient_names, readers
 from shardgraph.emit.lines import generalized, indented, wrapped
 from shardgraph.emit.names import Names, identifier
 from shardgraph.emit.segments import ROOT, Segment
@@ -20,6 +20,7 @@ class Whole:
         self.writer, self.graph, self.backward = writer, graph, backward
         self.names = Names({*taken, "gradients", "p", "i"})
         self.text = Text(writer.spelling, self.names, "", "grad_" if backward else "")
+        self.text.labels = gradient_names(graph.gradients)
         self._grads = ""
         self.saved: dict[str, str] = {}  # fields of what forward saves, with their types
         self.saved_values: dict[str, str] = {}

@@ -1,0 +1,167 @@
+"""Emitted programs, run on ranks that cannot import shardgraph, and the compiled modules that they are compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+import shardgraph
+from shardgraph.runtime.launch import rank_environment, serve_store
+from shardgraph.torch_api import pytree
+
+STEPS = 3
+_SECONDS = 240
+
+_DRIVER = '''
+import importlib, json, sys
+
+class Nothing:
+    """Finds nothing of what must not be needed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "shardgraph":
+            raise ImportError("shardgraph is not here")
+
+sys.meta_path.insert(0, Nothing())
+try:
+    import shardgraph
+except ImportError:
+    pass
+else:
+    raise SystemExit("shardgraph can be imported")
+import torch
+torch.set_num_threads(1)
+losses = {}
+for folder in sys.argv[2:]:
+    sys.path.insert(0, folder)
+    for name in [name for name in sys.modules if name in ("program", "ranks") or name.startswith("stage")]:
+        del sys.modules[name]
+    program = importlib.import_module("program")
+    program.join_ranks(program.AXES)
+    losses[folder] = program.main(int(sys.argv[1]))
+    sys.path.remove(folder)
+print("LOSSES", json.dumps(losses), flush=True)
+program.leave_ranks()
+'''
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan: ``build()`` returns it with the inputs of one call."""
+
+    name: str
+    build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+    plan: str
+    mesh: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it is for."""
+        return int(torch.tensor(list(self.mesh.values())).prod()) if self.mesh else 1
+
+    def made(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """The model with the same weights every time."""
+        torch.manual_seed(7)
+        return self.build()
+
+
+def batch_of(call: Any, number: int) -> Any:
+    """Another batch of the same values, in another order, for a rank."""
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(number))
+        return tensor.flatten()[order].view(tensor.shape)
+
+    return pytree.tree_map_only(torch.Tensor, other, call)
+
+
+def emitted_losses(
+    cases: Sequence[Case], folder: Path, steps: int = STEPS, **options: Any
+) -> list[dict[str, list[float]]]:
+    """The losses of emitted programs on every rank, by the name of the case; all cases have as many ranks."""
+    folders = {}
+    for case in cases:
+        model, args, kwargs = case.made()
+        to = folder / case.name.replace("+", "-")
+        shardgraph.emit(
+            model, to, case.plan, example_inputs=args, example_kwargs=kwargs, mesh=case.mesh, cluster="H100",
+            **case.options, **options,
+        )
+        leaves = pytree.tree_leaves((args, kwargs))
+        names = list(_inputs(to))
+        for number in range(case.ranks):
+            own = [leaf for leaf in batch_of(leaves, number) if isinstance(leaf, torch.Tensor)]
+            tensors = {name: leaf.contiguous() for name, leaf in zip(names, own, strict=True)}
+            save_file(tensors, to / f"batch{number}.safetensors")
+        folders[str(to)] = case.name
+    ranks = run_ranks(cases[0].ranks, ["-c", _DRIVER, str(steps), *folders])
+    found = []
+    for text in ranks:
+        line = next(line for line in text.splitlines() if line.startswith("LOSSES"))
+        found.append({folders[to]: values for to, values in json.loads(line.removeprefix("LOSSES")).items()})
+    return found
+
+
+def run_ranks(count: int, arguments: Sequence[str]) -> list[str]:
+    """Run Python on ranks; returns what each prints. Ends them all if one fails or takes too long."""
+    store = serve_store(timeout=float(_SECONDS)) if count > 1 else None
+    running = []
+    for rank in range(count):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if store is not None:
+            environment = rank_environment(rank, count, store.port, environment)
+        running.append(
+            subprocess.Popen([sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
+        )
+    try:
+        ended = [process.communicate(timeout=_SECONDS) for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+    for process, (_, errors) in zip(running, ended, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    return [printed for printed, _ in ended]
+
+
+def compiled_losses(case: Case, steps: int = STEPS) -> list[float]:
+    """The losses of the compiled module on this rank."""
+    model, args, kwargs = case.made()
+    options = {"cluster": "H100", **case.options}
+    loss_fn = options.pop("loss_fn", None)
+    torch.set_num_threads(1)
+    sharded = shardgraph.compile(
+        model, case.plan, mesh=case.mesh or None, example_inputs=args, example_kwargs=kwargs, loss_fn=loss_fn, **options
+    )
+    plan = sharded.plan
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if plan.pipeline is not None:
+        rank %= plan.world_size // plan.pipeline.ranks
+    args, kwargs = batch_of((args, kwargs), plan.data_rank(rank)) if case.mesh else batch_of((args, kwargs), 0)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        losses.append(sharded.train_step(*args, **kwargs).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _inputs(folder: Path) -> list[str]:
+    text = (folder / "program.py").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("INPUTS"))
+    return list(eval(line.partition("=")[2]))
