@@ -75,9 +75,11 @@ def emit(
     mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
     options = precision, recompute, memory, loss_chunk, None, cluster
     question = Question.of(model, plan, mesh_of, mesh is None, pipeline, *options)
-    question = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else own_loss)
-    decided = answer(question, captures)
-    question = question.settled(decided)
+    loss = loss_fn if "target" in kwargs else None
+    # As compile decides it, for the call itself: a plan's placements depend on what is returned.
+    asked = question.about(example_inputs, kwargs, own_loss if loss is None and question.plan.pipeline else loss)
+    decided = answer(asked, captures)
+    question = question.about(example_inputs, kwargs, loss or own_loss).settled(decided)
     joint = captures.take(question.captured, decided)
     program = lower(joint, decided, question.shapes, scheduled=scheduled)
     leaves, spec = pytree.tree_flatten((example_inputs, kwargs))
