@@ -58,13 +58,13 @@ class GPT(nn.Module):
 class ConvNet(nn.Module):
     """Convolutions with batch norm, whose running statistics forward writes, and a frozen layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_norm: bool = True) -> None:
         super().__init__()
         self.enter = nn.Conv2d(3, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
+        self.norm = nn.BatchNorm2d(6) if batch_norm else nn.GroupNorm(2, 6)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU()) for _ in range(3)))
         self.frozen = nn.Conv2d(6, 5, 3, stride=2).requires_grad_(False)
-        self.norm_2 = nn.BatchNorm2d(5)
+        self.norm_2 = nn.BatchNorm2d(5) if batch_norm else nn.GroupNorm(5, 5)
         self.head = nn.Linear(5, 4)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -114,12 +114,16 @@ def conv() -> Made:
     return ConvNet(), (torch.randn(4, 3, 8, 8), torch.randint(0, 4, (4,))), {}
 
 
+def grouped() -> Made:
+    return ConvNet(batch_norm=False), (torch.randn(4, 3, 8, 8), torch.randint(0, 4, (4,))), {}
+
+
 def mixture() -> Made:
     ids = torch.randint(0, 32, (4, 8))
     return Mixture(), (ids, ids), {}
 
 
-_MODELS = {"gpt": gpt, "llama": llama, "conv": conv, "mixture": mixture}
+_MODELS = {"gpt": gpt, "llama": llama, "conv": conv, "grouped": grouped, "mixture": mixture}
 _PLANS: dict[str, dict[str, int]] = {
     "single": {},
     "ddp": {"dp": 2},
@@ -136,11 +140,12 @@ _PLANS: dict[str, dict[str, int]] = {
     "pp+fsdp": {"pp": 2, "dp": 2},
 }
 _OF = {  # the third model of each plan
-    **dict.fromkeys(("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "pp", "pp+fsdp"), "conv"),
+    **dict.fromkeys(("single", "ddp", "zero1", "zero2", "fsdp", "hsdp"), "conv"),
+    **dict.fromkeys(("pp", "pp+fsdp"), "grouped"),
     **dict.fromkeys(("tp", "tp+sp", "cp", "ep", "fsdp+tp"), "mixture"),
 }
 CASES = [
     Case(f"{name}:{plan}", _MODELS[name], plan, mesh)
     for plan, mesh in _PLANS.items()
-    for name in ("gpt", "llama", _OF[plan])
+    for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture",))
 ]

@@ -162,6 +162,6 @@ def compiled_losses(case: Case, steps: int = STEPS) -> list[float]:
 
 
 def _inputs(folder: Path) -> list[str]:
-    text = (folder / "program.py").read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     line = next(line for line in text.splitlines() if line.startswith("INPUTS"))
     return list(eval(line.partition("=")[2]))

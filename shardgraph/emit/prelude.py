@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardgraph.ir.rank_operations import chunk_bounds, take_part
+from shardgraph.runtime.pipeline.messages import flat
+from shardgraph.torch_api import with_strides
 
 MESH: dict[str, int] = {}
 DEVICE = torch.device("cpu")
@@ -56,6 +58,15 @@ def group_along(axes: Sequence[str]) -> dist.ProcessGroup:
     across = [i for i in range(len(names)) if i not in along]
     ranks = torch.arange(math.prod(MESH.values())).reshape(list(MESH.values())).permute(*across, *along)
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, math.prod(MESH[axis] for axis in axes)).tolist())
+    return group
+
+
+def group_among(axis: str, places: Sequence[int]) -> Any:
+    """The group of the ranks at these places of ``axis`` that differ along no other; None on ranks of none."""
+    names = list(MESH)
+    across = [i for i in range(len(names)) if names[i] != axis]
+    ranks = torch.arange(math.prod(MESH.values())).reshape(list(MESH.values())).permute(*across, names.index(axis))
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, MESH[axis])[:, list(places)].tolist())
     return group
 
 
@@ -128,6 +139,33 @@ def send_to_next(tensor: Tensor, axis: str) -> Tensor:
     sent, received = [0] * ranks, [0] * ranks
     sent[(here + 1) % ranks] = received[(here - 1) % ranks] = tensor.shape[0]
     return all_to_all(tensor, received, sent, axis)
+
+
+class Format(NamedTuple):
+    """A tensor that goes from stage to stage."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def send_values(values: Sequence[Tensor], formats: Sequence[Format], axis: str, to: int, tag: int) -> list[Any]:
+    """Start to send tensors to a place along ``axis``; returns what to wait for, with the memory that it reads."""
+    sends = []
+    for number, (value, form) in enumerate(zip(values, formats, strict=True)):
+        row = flat(with_strides(value, form.strides))
+        if row.numel():
+            sends.append((dist.isend(row, group=GROUPS[axis], group_dst=to, tag=tag * 64 + number), row))
+    return sends
+
+
+def receive_values(formats: Sequence[Format], axis: str, source: int, tag: int) -> list[Tensor]:
+    """The tensors that a place along ``axis`` sends."""
+    values = [torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=DEVICE) for form in formats]
+    for number, value in enumerate(values):
+        if value.numel():
+            dist.recv(flat(value), group=GROUPS[axis], group_src=source, tag=tag * 64 + number)
+    return values
 
 
 # -- what depends on the rank ------------------------------------------------------------------------------

@@ -65,8 +65,7 @@ class Emission:
         backward_functions = list(writer.functions.values())[len(forward_functions) :]
         random = program.random and program.plan.copies * program.plan.data_size > 1
         if random:
-            for each in (prelude.rank_seed, prelude.common_draw, prelude.seeded):
-                copied.add(each)
+            random_helpers(copied)
         classes = [text for _, text in writer.classes.values()]
         blocks = [
             *classes,
@@ -77,12 +76,8 @@ class Emission:
             "\n".join(backward),
         ]
         tail = _TAIL.replace("{seeded}", _SEEDED if random else _UNSEEDED)
-        return self._assembled(copied, self._tables(), blocks, tail)
-
-    def _assembled(self, copied: Copied, tables: tuple[str, str], blocks: Sequence[str], tail: str) -> str:
-        layout = copied.texts.pop("Layout")
-        begin, end = tables
         training, start = tail.strip().split(_START)
+        begin, layout, end = self.tables(copied)
         code = "\n\n\n".join(
             [
                 begin,
@@ -97,44 +92,38 @@ class Emission:
                 f"{_START}{start}\n",
             ]
         )
-        imports = [
-            "from __future__ import annotations",
-            *copied.imports.values(),
-            *(line for name, line in _IMPORTS.items() if re.search(rf"(?<![\w.]){name}\b", code)),
-        ]
-        aten = "\n\naten = torch.ops.aten" if re.search(r"(?<![\w.])aten\.", code) else ""
-        return f'"""{self._title()}\n"""\n\n{import_lines(imports)}{aten}\n{code}'
+        return assembled(self.title(), code, copied.imports)
 
-    def _title(self) -> str:
+    @property
+    def title_line(self) -> str:
+        """What is written, in one line."""
         plan = self.program.plan
-        mesh = dict(plan.whole_mesh)
-        ranks = plan.world_size
-        start = "python program.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} program.py"
-        order = _SCHEDULED if self.scheduled else _WRITTEN
+        mesh = ", ".join(f"{axis}={size}" for axis, size in plan.whole_mesh) or "one rank"
+        return f"{self.model} under the plan {plan.name} on the mesh {mesh}"
+
+    def title(self) -> str:
+        """The description at the top of the file that is run."""
+        ranks = self.program.plan.world_size
         return _TITLE.format(
-            model=self.model,
-            plan=plan.name,
-            mesh=", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank",
+            what=self.title_line,
             versions=self.versions,
-            start=start,
-            order=order,
+            start="python program.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} program.py",
+            order=_SCHEDULED if self.scheduled else _WRITTEN,
         )
 
-    def _tables(self) -> tuple[str, str]:
+    def tables(self, copied: Copied) -> tuple[str, str, str]:
+        """The mesh, the class of parameters' layouts, taken out of ``copied``, and the parameters."""
         program = self.program
         mesh = dict(program.plan.whole_mesh)
         device = _device(program)
-        groups = dict.fromkeys(
-            ir.group_of(node)
-            for gm in program.graphs.values()
-            for node in ir.collectives(gm)
-        )
+        graphs = program.graphs.values()
+        stages = [] if program.plan.pipeline is None else [program.plan.pipeline.axis]
+        groups = dict.fromkeys([*stages, *(ir.group_of(node) for gm in graphs for node in ir.collectives(gm))])
         data = [axis for axis, _ in program.plan.mesh if axis not in dict(program.plan.operators)]
         where = (
             'torch.device("cpu")' if device == "cpu" else f'torch.device("{device}", int(os.environ.get("LOCAL_RANK", "0")))'
         )
         lines = [
-            "",
             f"MESH = {_dict(mesh)}",
             '"""Ranks along each axis, the last of which counts fastest."""',
             *wrapped(f"AXES = {_tuple(groups)}"),
@@ -153,7 +142,8 @@ class Emission:
             '"""How each parameter is stored."""',
             *self._names_of("FROZEN", self._frozen(), "Parameters that are not trained."),
         ]
-        return "\n".join(lines), "\n".join(names)
+        copied.add(prelude.shard)
+        return "\n".join(lines), copied.texts.pop("Layout"), "\n".join(names)
 
     def _frozen(self) -> list[str]:
         return [fqn for fqn in self.program.parameters if fqn not in self.program.trained]
@@ -169,6 +159,23 @@ class Emission:
             layout = _layout(program.shapes[fqn], entry, [axis for axis, _ in plan.mesh])
             rows.append((fqn, layout))
         return in_loops(rows)
+
+
+def random_helpers(copied: Copied) -> None:
+    """Copy what draws random numbers apart for every batch."""
+    for each in (prelude.rank_seed, prelude.common_draw, prelude.seeded):
+        copied.add(each)
+
+
+def assembled(title: str, code: str, imports: Mapping[str, str], local: Sequence[str] = ()) -> str:
+    """A file: its title, what it imports, of which ``local`` are lines for files beside it, and its code."""
+    lines = [
+        "from __future__ import annotations",
+        *(line for name, line in {**_IMPORTS, **imports}.items() if re.search(rf"(?<![\w.]){name}\b", code)),
+    ]
+    aten = "\n\naten = torch.ops.aten" if re.search(r"(?<![\w.])aten\.", code) else ""
+    beside = "\n\n" + "\n".join(local) if local else ""
+    return f'"""{title}\n"""\n\n{import_lines(lines)}{beside}{aten}\n\n{code}'
 
 
 def check(program: Program) -> None:
@@ -278,10 +285,12 @@ def used_state(program: Program) -> dict[str, torch.Tensor]:
 _IMPORTS = {
     "functools": "import functools",
     "math": "import math",
+    "re": "import re",
     "os": "import os",
     "Path": "from pathlib import Path",
     "Any": "from typing import Any",
     "NamedTuple": "from typing import NamedTuple",
+    "Sequence": "from collections.abc import Sequence",
     "Mapping": "from collections.abc import Mapping",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
@@ -291,7 +300,7 @@ _IMPORTS = {
 
 _START = 'if __name__ == "__main__":'
 
-_TITLE = """{model} under the plan {plan} on the mesh {mesh}, as plain PyTorch.
+_TITLE = """{what}, as plain PyTorch.
 
     {start}
 

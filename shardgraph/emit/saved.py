@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import shardgraph
+from shardgraph.emit.pipeline import Pipelined
 from shardgraph.emit.program import Emission, input_names, used_state, write
 from shardgraph.passes.program import Program
 from shardgraph.runtime.layout import Layout
+from shardgraph.runtime.pipeline.microbatches import batch_size
 
 
 def save(
@@ -41,7 +43,10 @@ def save(
     inputs = {i: short[i] for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     versions = f"shardgraph {shardgraph.__version__} with torch {torch.__version__}"
     emission = Emission(program, type(model).__name__, inputs, scheduled, versions)
-    files = {"program.py": emission.file()}
+    if program.plan.pipeline is None:
+        files = {"program.py": emission.file()}
+    else:
+        files = Pipelined(emission, batch_size(list(leaves))).files()
     tensors = {"batch.safetensors": {inputs[i]: leaves[i] for i in inputs}}
     parameters = dict(whole if whole is not None else model.named_parameters())
     if not any(each.is_meta for each in parameters.values()):
