@@ -103,8 +103,14 @@ def llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
     )
     ids = torch.randint(0, 40, (4, 8))
     return LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids}

@@ -96,8 +96,15 @@ def emitted_losses(
         model, args, kwargs = case.made()
         to = folder / case.name.replace("+", "-")
         shardgraph.emit(
-            model, to, case.plan, example_inputs=args, example_kwargs=kwargs, mesh=case.mesh, cluster="H100",
-            **case.options, **options,
+            model,
+            to,
+            case.plan,
+            example_inputs=args,
+            example_kwargs=kwargs,
+            mesh=case.mesh,
+            cluster="H100",
+            **case.options,
+            **options,
         )
         leaves = pytree.tree_leaves((args, kwargs))
         names = list(_inputs(to))
@@ -123,8 +130,9 @@ def run_ranks(count: int, arguments: Sequence[str]) -> list[str]:
         if store is not None:
             environment = rank_environment(rank, count, store.port, environment)
         running.append(
-            subprocess.Popen([sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
         )
     try:
         ended = [process.communicate(timeout=_SECONDS) for process in running]

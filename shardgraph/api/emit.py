@@ -13,7 +13,7 @@ from torch import nn
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.emit.saved import save
+from shardgraph.emission.saved import save
 from shardgraph.module.input_names import input_names
 from shardgraph.passes.lowering import lower
 from shardgraph.plans.pipeline_plan import Pipeline

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 from shardgraph import ir
-from shardgraph.emit import prelude
+from shardgraph.emission import prelude
 
 _MODULES = ("torch", "dist", "aten", "math", "functools")
 RESERVED = frozenset(

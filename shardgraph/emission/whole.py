@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from torch import fx
 
-from shardgraph.emit.functions import OUTSIDE, Graph, Outside, Text, Writer, Written, gradient_names, readers
-from shardgraph.emit.lines import generalized, indented, wrapped
-from shardgraph.emit.names import Names, identifier
-from shardgraph.emit.segments import ROOT, Segment
+from shardgraph.emission.functions import OUTSIDE, Graph, Outside, Text, Writer, Written, gradient_names, readers
+from shardgraph.emission.lines import generalized, indented, wrapped
+from shardgraph.emission.names import Names, identifier
+from shardgraph.emission.segments import ROOT, Segment
 
 
 class Whole:
@@ -144,7 +144,9 @@ class Whole:
         for k in range(len(run[0].flows)):
             for each, following in pairwise(run):
                 flow = each.flows[k]
-                others = [user for user in readers(flow) if self._where.get(user) not in (each.segment, following.segment)]
+                others = [
+                    user for user in readers(flow) if self._where.get(user) not in (each.segment, following.segment)
+                ]
                 slots = [j for j, slot in enumerate(following.slots) if slot is flow]
                 read = any(self._where.get(user) is following.segment for user in readers(flow))
                 if others or flow in self._wanted or (read and not any(j in self._carried(run) for j in slots)):

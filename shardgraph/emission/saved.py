@@ -11,11 +11,22 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph.emit.pipeline import Pipelined
-from shardgraph.emit.program import Emission, input_names, used_state, write
+from shardgraph.emission.pipeline import Pipelined
+from shardgraph.emission.program import Emission, check, input_names, used_state, write
 from shardgraph.passes.program import Program
 from shardgraph.runtime.layout import Layout
 from shardgraph.runtime.pipeline.microbatches import batch_size
+
+
+def synthesized(kind: Sequence[Any], rows: int, parts: int) -> Any:
+    """An input of this :func:`~shardgraph.capture.numbers.input_key`, of random numbers if it is a tensor, whose rows,
+    if they are the batch's, are of one of so many ``parts``."""
+    if len(kind) != 5:
+        return kind
+    shape, dtype = list(kind[0]), kind[1]
+    if shape and shape[0] == rows:
+        shape[0] *= parts
+    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(0, 2, shape).to(dtype)
 
 
 def save(
@@ -60,3 +71,6 @@ def save(
         tensors["weights.safetensors"] = {fqn: parameters[fqn] for fqn in program.parameters} | buffers | constants
     write(folder, files, tensors)
     return [folder / name for name in (*files, *tensors)]
+
+
+__all__ = ["check", "save", "synthesized"]

@@ -148,5 +148,3 @@ def import_lines(lines: Iterable[str]) -> str:
         before = group(line)[0]
         text.append(line)
     return "\n".join(text)
-
-

@@ -11,15 +11,15 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.emit import prelude
-from shardgraph.emit.expressions import Spelling
-from shardgraph.emit.functions import Text, Writer
-from shardgraph.emit.graphs import Both, Signature
-from shardgraph.emit.lines import generalized, indented, quoted, wrapped
-from shardgraph.emit.names import Names
-from shardgraph.emit.program import Emission, assembled, check, random_helpers
-from shardgraph.emit.segments import Units
-from shardgraph.emit.sources import Copied
+from shardgraph.emission import prelude
+from shardgraph.emission.expressions import Spelling
+from shardgraph.emission.functions import Text, Writer
+from shardgraph.emission.graphs import Both, Signature
+from shardgraph.emission.lines import generalized, indented, quoted, wrapped
+from shardgraph.emission.names import Names
+from shardgraph.emission.program import Emission, assembled, check, random_helpers
+from shardgraph.emission.segments import Units
+from shardgraph.emission.sources import Copied
 from shardgraph.errors import ShardGraphError
 from shardgraph.passes.program import StageProgram
 from shardgraph.runtime.pipeline.messages import empty_like_traced
@@ -154,8 +154,10 @@ class Pipelined:
         else:
             text.write(nodes, [value for _, value in results])
             lines += text.lines + [f"result[{quoted(fqn)}] = {text.env[value]}" for fqn, value in results]
-        what = {"gather": "Parameters that are gathered once for all microbatches.",
-                "reduce": "The gradients of all microbatches, reduced over ranks."}[name]
+        what = {
+            "gather": "Parameters that are gathered once for all microbatches.",
+            "reduce": "The gradients of all microbatches, reduced over ranks.",
+        }[name]
         head = f"def {name}({given}: Mapping[str, Tensor]) -> dict[str, Tensor]:"
         return "\n".join([head, *indented([f'"""{what}"""', *lines, "return result"])])
 
@@ -170,8 +172,14 @@ class Pipelined:
         plan, pipeline = program.plan, program.plan.pipeline
         assert pipeline is not None
         for each in (
-            prelude.join_ranks, prelude.leave_ranks, prelude.shard, prelude.place, prelude.place_among,
-            prelude.send_values, prelude.receive_values, prelude.group_among,
+            prelude.join_ranks,
+            prelude.leave_ranks,
+            prelude.shard,
+            prelude.place,
+            prelude.place_among,
+            prelude.send_values,
+            prelude.receive_values,
+            prelude.group_among,
         ):
             shared.add(each)
         alone = pipeline.count == 1 and plan.data_size == 1
@@ -181,7 +189,7 @@ class Pipelined:
         order = [f'    "{" ".join(map(str, actions))}",' for actions in program.actions]
         owners = {fqn: pipeline.places_of(program.owners[fqn]) for fqn in program.parameters}
         of_rank = [
-            f"PARAMETERS_OF = {{",
+            "PARAMETERS_OF = {",
             *(
                 line
                 for place in range(pipeline.ranks)
@@ -226,7 +234,9 @@ class Pipelined:
         text = Text(Spelling(shared), Names({"state", "inputs"}), "", "")
         places = {index: place for place, index in enumerate(self.emission.inputs)}
         for role, node in ir.placeholders(term.count).items():
-            text.env[node] = f"inputs[{places[role.index]}]" if isinstance(role, ir.Input) else f"state[{quoted(role.fqn)}]"
+            text.env[node] = (
+                f"inputs[{places[role.index]}]" if isinstance(role, ir.Input) else f"state[{quoted(role.fqn)}]"
+            )
         nodes = [node for node in term.count.graph.nodes if node.op == "call_function"]
         output = term.count.graph.output_node().args[0]
         value = output[0] if isinstance(output, (tuple, list)) else output

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.emit.expressions import RESULTS, VIEWS, Spelling, constant
-from shardgraph.emit.lines import indented, wrapped
-from shardgraph.emit.names import Names, camel, identifier, snake
-from shardgraph.emit.segments import Segment, modules_of
+from shardgraph.emission.expressions import RESULTS, VIEWS, Spelling, constant
+from shardgraph.emission.lines import indented, wrapped
+from shardgraph.emission.names import Names, camel, identifier, snake
+from shardgraph.emission.segments import Segment, modules_of
 from shardgraph.ir.attributes import MADE_BY, MODULES, SOURCE, SUBJECT
 
 aten = torch.ops.aten
@@ -112,7 +112,9 @@ class Text:
                 self.env[node] = text
                 continue
             end = ends.get(self._module(node))
-            targets = self._targets(node, end is node or (end is not None and end.args[:1] == (node,) and _is_part(end)))
+            targets = self._targets(
+                node, end is node or (end is not None and end.args[:1] == (node,) and _is_part(end))
+            )
             self.lines += wrapped(f"{targets} = {text}")
 
     def _within(self, nodes: Sequence[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
@@ -316,9 +318,7 @@ class Writer:
             bool(own),
         )
 
-    def _fields(
-        self, saves: Sequence[fx.Node], text: Text, key: tuple[str, int]
-    ) -> dict[str, tuple[str, Any]]:
+    def _fields(self, saves: Sequence[fx.Node], text: Text, key: tuple[str, int]) -> dict[str, tuple[str, Any]]:
         """The fields of saved values: each with its expression and its value as traced."""
         fields: dict[str, tuple[str, Any]] = {}
         names, by_text = Names(), dict[str, str]()
@@ -350,9 +350,7 @@ class Writer:
         return self.functions[key][0]
 
 
-def _slot_name(
-    outside: Outside | fx.Node, value: fx.Node, carried: set[fx.Node], backward: bool, text: Text
-) -> str:
+def _slot_name(outside: Outside | fx.Node, value: fx.Node, carried: set[fx.Node], backward: bool, text: Text) -> str:
     if isinstance(outside, fx.Node):
         if outside in carried:
             return "grad" if backward else "x"
@@ -372,4 +370,3 @@ def class_lines(fields: Mapping[str, tuple[str, Any]]) -> list[str]:
         else:
             lines.append(f"{name}: {type(value).__name__ if isinstance(value, (int, float)) else 'Any'}")
     return lines
-

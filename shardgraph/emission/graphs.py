@@ -10,11 +10,11 @@ from typing import Any
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.emit.expressions import constant
-from shardgraph.emit.functions import Graph, Outside, Writer, class_lines
-from shardgraph.emit.lines import indented, wrapped
-from shardgraph.emit.segments import ROOT, Segment, Units
-from shardgraph.emit.whole import Whole
+from shardgraph.emission.expressions import constant
+from shardgraph.emission.functions import Graph, Outside, Writer, class_lines
+from shardgraph.emission.lines import indented, wrapped
+from shardgraph.emission.segments import ROOT, Segment, Units
+from shardgraph.emission.whole import Whole
 from shardgraph.ir.attributes import ROLE
 
 _ROOT_KEY = (ROOT, 0)
@@ -208,5 +208,3 @@ def parameters_of(graphs: Sequence[fx.GraphModule]) -> dict[str, fx.Node]:
             if isinstance(role, (ir.Parameter, ir.Buffer)):
                 found.setdefault(role.fqn, node)
     return found
-
-

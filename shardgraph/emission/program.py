@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from shardgraph import ir
-from shardgraph.emit import prelude
-from shardgraph.emit.expressions import Spelling
-from shardgraph.emit.functions import Writer
-from shardgraph.emit.graphs import Both, Signature, parameters_of
-from shardgraph.emit.lines import generalized, quoted, wrapped
-from shardgraph.emit.names import Names, identifier
-from shardgraph.emit.segments import Units
-from shardgraph.emit.sources import Copied, import_lines
+from shardgraph.emission import prelude
+from shardgraph.emission.expressions import Spelling
+from shardgraph.emission.functions import Writer
+from shardgraph.emission.graphs import Both, Signature, parameters_of
+from shardgraph.emission.lines import generalized, quoted, wrapped
+from shardgraph.emission.names import Names, identifier
+from shardgraph.emission.segments import Units
+from shardgraph.emission.sources import Copied, import_lines
 from shardgraph.errors import ShardGraphError
 from shardgraph.passes.program import Program
 from shardgraph.plans.parameter_plan import ParameterPlan
@@ -47,14 +47,23 @@ class Emission:
         check(program)
         copied = Copied(given=_GIVEN)
         names = Names({"forward", "backward", "main", "Saved", *self.inputs.values()})
-        for each in (prelude.join_ranks, prelude.leave_ranks, prelude.shard, prelude.within, prelude.named, prelude.place_among):
+        for each in (
+            prelude.join_ranks,
+            prelude.leave_ranks,
+            prelude.shard,
+            prelude.within,
+            prelude.named,
+            prelude.place_among,
+        ):
             copied.add(each)
         writer = Writer(Spelling(copied), names)
         inputs = ", ".join(f"{name}: Tensor" for name in self.inputs.values())
         both = Both(writer, Units([program.forward]), Signature(self.inputs), self.scheduled)
         given = f", {inputs}" if inputs else ""
         forward = both.forward(
-            program.forward, program.backward, f"def forward(state: Mapping[str, Tensor]{given}) -> tuple[Tensor, Saved]:"
+            program.forward,
+            program.backward,
+            f"def forward(state: Mapping[str, Tensor]{given}) -> tuple[Tensor, Saved]:",
         )
         forward_functions = list(writer.functions.values())
         assert program.backward is not None
@@ -121,7 +130,9 @@ class Emission:
         groups = dict.fromkeys([*stages, *(ir.group_of(node) for gm in graphs for node in ir.collectives(gm))])
         data = [axis for axis, _ in program.plan.mesh if axis not in dict(program.plan.operators)]
         where = (
-            'torch.device("cpu")' if device == "cpu" else f'torch.device("{device}", int(os.environ.get("LOCAL_RANK", "0")))'
+            'torch.device("cpu")'
+            if device == "cpu"
+            else f'torch.device("{device}", int(os.environ.get("LOCAL_RANK", "0")))'
         )
         lines = [
             f"MESH = {_dict(mesh)}",
@@ -149,8 +160,10 @@ class Emission:
         return [fqn for fqn in self.program.parameters if fqn not in self.program.trained]
 
     def _names_of(self, table: str, names: Sequence[str], meaning: str) -> list[str]:
-        return [*wrapped(f"{table} = {{{', '.join(map(quoted, names))}}}" if names else f"{table}: set[str] = set()"),
-                f'"""{meaning}"""']
+        return [
+            *wrapped(f"{table} = {{{', '.join(map(quoted, names))}}}" if names else f"{table}: set[str] = set()"),
+            f'"""{meaning}"""',
+        ]
 
     def _parameters(self) -> list[str]:
         program, plan = self.program, self.program.plan
@@ -203,8 +216,9 @@ def check(program: Program) -> None:
         )
     if program.joint.results:
         name = program.joint.results[0].fqn
-        raise ShardGraphError(f"forward sets the attribute {name!r} of the model, which an emitted file does not have: "
-                              "return it instead")
+        raise ShardGraphError(
+            f"forward sets the attribute {name!r} of the model, which an emitted file does not have: return it instead"
+        )
 
 
 def in_loops(rows: Sequence[tuple[str, str]]) -> list[str]:

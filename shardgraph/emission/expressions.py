@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.emit import prelude
-from shardgraph.emit.lines import quoted
-from shardgraph.emit.sources import Copied
+from shardgraph.emission import prelude
+from shardgraph.emission.lines import quoted
+from shardgraph.emission.sources import Copied
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import buckets
 from shardgraph.ir.attributes import SOURCE
@@ -134,7 +134,9 @@ class Spelling:
         if target in (aten.sum.dim_IntList, aten.mean.dim) and len(args) in (2, 3):
             keep = ", keepdim=True" if len(args) == 3 and args[2] else ""
             dtype = f", dtype={text(node.kwargs['dtype'])}" if node.kwargs.get("dtype") is not None else ""
-            return f"{text(args[0])}.{'sum' if target is aten.sum.dim_IntList else 'mean'}({text(args[1])}{keep}{dtype})"
+            return (
+                f"{text(args[0])}.{'sum' if target is aten.sum.dim_IntList else 'mean'}({text(args[1])}{keep}{dtype})"
+            )
         if target in _FUNCTIONS:
             return self._call(_FUNCTIONS[target], args, node.kwargs, text)
         if isinstance(target, torch._ops.OpOverload):
@@ -203,5 +205,6 @@ def constant(value: Any) -> str:
         return quoted(value)
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
-    raise ShardGraphError(f"{value!r} is an argument of an operation that cannot be written in a file: keep to the "
-                          "compiled module")
+    raise ShardGraphError(
+        f"{value!r} is an argument of an operation that cannot be written in a file: keep to the compiled module"
+    )

@@ -160,8 +160,10 @@ def _filled(nodes: list[fx.Node], units: list[str | None]) -> list[str]:
     """The units with those of passes: what only prepares a parameter counts to what follows, all else to what was."""
     prepares: set[fx.Node] = set()
     for node, unit in zip(nodes, units, strict=True):
-        if unit is None and MADE_BY.get(node) is not None and all(
-            each in prepares or (each.op == "placeholder" and _is_state(each)) for each in node.all_input_nodes
+        if (
+            unit is None
+            and MADE_BY.get(node) is not None
+            and all(each in prepares or (each.op == "placeholder" and _is_state(each)) for each in node.all_input_nodes)
         ):
             prepares.add(node)
     made: list[str | None] = list(units)
@@ -192,4 +194,3 @@ def _inside(path: str, other: str) -> bool:
 def _ends(path: str) -> list[int]:
     """Where the paths of the modules that a module is in end."""
     return [match.start() for match in re.finditer(r"\.", path)]
-
