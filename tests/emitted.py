@@ -1,16 +1,20 @@
-"""Emitted programs, run on ranks that cannot import shardgraph, and the compiled modules that they are compared with."""
+"""Emitted programs, run on ranks that cannot import shardgraph, and the compiled modules beside them."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -91,34 +95,62 @@ def emitted_losses(
     cases: Sequence[Case], folder: Path, steps: int = STEPS, **options: Any
 ) -> list[dict[str, list[float]]]:
     """The losses of emitted programs on every rank, by the name of the case; all cases have as many ranks."""
-    folders = {}
-    for case in cases:
-        model, args, kwargs = case.made()
-        to = folder / case.name.replace("+", "-")
-        shardgraph.emit(
-            model,
-            to,
-            case.plan,
-            example_inputs=args,
-            example_kwargs=kwargs,
-            mesh=case.mesh,
-            cluster="H100",
-            **case.options,
-            **options,
-        )
-        leaves = pytree.tree_leaves((args, kwargs))
-        names = list(_inputs(to))
-        for number in range(case.ranks):
-            own = [leaf for leaf in batch_of(leaves, number) if isinstance(leaf, torch.Tensor)]
-            tensors = {name: leaf.contiguous() for name, leaf in zip(names, own, strict=True)}
-            save_file(tensors, to / f"batch{number}.safetensors")
-        folders[str(to)] = case.name
+    folders = {str(written(case, folder, **options)): case.name for case in cases}
     ranks = run_ranks(cases[0].ranks, ["-c", _DRIVER, str(steps), *folders])
     found = []
     for text in ranks:
         line = next(line for line in text.splitlines() if line.startswith("LOSSES"))
         found.append({folders[to]: values for to, values in json.loads(line.removeprefix("LOSSES")).items()})
     return found
+
+
+def written(case: Case, folder: Path, **options: Any) -> Path:
+    """The folder of the emitted program of a case, with a batch for each rank."""
+    model, args, kwargs = case.made()
+    to = folder / case.name.replace("+", "-").replace(":", "-")
+    call = {"example_inputs": args, "example_kwargs": kwargs, "mesh": case.mesh}
+    shardgraph.emit(model, to, case.plan, **call, cluster="H100", **case.options, **options)
+    leaves, names = pytree.tree_leaves((args, kwargs)), _inputs(to)
+    for number in range(case.ranks):
+        own = [leaf for leaf in batch_of(leaves, number) if isinstance(leaf, torch.Tensor)]
+        tensors = {name: leaf.contiguous() for name, leaf in zip(names, own, strict=True)}
+        save_file(tensors, to / f"batch{number}.safetensors")
+    return to
+
+
+class _Nothing:
+    """Finds nothing of what must not be needed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "shardgraph":
+            raise ImportError("shardgraph is not here")
+
+
+@contextmanager
+def without_shardgraph() -> Iterator[None]:
+    """Within, shardgraph cannot be imported."""
+    here = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "shardgraph"}
+    sys.meta_path.insert(0, _Nothing())
+    try:
+        with pytest.raises(ImportError, match="is not here"):
+            importlib.import_module("shardgraph")
+        yield
+    finally:
+        del sys.meta_path[0]
+        sys.modules.update(here)
+
+
+def losses_of_both(case: Case, folder: Path) -> tuple[list[float], list[float]]:
+    """The losses of the program in ``folder`` and of the compiled module, on this rank."""
+    torch.set_num_threads(1)
+    with without_shardgraph():
+        spec = importlib.util.spec_from_file_location("emitted_program", folder / "program.py")
+        assert spec is not None and spec.loader is not None
+        program = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(program)
+        program.join_ranks(program.AXES)
+        emitted = program.main(STEPS)
+    return emitted, compiled_losses(case)
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> list[str]:

@@ -129,8 +129,7 @@ class Text:
             if node.target in VIEWS or node.target is ir.pad_shard:
                 found.add(node)
             elif ir.is_collective(node) and value in inside and [value, reads[0]] == list(nodes[i + 1 : i + 3]):
-                if MADE_BY.get(reads[0]) and _alias(reads[0]) is None and not ir.is_collective(reads[0]):
-                    found.add(node)
+                found |= {node} if MADE_BY.get(reads[0]) and not _continues(reads[0]) else set()
         return found
 
     def _targets(self, node: fx.Node, last: bool) -> str:
@@ -215,14 +214,21 @@ def _operation(node: fx.Node) -> str:
     return {"to_copy": "cast", "unsafe_view": "view", "t": "transposed"}.get(name, name)
 
 
-def _alias(node: fx.Node) -> fx.Node | None:
+def _alias(node: Any) -> fx.Node | None:
     """The value that a node is, where it says nothing to a reader: outside of autograd, a detached one is the same."""
     if node.target in (ir.WAIT, aten.detach.default):
-        return node.args[0]
-    inner = node.args[0] if node.target is aten.t.default else None
+        operand: fx.Node = node.args[0]
+        return operand
+    inner: Any = node.args[0] if node.target is aten.t.default else None
     if isinstance(inner, fx.Node) and inner.target is aten.t.default:
-        return inner.args[0]
+        original: fx.Node = inner.args[0]  # type: ignore[assignment]
+        return original
     return None
+
+
+def _continues(node: fx.Node) -> bool:
+    """Whether a node is a collective, or only another name of a value."""
+    return _alias(node) is not None or ir.is_collective(node)
 
 
 def _is_part(node: fx.Node) -> bool:

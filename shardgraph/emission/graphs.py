@@ -174,7 +174,8 @@ class Both:
 
     def _root_fields(self, graph: Graph, whole: Whole) -> tuple[list[str], str]:
         """The fields of what the whole saves, and their values."""
-        env, fields = whole.text.env, {}
+        env = whole.text.env
+        fields: dict[str, tuple[str, Any]] = {}
         for value, key in graph.saves.items():
             if key == _ROOT_KEY:
                 text = env[value]

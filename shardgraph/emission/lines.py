@@ -15,7 +15,7 @@ def indented(lines: Iterable[str], by: int = 4) -> list[str]:
 
 
 def wrapped(line: str) -> list[str]:
-    """A statement in as many lines as it needs, broken at its last outer brackets."""
+    """A statement in as many lines as it needs, broken at its longest brackets."""
     if len(line) <= WIDTH or line.lstrip().startswith("#"):
         return [line]
     opening = _outer(line)
@@ -53,9 +53,9 @@ def split(text: str) -> list[str]:
 
 
 def _outer(line: str) -> tuple[int, int] | None:
-    """The last brackets of a line that are in no others, and have more in them than a word."""
+    """The brackets of a line that are in no others and have the most in them, and more than a word."""
     open_at: list[int] = []
-    found = None
+    found: tuple[int, int] | None = None
     quoted = ""
     for i, character in enumerate(line):
         if quoted:
@@ -66,7 +66,7 @@ def _outer(line: str) -> tuple[int, int] | None:
             open_at.append(i)
         elif character in _PAIRS.values() and open_at:
             start = open_at.pop()
-            if not open_at and i - start > 20:
+            if not open_at and i - start > 20 and (found is None or i - start > found[1] - found[0]):
                 found = start, i
     return found
 

@@ -1,4 +1,4 @@
-"""The files of a program with a pipeline: one for each stage, and one that runs their actions in the schedule's order."""
+"""The files of a program with a pipeline: one for each stage, and one that runs their actions as scheduled."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class Pipelined:
         if gm is None:
             return ""
         text = Text(spelling, Names({"gradients", "state"}), "", "")
-        for role, node in ir.placeholders(gm).items():
+        given_by: Any = ir.placeholders(gm)
+        for role, node in given_by.items():
             fqn = role.of.fqn if isinstance(role, ir.Accumulated) else role.fqn
             text.env[node] = f"{given}[{quoted(fqn)}]"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -233,7 +234,8 @@ class Pipelined:
     def _counted(self, term: Any, shared: Copied) -> str:
         text = Text(Spelling(shared), Names({"state", "inputs"}), "", "")
         places = {index: place for place, index in enumerate(self.emission.inputs)}
-        for role, node in ir.placeholders(term.count).items():
+        given_by: Any = ir.placeholders(term.count)
+        for role, node in given_by.items():
             text.env[node] = (
                 f"inputs[{places[role.index]}]" if isinstance(role, ir.Input) else f"state[{quoted(role.fqn)}]"
             )

@@ -201,8 +201,8 @@ def check(program: Program) -> None:
         )
     if plan.replicas:
         raise ShardGraphError(
-            f"plan {plan.name!r} has replicas that an optimizer averages, which is not in the program: emit the plan of "
-            "one replica"
+            f"plan {plan.name!r} has replicas that an optimizer averages, which is not in the program: emit the plan "
+            "of one replica"
         )
     if not program.trained:
         raise ShardGraphError("the program has no backward: emit a call that is trained, with a loss and gradients")
@@ -211,8 +211,8 @@ def check(program: Program) -> None:
     values = dict(ir.outputs(program.joint.module))
     if len(outputs) != 1 or program.joint.aliases or getattr(values[outputs[0]], "meta", {"val": 0})["val"].dim():
         raise ShardGraphError(
-            "the program gives something else than a loss, which an emitted file trains on: give a loss_fn and a target, "
-            "or call a model that returns its loss; of a compiled module, use train_step before save_program"
+            "the program gives something else than a loss, which an emitted file trains on: give a loss_fn and a "
+            "target, or call a model that returns its loss; of a compiled module, use train_step before save_program"
         )
     if program.joint.results:
         name = program.joint.results[0].fqn

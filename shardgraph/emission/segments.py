@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
@@ -119,11 +120,11 @@ class Units:
         between: dict[str, set[tuple[str, ...]]] = {}
         for (unit, _, _), (root, start, stop), (after, _, _) in zip(runs, runs[1:], runs[2:], strict=False):
             stack = unit.rpartition(".")[0]
-            if root == ROOT and unit and self._is_layer(unit) and after.rpartition(".")[0] == stack != "":
-                if self._is_layer(after):
-                    between.setdefault(stack, set()).add(tuple(str(nodes[order[i]].target) for i in range(start, stop)))
+            in_stack = self._is_layer(unit) and self._is_layer(after) and after.rpartition(".")[0] == stack != ""
+            if root == ROOT and in_stack:
+                between.setdefault(stack, set()).add(tuple(str(nodes[order[i]].target) for i in range(start, stop)))
         made = list(units)
-        for (unit, _, _), (root, start, stop) in zip(runs, runs[1:], strict=False):
+        for (unit, _, _), (root, start, stop) in pairwise(runs):
             pattern = between.get(unit.rpartition(".")[0], set())
             if root != ROOT or not self._is_layer(unit) or len(pattern) != 1:
                 continue

@@ -156,17 +156,16 @@ class Whole:
 
     def _carried(self, run: Sequence[Written]) -> dict[int, int]:
         """The arguments that are a result of the layer before, by position, each with the result's."""
-        found = {}
+        found: dict[int, int] = {}
         for j in range(len(run[0].slots)):
             results = {
                 before.flows.index(after.slots[j]) if after.slots[j] in before.flows else None
                 for before, after in pairwise(run)
             }
-            if len(results) == 1 and (k := results.pop()) is not None:
-                if k not in found.values() or all(
-                    run[0].slots[j] == run[0].slots[other] for other, result in found.items() if result == k
-                ):
-                    found[j] = k
+            k = results.pop() if len(results) == 1 else None
+            alike = [run[0].slots[j] == run[0].slots[other] for other, result in found.items() if result == k]
+            if k is not None and all(alike):  # one variable cannot begin as two values
+                found[j] = k
         return found
 
     def _text(self, slot: Outside | fx.Node) -> str:
