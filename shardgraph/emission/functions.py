@@ -350,7 +350,9 @@ class Writer:
                 body = [f'"""What backward needs of {what}."""', "", *written.class_text.splitlines()]
                 self.classes[key] = class_, "\n".join([f"class {class_}(NamedTuple):", *indented(body)])
                 text = text.replace("{class_}", class_)
-            self.functions[key] = name, text.replace("{saved_class}", self.class_of.get(segment.key, "Any"))
+            text = text.replace("{saved_class}", self.class_of.get(segment.key, "Any"))
+            lines = (part for line in text.splitlines() for part in wrapped(line))  # longer with names
+            self.functions[key] = name, "\n".join(lines)
         if written.saves:
             self.class_of[segment.key] = self.classes[key][0]
         return self.functions[key][0]
