@@ -56,7 +56,8 @@ def emit(
         example_inputs: positional inputs of one rank's call.
         example_kwargs: keyword inputs of the same call; ``target`` goes to ``loss_fn``.
         loss_fn: ``loss_fn(output, target) -> scalar``; else the model returns its loss, alone or as ``output.loss``.
-        mesh: axis sizes by name; default: the plan's, else one rank for each device of ``cluster``.
+        mesh: axis sizes by name; default: the plan's, else one rank for each device of ``cluster``, and for
+            ``"single"`` one.
         pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
         precision: likewise.
         cluster: the hardware for which plans and stages are priced; None: this machine.
@@ -72,7 +73,7 @@ def emit(
             an optimizer averages, or operators of the user's own.
     """
     kwargs, captures = dict(example_kwargs or {}), Captures(torch.device("cpu"))
-    mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
+    mesh_of = partial(resolve_axes, mesh={} if mesh is None and plan == "single" else mesh, cluster=cluster)
     options = precision, recompute, memory, loss_chunk, None, cluster
     question = Question.of(model, plan, mesh_of, mesh is None, pipeline, *options)
     loss = loss_fn if "target" in kwargs else None

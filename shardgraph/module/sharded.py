@@ -772,8 +772,8 @@ class ShardedModule(nn.Module):
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
         checkpoint.save_safetensors(self, path, self._whole)
 
-    def save_program(self, directory: str | Path, *, scheduled: bool = False) -> list[Path]:
-        """Write the program of the latest :meth:`train_step` as source; returns its files. All ranks must call it.
+    def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
+        """Write the program of the latest :meth:`train_step` as source. All ranks must call it, and rank 0 writes.
 
         As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
         that the call had: put your own in ``batch.safetensors``.
@@ -799,7 +799,6 @@ class ShardedModule(nn.Module):
         checkpoint.written_by_first_rank(
             folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole)
         )
-        return sorted(folder.iterdir())
 
 
 _MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
