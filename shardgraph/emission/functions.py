@@ -216,7 +216,7 @@ def _operation(node: fx.Node) -> str:
 
 def _alias(node: Any) -> fx.Node | None:
     """The value that a node is, where it says nothing to a reader: outside of autograd, a detached one is the same."""
-    if node.target in (ir.WAIT, aten.detach.default):
+    if node.target in (ir.WAIT, aten.detach.default, aten.alias.default):
         operand: fx.Node = node.args[0]
         return operand
     inner: Any = node.args[0] if node.target is aten.t.default else None
