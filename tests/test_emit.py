@@ -49,6 +49,7 @@ def test_an_emitted_program_has_the_losses_of_the_compiled_module_to_the_bit(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_processes_of_their_own_have_them_under_every_preset_on_three_models(ranks: int, tmp_path: Path) -> None:
     _equal([case for case in CASES if case.ranks == ranks], tmp_path)
