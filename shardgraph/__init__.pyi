@@ -5,6 +5,7 @@ from .api.analyze import analyze as analyze
 from .api.annotate import annotate as annotate
 from .api.compare import compare as compare
 from .api.compile import compile as compile
+from .api.emit import emit as emit
 from .api.front import front as front
 from .api.lint import lint as lint
 from .api.plan import plan as plan

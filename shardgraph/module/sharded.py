@@ -24,6 +24,7 @@ from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
+from shardgraph.emission import saved as emission
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.garbage import collected_later
 from shardgraph.module import checkpoint, local_state, training_step
@@ -34,6 +35,7 @@ from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.input_names import input_names
 from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
@@ -47,7 +49,7 @@ from shardgraph.module.shared_batch import check_shared
 from shardgraph.module.switches import Switches
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
-from shardgraph.passes.lowering import STAGES
+from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
@@ -781,6 +783,34 @@ class ShardedModule(nn.Module):
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
         checkpoint.save_safetensors(self, path, self._whole)
+
+    def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
+        """Write the program of the latest :meth:`train_step` as source. All ranks must call it, and rank 0 writes.
+
+        As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
+        that the call had: put your own in ``batch.safetensors``.
+
+        Raises:
+            ShardGraphError: nothing has been compiled, the latest program gives no loss, or it has what plain PyTorch
+                does not have.
+            CheckpointError: on every rank, if rank 0 could not write.
+        """
+        program = self._compiled().program
+        emission.check(program)
+        if self._setup.loss_weight != "ranks":
+            raise ShardGraphError(
+                f"loss_weight={self._setup.loss_weight!r} weighs the losses of ranks outside of the program: compile "
+                "with loss_weight='ranks' to write it"
+            )
+        whole, key = self.full_state_dict(), self._latest[0][0]  # type: ignore[index]
+        if not scheduled:
+            program = lower(program.joint, program.plan, program.shapes, scheduled=False)
+        parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
+        leaves = [emission.synthesized(kind, program.joint.rows, parts) for kind in key.inputs]
+        names, folder = input_names(self.original, key.structure), Path(directory)
+        checkpoint.written_by_first_rank(
+            folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole)
+        )
 
 
 _MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
