@@ -6,6 +6,8 @@ A message states three things: what was requested, why it is impossible, and wha
 from __future__ import annotations
 
 import difflib
+import reprlib
+import types
 from collections.abc import Iterable
 
 
@@ -19,6 +21,14 @@ class CaptureError(ShardGraphError):
 
 class PlanError(ShardGraphError):
     """A plan is malformed, or does not fit this model or this mesh."""
+
+
+class ArgumentError(ShardGraphError, TypeError, ValueError):
+    """An argument of a public function is of no type, or has no value, that is allowed; the message says what is."""
+
+
+class FieldError(ArgumentError, PlanError):
+    """The same of a plan's field, or of an argument that says what a plan is."""
 
 
 class PassOrderError(ShardGraphError):
@@ -86,4 +96,29 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:
 def expect(allowed: bool, field: str, value: object, expected: str) -> None:
     """Raise PlanError, which names what is ``expected``, unless the value of ``field`` is ``allowed``."""
     if not allowed:
-        raise PlanError(f"{field} is {value!r}; it may be {expected}")
+        raise FieldError(f"{field} is {shown(value)}; it may be {expected}")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 160
+
+
+def shown(value: object) -> str:
+    """``value`` in one line of an error: as Python writes it if that is short, otherwise what it is."""
+    kind = type(value)
+    what = f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        return f"the function {value.__name__}"
+    if not isinstance(value, (str, bytes, list, tuple, dict, set)):
+        try:
+            shape, dtype = list(value.shape), str(value.dtype)  # type: ignore[attr-defined]
+            return f"a {kind.__module__.split('.')[0]}.{kind.__name__} of shape {shape} and {dtype}"
+        except Exception:  # it has none, or computes them in its own way
+            pass
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # of any kind: an error must not fail to say what is wrong
+        return what
+    return what if "\n" in text or " object at 0x" in text else text

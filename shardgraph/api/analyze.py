@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.options import OPTIONS
+from shardgraph.arguments import checked
 from shardgraph.calibration import this_machine
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
@@ -29,6 +31,7 @@ from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 
 
+@checked(OPTIONS)
 def analyze(
     model: nn.Module,
     example_inputs: tuple[Any, ...] = (),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from shardgraph.arguments import ANYTHING, MODEL, checked, mapping_of, of_plan
 from shardgraph.errors import PlanError
 from shardgraph.module.parameters import tied_names
 from shardgraph.module.sharded import ShardedModule
@@ -13,7 +14,10 @@ from shardgraph.plans.annotations.kinds import Annotation, Placement, output
 from shardgraph.plans.annotations.match import Annotated, matches
 from shardgraph.plans.remembered import check_annotations, remember, remembered
 
+_ANNOTATIONS = of_plan(mapping_of("annotations by pattern of names: {'*.weight': shard(0, 'tp')}", ANYTHING))
 
+
+@checked(model=MODEL, annotations=_ANNOTATIONS)
 def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[Annotation]]) -> None:
     """Constrain every plan under which ``model`` is compiled, analysed, verified or drawn from now on.
 
@@ -45,7 +49,7 @@ def annotate(model: nn.Module, annotations: Mapping[str, Annotation | Sequence[A
     parameters = [name for name, _ in model.named_parameters()]
     annotated: list[Annotated] = []
     for pattern, values in annotations.items():
-        for annotation in [values] if isinstance(values, Annotation) else values:
+        for annotation in values if isinstance(values, (list, tuple)) else [values]:
             if not isinstance(annotation, Annotation):
                 raise PlanError(f"{pattern!r} is annotated {annotation!r}, which is no annotation: use shard(0, 'tp')")
             if isinstance(annotation, Placement) and not any(matches(pattern, name) for name in parameters):

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from shardgraph.api.analyze import analyze
+from shardgraph.api.options import OPTIONS, PLAN
+from shardgraph.arguments import checked, instance
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
@@ -19,7 +21,10 @@ from shardgraph.report.analysis import Analysis
 from shardgraph.report.comparison import Comparison, compared
 from shardgraph.report.pipeline import PipelineAnalysis
 
+_PRICED = PLAN | instance("what shardgraph.analyze returns", Analysis, PipelineAnalysis)
 
+
+@checked(OPTIONS, first=_PRICED, second=_PRICED)
 def compare(
     first: Plan | str | Path | Analysis | PipelineAnalysis,
     second: Plan | str | Path | Analysis | PipelineAnalysis,

@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardgraph.api.options import OPTIONS, RUN_MESH
 from shardgraph.api.tune import fastest
+from shardgraph.arguments import SECONDS, checked
 from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
@@ -44,6 +46,7 @@ from shardgraph.search.remembered import remembered
 from shardgraph.sizes import format_bytes
 
 
+@checked(OPTIONS, mesh=RUN_MESH, tune=SECONDS)
 def compile(
     model: nn.Module,
     plan: str | Path | Plan = "auto",
@@ -153,8 +156,6 @@ def compile(
         lines += [question.text, f"loss weight: {loss_weight}", f"lengths: {lengths}"]
         lines += [fingerprint(model, question.plan.ignores)]
     if tune is not None:
-        positive = isinstance(tune, (int, float)) and not isinstance(tune, bool) and tune > 0
-        expect(positive, "tune", tune, "a number of seconds above 0")
         expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
     setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs, lengths)
     chosen = _decided(agreement, question, setup.captures)
@@ -202,7 +203,7 @@ def _warn_of_memory(nbytes: int) -> None:
         warnings.warn(
             f"{here} ranks are predicted to take {format_bytes(nbytes)} each at their peak, and of this machine's "
             f"memory {format_bytes(free)} are free now: end other programs, or plan for less with memory=",
-            stacklevel=3,
+            stacklevel=4,  # of the caller of compile, with its door
         )
 
 

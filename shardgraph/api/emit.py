@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.options import OPTIONS
+from shardgraph.arguments import checked
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
@@ -25,6 +27,7 @@ from shardgraph.search.question import Question
 from shardgraph.torch_api import pytree
 
 
+@checked(OPTIONS)
 def emit(
     model: nn.Module,
     directory: str | Path,

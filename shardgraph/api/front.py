@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.options import OPTIONS
 from shardgraph.api.plan import searched
+from shardgraph.arguments import WHOLE, checked, sequence_of
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import expect
 from shardgraph.plans.precision import Precision
@@ -20,6 +22,7 @@ from shardgraph.search.machine import with_devices
 from shardgraph.sizes import is_whole
 
 
+@checked(OPTIONS, devices=sequence_of("numbers of devices to compare, such as (8, 16, 32)", WHOLE))
 def front(
     model: nn.Module,
     example_inputs: tuple[Any, ...] = (),

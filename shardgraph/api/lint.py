@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.options import OPTIONS
+from shardgraph.arguments import OPTIMIZER, checked
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
@@ -24,6 +26,7 @@ from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 
 
+@checked(OPTIONS, optimizer=OPTIMIZER)
 def lint(
     model: nn.Module | ShardedModule,
     example_inputs: tuple[Any, ...] = (),

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from shardgraph.api.analyze import is_fused
+from shardgraph.api.options import OPTIONS
+from shardgraph.arguments import checked
 from shardgraph.calibration import this_machine
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import expect
@@ -26,6 +28,7 @@ from shardgraph.search.source import Source
 from shardgraph.sizes import is_whole
 
 
+@checked(OPTIONS)
 def plan(
     model: nn.Module,
     example_inputs: tuple[Any, ...] = (),
@@ -82,9 +85,6 @@ def plan(
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or has fewer devices.
     """
-    expect(
-        seconds is None or (isinstance(seconds, (int, float)) and seconds > 0), "seconds", seconds, "a number above 0"
-    )
     job = cluster, devices, global_batch, optimizer, precision, backend, loss_fn
     options: dict[str, Any] = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
     source, whole_step = searched(model, example_inputs, example_kwargs, *job, **options)

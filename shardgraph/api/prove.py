@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.options import OPTIONS
+from shardgraph.arguments import MODEL, checked, instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.module.sharded import ShardedModule
@@ -24,7 +26,10 @@ from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 
+_PROGRAM = instance("the Program of a compiled module", Program)
 
+
+@checked(OPTIONS, model=MODEL | _PROGRAM)
 def prove(
     model: nn.Module | Program,
     example_inputs: tuple[Any, ...] = (),

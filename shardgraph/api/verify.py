@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.api.options import MAKES_OPTIMIZER, OPTIONS
+from shardgraph.arguments import BOOL, NOT_NEGATIVE, SEED, WHOLE, checked
 from shardgraph.capture.capture import returns_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers, computed_dtypes
@@ -103,6 +105,9 @@ class Report:
         return "\n".join(lines)
 
 
+@checked(
+    OPTIONS, world_size=WHOLE, optimizer=MAKES_OPTIMIZER, steps=WHOLE, fp64=BOOL, tolerance=NOT_NEGATIVE, seed=SEED
+)
 def verify(
     model: nn.Module,
     example_inputs: tuple[Any, ...] = (),
@@ -158,13 +163,9 @@ def verify(
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
-        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches, or ``steps`` is
-            not a number from 1.
+        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches, or an argument
+            is not allowed.
     """
-    if not isinstance(steps, int) or steps < 1:
-        raise ShardGraphError(
-            f"verify trains steps={steps!r} steps and compares after each: give a whole number from 1"
-        )
 
     def question(model: nn.Module) -> Question:
         options = precision, recompute, memory, loss_chunk, offload, cluster

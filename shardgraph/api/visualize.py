@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from shardgraph.api.analyze import analyze
+from shardgraph.api.options import OPTIONS
 from shardgraph.api.report_page import report_page
+from shardgraph.arguments import PATH, checked, instance
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
@@ -38,6 +40,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Outline = tuple[tree.Tree, flow.Edges]  # modules, and the data flow between them
 
 
+@checked(OPTIONS, path=PATH, measured=instance("a MemoryTrace", MemoryTrace))
 def visualize(
     what: Plan | ShardedModule | Analysis | PipelineAnalysis | Front,
     path: str | Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from shardgraph.api.analyze import analyze
+from shardgraph.api.options import OPTIONS
 from shardgraph.api.plan import plan as best_plan
+from shardgraph.arguments import PATH, WHOLE, checked, instance, number, of_plan
 from shardgraph.calibration import this_machine
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
@@ -70,6 +73,16 @@ class WhatIf:
         return "\n".join([*lines, "", *(f"  {line}" for line in table.splitlines())])
 
 
+_PLAN = of_plan(instance("a Plan", Plan) | PATH)
+
+
+@checked(
+    OPTIONS,
+    plan=_PLAN,
+    sequence=WHOLE,
+    on=OPTIONS["cluster"],
+    network=number("a number above 0, such as 0.5", lambda value: 0 < value < math.inf),
+)
 def what_if(
     plan: Plan | str | Path,
     model: nn.Module,
