@@ -210,6 +210,7 @@ def _is_mesh(value: Any) -> bool:
     return named and len({axis for axis, _ in sizes}) == len(sizes)
 
 
+LIST = Kind("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
 NONE = Kind("None", lambda value: value is None)
 ANYTHING = Kind("anything", lambda value: True)
 BOOL = instance("True or False", bool)
@@ -242,3 +243,7 @@ KEYWORDS = Kind(
 )
 MESH = Kind("axis sizes by name, whole numbers from 1, outermost first: {'dp': 4}", _is_mesh, error=FieldError)
 STATE = mapping_of("a state dict: what a module has by name", ANYTHING)
+OBJECTS = mapping_of(
+    "objects that have state_dict() and load_state_dict(), by name",
+    Kind("", lambda value: hasattr(value, "state_dict") and hasattr(value, "load_state_dict")),
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardgraph.arguments import BOOL, SECONDS, TEXT, WHOLE, checked, sequence_of
 from shardgraph.calibration.correction import MeasuredStep
 from shardgraph.calibration.fitting import fit, fit_table
 from shardgraph.calibration.measuring import measure
@@ -19,6 +20,7 @@ from shardgraph.cost_models.cluster import Cluster
 __all__ = ["MeasuredStep", "Measurements", "calibrate", "fit", "fit_table", "learn", "measure", "this_machine"]
 
 
+@checked(nproc=WHOLE, dtypes=sequence_of("names of dtypes", TEXT), seconds=SECONDS, progress=BOOL)
 def calibrate(
     nproc: int | None = None, dtypes: Sequence[str] = ("float32",), seconds: float = 40.0, progress: bool | None = None
 ) -> Cluster:

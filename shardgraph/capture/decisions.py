@@ -20,7 +20,9 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgraph import torch_api
+from shardgraph.arguments import BOOL, NONE, TEXT, checked
 from shardgraph.capture.numbers import is_number
+from shardgraph.errors import ArgumentError
 from shardgraph.ir import Condition
 from shardgraph.torch_api import FakeTensor, unset_fake_temporarily
 
@@ -40,6 +42,7 @@ _IN_THE_GRAPH = (
 _assumed: dict[str, bool] = {}
 
 
+@checked(place=TEXT, value=BOOL | NONE)
 def assume(place: str, value: bool | None) -> None:
     """Have models captured as if the condition of a branch were always ``value``; each call checks that it is.
 
@@ -52,11 +55,13 @@ def assume(place: str, value: bool | None) -> None:
         value: whether the condition is true; None takes back what was said.
 
     Raises:
-        ValueError: ``place`` is no file and line.
+        ArgumentError, a ValueError: ``place`` is no file and line.
         ModelCheckError: later, in a call in which it is not as assumed.
     """
     if not re.fullmatch(r"[^/\\:]+:\d+", place):
-        raise ValueError(f"assume({place!r}, ...): a branch is named by its file and line, such as 'modeling.py:312'")
+        raise ArgumentError(
+            f"assume({place!r}, ...): a branch is named by its file and line, such as 'modeling.py:312'"
+        )
     if value is None:
         _assumed.pop(place, None)
     else:

@@ -13,13 +13,20 @@ from typing import Any
 
 from torch import nn
 
+from shardgraph.arguments import CALLABLE, NONE, Kind, checked
 from shardgraph.capture.expert_loops import EXPERT_LOOPS
 from shardgraph.capture.speech import SOUND_ENCODERS
 
 _rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | SOUND_ENCODERS
 _one_at_a_time = threading.RLock()
 
+_CLASS = Kind(
+    "a class of modules, or the name of one, such as 'package.module.Class'",
+    lambda value: isinstance(value, str) or (isinstance(value, type) and issubclass(value, nn.Module)),
+)
 
+
+@checked(kind=_CLASS, forward=CALLABLE | NONE)
 def rewrite(kind: type[nn.Module] | str, forward: Callable[..., Any] | None) -> None:
     """Have modules of a class captured with another forward, from now on.
 
@@ -30,12 +37,8 @@ def rewrite(kind: type[nn.Module] | str, forward: Callable[..., Any] | None) -> 
             captured; None to take back what was said.
 
     Raises:
-        TypeError: ``kind`` is neither.
+        ArgumentError, a TypeError: ``kind`` is neither.
     """
-    if not isinstance(kind, str) and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise TypeError(
-            f"rewrite({kind!r}, ...): a class of modules, or the name of one, such as 'package.module.Class'"
-        )
     name = kind if isinstance(kind, str) else _name(kind)
     if forward is None:
         _rewrites.pop(name, None)

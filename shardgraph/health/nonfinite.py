@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from shardgraph import ir
+from shardgraph.arguments import SECONDS, checked
 from shardgraph.capture.capture import own_loss
 from shardgraph.errors import ShardGraphError
 from shardgraph.health.observed import Observer, Place
 from shardgraph.ir.attributes import FORWARD_MODULES, MADE_BY, MODULES, SOURCE
 from shardgraph.module.joining import refuse_inside
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.runtime.exchange import Ranks
 from shardgraph.runtime.executor import Bound
 
@@ -50,6 +51,7 @@ class NonFinite:
         return f"{self.value} by {self.operation} in {self.graph}{where}{line}, on rank {self.rank}"
 
 
+@checked(sharded=COMPILED, timeout=SECONDS)
 def find_nonfinite(sharded: ShardedModule, *args: Any, timeout: float = 300.0, **kwargs: Any) -> NonFinite | None:
     """Run a training step of this call once more, operation by operation, and tell which one made the first NaN or
     infinity that reaches the loss or a gradient. All ranks must call it, with the batches of the step in question.
@@ -77,8 +79,6 @@ def find_nonfinite(sharded: ShardedModule, *args: Any, timeout: float = 300.0, *
         ShardGraphError: the plan has a pipeline, or a tracker is active.
     """
     refuse_inside("find_nonfinite")
-    if not isinstance(sharded, ShardedModule):
-        raise ShardGraphError(f"{type(sharded).__name__} is not compiled, so that it has no graph: compile it first")
     if sharded.plan.pipeline is not None:
         raise ShardGraphError(
             "find_nonfinite follows the values of one program, and a pipeline has one for each stage: compile the "

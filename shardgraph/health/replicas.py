@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgraph.errors import ReplicaError, ShardGraphError
+from shardgraph.arguments import OPTIMIZER, checked, whole
+from shardgraph.errors import ReplicaError
 from shardgraph.module.joining import refuse_inside
 from shardgraph.module.parameters import is_each_ranks_own
 from shardgraph.module.pipelined import PipelinedModule
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.runtime.exchange import Ranks
-from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor
 
 _PARAMETER = "parameter "
@@ -47,6 +47,7 @@ class Replicas:
         return text
 
 
+@checked(sharded=COMPILED, optimizer=OPTIMIZER, every=whole(0, "a whole number of training calls"))
 def check_replicas(
     sharded: ShardedModule, optimizer: torch.optim.Optimizer | None = None, *, every: int | None = None
 ) -> Replicas:
@@ -74,11 +75,7 @@ def check_replicas(
         ShardGraphError: inside of ``join()``, or an argument cannot be.
     """
     refuse_inside("check_replicas")
-    if not isinstance(sharded, ShardedModule):
-        raise ShardGraphError(f"{type(sharded).__name__} is not compiled, so that it has no replicas: compile it first")
     if every is not None:
-        if not is_whole(every, 0):
-            raise ShardGraphError(f"every is {every!r}; it may be a whole number of training calls, or 0 for never")
         _watch(sharded, every)
     return _compared(sharded, _tensors(sharded, optimizer))
 

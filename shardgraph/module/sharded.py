@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
+from shardgraph.arguments import instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
@@ -840,3 +841,10 @@ def _check_local(leaves: Sequence[Any]) -> None:
                 "are called with their own parts of a batch as plain tensors: give its to_local(), or its "
                 "full_tensor() where ranks share a batch"
             )
+
+
+COMPILED = instance(
+    "a module that shardgraph.compile returned",
+    ShardedModule,
+    hint=lambda value: f"; {type(value).__name__} is not compiled" if isinstance(value, nn.Module) else "",
+)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from shardgraph.arguments import LIST, MODEL, PATH, TEXT, checked
 from shardgraph.errors import CheckpointError
 from shardgraph.offline.distributed import is_distributed, state_of_folder
 from shardgraph.offline.fairscale import state_of_fairscale
@@ -16,6 +17,7 @@ from shardgraph.offline.shards import state_of_shards
 from shardgraph.offline.stored import StoredState, of_model
 
 
+@checked(shards=PATH | LIST, path=PATH, entry=TEXT, model=MODEL)
 def consolidate(
     shards: str | Path | Sequence[Source], path: str | Path, *, entry: str = "", model: nn.Module | None = None
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.arguments import MESH, MODEL, PATH, TEXT, checked, instance, of_plan
 from shardgraph.errors import CheckpointError, PlanError
 from shardgraph.mesh import coordinates
 from shardgraph.module.checkpoint import tensors_of
@@ -21,7 +22,10 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import named_or_loaded, resolve_plan
 from shardgraph.plans.shards import named_shapes, part_of
 
+_PLAN = of_plan(instance("the name of a plan, such as 'fsdp', a Plan, or the path of a plan file", Plan) | PATH)
 
+
+@checked(path=PATH, folder=PATH, model=MODEL, plan=_PLAN, mesh=MESH, entry=TEXT)
 def split(
     path: str | Path,
     folder: str | Path,

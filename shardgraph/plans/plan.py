@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from shardgraph.arguments import PATH, TEXT, checked, of_plan
 from shardgraph.errors import PlanError, expect, nearest
 from shardgraph.mesh import Mesh, coordinates
 from shardgraph.plans import parameter_plan
@@ -260,11 +261,13 @@ class Plan:
             resolved = {fqn: parameter_plan.offloaded(entry) for fqn, entry in resolved.items()}
         return resolved | _annotated(self, resolved, shapes)
 
+    @checked(path=PATH)
     def save(self, path: str | Path) -> None:
         """Write the YAML form to ``path``."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     @classmethod
+    @checked(path=PATH)
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file.
 
@@ -282,6 +285,7 @@ class Plan:
         return written_plan({field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
+    @checked(text=of_plan(TEXT), source=TEXT)
     def from_yaml(cls, text: str, source: str = "the plan") -> Plan:
         """Parse the YAML form; ``source`` names it in errors."""
         values = read_plan(text, source)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessContext, start_processes
 
+from shardgraph.arguments import CALLABLE, LIST, SECONDS, WHOLE, checked
 from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError
 
@@ -35,6 +36,7 @@ _NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on
 _inside_rank = False
 
 
+@checked(fn=CALLABLE, nproc=WHOLE, args=LIST, timeout=SECONDS)
 def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), timeout: float = 600.0) -> list[Any]:
     """Call ``fn(*args)`` in ``nproc`` new local processes with a process group; return their results in rank order.
 
@@ -60,8 +62,9 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
     Raises:
         LaunchError: a rank raised (with its traceback), died (with the signal or exit code) or was still running
             after ``timeout`` seconds; if several failed, the first in time. No rank is left running.
-            Also: ``fn`` or ``args`` cannot be sent to another process, ``nproc`` is below 1, or ``launch``
+            Also: ``fn`` or ``args`` cannot be sent to another process, or ``launch``
             was called by a rank.
+        ArgumentError: an argument is not allowed. Nothing has been started.
     """
     global _inside_rank
     if _inside_rank:
@@ -69,8 +72,6 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
             "launch was called by a rank of another launch, and ranks do not start ranks: "
             "call the inner function directly, or launch it on its own with the total number of ranks"
         )
-    if nproc < 1:
-        raise LaunchError(f"launch(nproc={nproc}) would run nothing: nproc is the number of ranks, 1 or more")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if not dist.is_initialized():
             _join_group(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.arguments import MODEL, OBJECTS, OPTIMIZER, PATH, SECONDS, checked, whole
 from shardgraph.errors import CheckpointError
 from shardgraph.runtime.exchange import Ranks
 from shardgraph.saves import folders
@@ -53,6 +54,7 @@ class Loaded:
         return own[0]
 
 
+@checked(path=PATH, model=MODEL, optimizer=OPTIMIZER, objects=OBJECTS, step=whole(0), timeout=SECONDS)
 def load_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -199,6 +201,7 @@ def _apply(ranks: Ranks, restored: Restored) -> None:
         ) from failure
 
 
+@checked(path=PATH)
 def checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     """The steps and folders of the checkpoints in ``path`` that have all their files, the one that was written last at
     the end; empty if there are none. Contents are not verified: :func:`load_checkpoint` does it."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import shardgraph
+from shardgraph.arguments import BOOL, MODEL, NONE, OBJECTS, OPTIMIZER, PATH, SECONDS, WHOLE, checked, whole
 from shardgraph.errors import CheckpointError
 from shardgraph.module.local_state import tied
 from shardgraph.module.sharded import ShardedModule
@@ -21,7 +22,6 @@ from shardgraph.runtime.exchange import Ranks
 from shardgraph.saves.contents import Contents, contents_of
 from shardgraph.saves.optimizers import kind_of
 from shardgraph.saves.writing import Job, prepared
-from shardgraph.sizes import is_whole
 
 
 class Save:
@@ -74,6 +74,16 @@ class Save:
 _latest: Save | None = None
 
 
+@checked(
+    path=PATH,
+    step=whole(0, "the number of steps that were done, a whole number"),
+    model=MODEL,
+    optimizer=OPTIMIZER,
+    objects=OBJECTS,
+    keep=WHOLE | NONE,
+    background=BOOL,
+    timeout=SECONDS,
+)
 def save_checkpoint(
     path: str | Path,
     step: int,
@@ -115,7 +125,6 @@ def save_checkpoint(
     """
     global _latest
     wait_for_saves()
-    _check(step, keep, timeout)
     objects = {} if objects is None else objects
     ranks, folder = Ranks(timeout, CheckpointError), Path(os.path.abspath(path))
     contents: Contents | Exception
@@ -143,15 +152,6 @@ def wait_for_saves() -> None:
     latest, _latest = _latest, None
     if latest is not None:
         latest.raise_untold()
-
-
-def _check(step: int, keep: int | None, timeout: float) -> None:
-    if not is_whole(step, 0):
-        raise CheckpointError(f"step is {step!r}; it may be a whole number from 0, the steps that were done")
-    if keep is not None and not is_whole(keep, 1):
-        raise CheckpointError(f"keep is {keep!r}; it may be a whole number from 1, or None to keep all")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-        raise CheckpointError(f"timeout is {timeout!r}; it may be a number of seconds above 0")
 
 
 def _about(

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardgraph.arguments import TENSOR, checked, instance
 from shardgraph.ir.attributes import SOURCE
 from shardgraph.plans.annotations.kinds import Placement, replicate, shard
 
 
+@checked(tensor=TENSOR, placement=instance("shard(...) or replicate(...)", Placement))
 def constrain(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     """``tensor``, constrained to ``placement`` under a plan that shards operators, and so is its gradient.
 
