@@ -33,13 +33,15 @@ from pathlib import Path
 import torch
 import yaml
 
+from shardgraph.arguments import NONE, PATH, POSITIVE, TEXT, check_fields, checked, instance, mapping_of
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.collectives import WIRE_RULES
-from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, VIEW, Device, Host, Link, Rate
+from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, NUMBER, VIEW, Device, Host, Link, Rate
 from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, SIZE, WHOLE, mapping, number, record, refuse, text
 from shardgraph.cost_models.group import Group
 from shardgraph.errors import ClusterError, nearest
 from shardgraph.mesh import Mesh, axes_of, position_of
+from shardgraph.sizes import is_whole
 
 SCHEMA = 1
 
@@ -47,6 +49,18 @@ SCHEMA = 1
 # all-reduce, 28 ms to all-gather and 45 ms to reduce-scatter, and a collective of 2 KiB takes 0.37 ms.
 _GLOO = Link(bandwidth=1.44e9, latency=3.7e-4, latencies={"all_reduce": 1.85e-4})
 _ON_GLOO = {"all_reduce": 1.0, "all_gather_into_tensor": 0.61, "reduce_scatter_tensor": 0.38}
+
+_LINK_GIVEN = instance("a Link", Link)
+_FIELDS = {
+    "name": TEXT,
+    "device": instance("a Device", Device),
+    "intra": _LINK_GIVEN,
+    "inter": _LINK_GIVEN | NONE,
+    "overlap": NUMBER,
+    "doubt": NUMBER,
+    "efficiency": mapping_of("parts of a link's bandwidth by operation", POSITIVE),
+    "source": TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -74,8 +88,9 @@ class Cluster:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, "a cluster's ", **_FIELDS)
         for name in ("devices_per_node", "nodes"):
-            if not (isinstance(count := getattr(self, name), int) and count > 0):
+            if not is_whole(count := getattr(self, name), 1):
                 raise ClusterError(f"cluster {self.name!r} has {name}={count!r}: a positive whole number is needed")
         if self.nodes > 1 and self.inter is None:
             raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
@@ -85,6 +100,7 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r} has overlap {self.overlap}: a number from 0 to 1 is needed")
 
     @staticmethod
+    @checked(name=TEXT, network=POSITIVE)
     def of(name: str, nodes: int = 1, devices_per_node: int | None = None, network: float | None = None) -> Cluster:
         """``nodes`` nodes of a known device, with the usual links of such nodes.
 
@@ -130,6 +146,7 @@ class Cluster:
         return replace(cluster, device=replace(cluster.device, memory=memory))
 
     @staticmethod
+    @checked(path=PATH)
     def load(path: str | Path) -> Cluster:
         """Read a cluster file.
 
@@ -146,6 +163,7 @@ class Cluster:
             refuse((str(path), "schema"), schema, f"{SCHEMA}, the one that this version of shardgraph reads")
         return _CLUSTER(data, (str(path),))
 
+    @checked(path=PATH)
     def save(self, path: str | Path) -> None:
         """Write a cluster file that :meth:`load` reads back exactly."""
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shardgraph.arguments import NONE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
 from shardgraph.errors import ClusterError
 
 FLOP_KINDS = ("matmul", "convolution", "attention")
@@ -29,6 +30,8 @@ _CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4}
 MEMORY = "memory"
 """All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
 
+NUMBER = number("a number", lambda value: not math.isnan(value))
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -43,6 +46,7 @@ class Rate:
     moved_per_second: float = math.inf
 
     def __post_init__(self) -> None:
+        check_fields(self, "a rate's ", per_second=NUMBER, overhead=NUMBER, moved_per_second=NUMBER)
         if not self.per_second > 0 or not self.overhead >= 0 or not self.moved_per_second > 0:
             raise ClusterError(
                 "a rate has a positive per_second and moved_per_second and an overhead of at least 0 seconds, but this "
@@ -66,6 +70,8 @@ class Link:
     latencies: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        by_name = mapping_of("seconds by operation", NUMBER)
+        check_fields(self, "a link's ", bandwidth=NUMBER, latency=NUMBER, latencies=by_name)
         if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
             raise ClusterError(
                 "a link has a positive bandwidth and latencies of at least 0, but this has "
@@ -84,6 +90,18 @@ class Host:
 
     link: Link
     optimizer: Rate
+
+
+_FIELDS = {
+    "name": TEXT,
+    "memory": NUMBER,
+    "allocation": NUMBER,
+    "peak": mapping_of("FLOP/s by dtype", POSITIVE),
+    "rates": mapping_of("rates by kind", instance("a Rate", Rate)),
+    "sustained": mapping_of("parts by kind", NUMBER),
+    "source": TEXT,
+    "host": instance("a Host", Host) | NONE,
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +127,7 @@ class Device:
     host: Host | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "a device's ", **_FIELDS)
         for name in ("memory", "allocation"):
             if not (nbytes := getattr(self, name)) > 0:
                 raise ClusterError(f"device {self.name!r} has {name} {nbytes}: a positive number of bytes is needed")

@@ -242,6 +242,11 @@ KEYWORDS = Kind(
     lambda value: FROM_NUMPY if _array_in(value) else "",
 )
 MESH = Kind("axis sizes by name, whole numbers from 1, outermost first: {'dp': 4}", _is_mesh, error=FieldError)
+PARAMETERS = Kind(
+    "parameters or parameter groups, such as module.parameters()",
+    lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor, nn.Module)),
+    lambda value: "; give its parameters()" if isinstance(value, nn.Module) else "",
+)
 STATE = mapping_of("a state dict: what a module has by name", ANYTHING)
 OBJECTS = mapping_of(
     "objects that have state_dict() and load_state_dict(), by name",

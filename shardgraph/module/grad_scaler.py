@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardgraph.arguments import BOOL, NAME, POSITIVE, WHOLE, checked, instance, number
 from shardgraph.module.joining import refuse_inside
 from shardgraph.runtime.device import accelerator
 
@@ -34,6 +36,15 @@ class GradScaler(torch.amp.GradScaler):
         group: the ranks that step together; default: all.
     """
 
+    @checked(
+        device=NAME,
+        init_scale=POSITIVE,
+        growth_factor=number("a number above 1", lambda value: 1 < value < math.inf),
+        backoff_factor=number("a number above 0 and below 1", lambda value: 0 < value < 1),
+        growth_interval=WHOLE,
+        enabled=BOOL,
+        group=instance("a process group", dist.ProcessGroup),
+    )
     def __init__(
         self,
         device: str | None = None,

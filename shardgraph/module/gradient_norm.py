@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardgraph.arguments import Kind, number, one_of
 from shardgraph.module.parameters import is_each_ranks_own
 from shardgraph.torch_api import local_tensor
 
@@ -32,11 +35,42 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
+    check_clipping(max_norm, norm_type)
+    parameters = _PARAMETERS.check("clip_grad_norm_(): parameters", parameters)
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [each.grad for each in listed if each.grad is not None and not is_each_ranks_own(each)]
     norm = total_norm(gradients, float(norm_type))
     clip_by(gradients, norm, max_norm, error_if_nonfinite)
     return norm
+
+
+def check_clipping(max_norm: float, norm_type: float = 2.0) -> None:
+    """Raise ArgumentError for a norm that gradients cannot be clipped to. It is called in every step."""
+    if type(max_norm) is not float or not max_norm >= 0:
+        _MAX_NORM.check("max_norm", max_norm)
+    if type(norm_type) is not float or norm_type != norm_type:
+        _ORDER.check("norm_type", norm_type)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _are_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(each, torch.Tensor) for each in value)
+    return isinstance(value, (torch.Tensor, Iterator)) or (
+        isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, nn.Module))
+    )
+
+
+_MAX_NORM = number("a number from 0", lambda value: value >= 0) | Kind("a tensor with one", _is_scalar)
+_ORDER = number("the order of a norm: a number", lambda value: not math.isnan(value)) | one_of(["inf", "-inf"])
+_PARAMETERS = Kind(
+    "a tensor or several",
+    _are_tensors,
+    lambda value: "; give module.parameters()" if isinstance(value, nn.Module) else "",
+)
 
 
 def clip_by(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> None:

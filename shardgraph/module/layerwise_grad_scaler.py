@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardgraph.arguments import MODEL, POSITIVE, checked, mapping_of
 from shardgraph.errors import CheckpointError, ShardGraphError, expect
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.sharded import ShardedModule
@@ -52,6 +53,12 @@ class LayerwiseGradScaler(GradScaler):
         ShardGraphError: a pattern matches no module, modules overlap, or the model is compiled already.
     """
 
+    @checked(
+        model=MODEL,
+        factors=mapping_of("factors above 0 by pattern of modules: {'layers.*': 256.0}", POSITIVE),
+        min_factor=POSITIVE,
+        max_factor=POSITIVE,
+    )
     def __init__(
         self,
         model: nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.arguments import BOOL, NONE, WHOLE, check_fields, mapping_of, number, sequence_of
 from shardgraph.capture.capture import output_leaves
 from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.input_names import keyword_names, positional_names
+from shardgraph.sizes import is_whole
 from shardgraph.torch_api import pytree
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _TARGET = "target"  # of a loss function: no input of forward
+
+_FILL = mapping_of("", number("", math.isfinite) | BOOL | NONE, lambda name: isinstance(name, str) or is_whole(name, 0))
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ class Lengths:
     dimension: int = 1
 
     def __post_init__(self) -> None:
-        given = isinstance(self.fill, Mapping) and any(value is not None for value in self.fill.values())
+        given = _FILL.fits(self.fill) and any(value is not None for value in self.fill.values())
         expect(given, "fill of Lengths", self.fill, "a value for each input that is padded: {'input_ids': 0}")
+        check_fields(self, "Lengths: ", powers_of_two=BOOL, among=sequence_of("whole numbers above 0", WHOLE))
         ways = (self.multiple_of is not None) + bool(self.powers_of_two) + bool(self.among)
         expect(ways == 1, "Lengths", self, "given one of multiple_of, powers_of_two and among")
         sizes = [*self.among, *([] if self.multiple_of is None else [self.multiple_of])]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import fx, nn
@@ -21,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
-from shardgraph.arguments import instance
+from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, STATE, checked, instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
 from shardgraph.emission import saved as emission
-from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.errors import ArgumentError, CaptureError, ShardGraphError, shown
 from shardgraph.garbage import collected_later
 from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
@@ -35,7 +36,7 @@ from shardgraph.module.copying import copied_model
 from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
-from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.gradient_norm import check_clipping, clip_grad_norm_
 from shardgraph.module.input_names import input_names
 from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
@@ -69,6 +70,8 @@ from shardgraph.torch_api import pytree
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
 _REDUCED_BY = {"allreduce_hook": "", "fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
 _MAX_VARIANTS = 8  # programs of one key, for different attributes of the model
+
+_SCALER = instance("a torch.amp.GradScaler, such as shardgraph.GradScaler()", torch.amp.GradScaler)
 
 
 class _Compiled(NamedTuple):
@@ -208,6 +211,8 @@ class ShardedModule(nn.Module):
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set training mode, as ``nn.Module.train``."""
+        if mode is not True and mode is not False:
+            BOOL.check("train(): mode", mode)
         self.original.train(mode)
         self.training = mode
         return self
@@ -228,6 +233,8 @@ class ShardedModule(nn.Module):
         Raises:
             ShardGraphError: there is neither loss, or a ``target`` without a ``loss_fn``.
         """
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            _SCALER.check("train_step(): scaler", scaler)
         executor, leaves, loss = self._run(args, kwargs, self._loss_of(kwargs))
         self._weighted(loss, executor, leaves, scaler).backward()
         return loss.detach()
@@ -270,7 +277,12 @@ class ShardedModule(nn.Module):
                 "step() updates parameters, and inside no_sync() their gradients are not reduced: call train_step() "
                 "there, and step() for the last microbatch outside of it"
             )
+        if max_norm is not None:
+            check_clipping(max_norm)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            _SCALER.check("step(): scaler", scaler)
         if optimizer not in self._state.updates:
+            OPTIMIZER.check("step(): optimizer", optimizer)
             adopt(optimizer)
             own = {*map(id, self.parameters())}
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
@@ -347,6 +359,7 @@ class ShardedModule(nn.Module):
 
         As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
         """
+        check_clipping(max_norm, norm_type)
         announce(self._state, lambda: ("clip", max_norm, norm_type, error_if_nonfinite))
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
@@ -363,6 +376,7 @@ class ShardedModule(nn.Module):
         finally:
             self._sync = before
 
+    @checked(requires_gradient_sync=BOOL, recurse=BOOL)
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward passes from now on reduce gradients, as of ``FSDPModule``; see :meth:`no_sync`."""
         if not recurse:
@@ -371,6 +385,7 @@ class ShardedModule(nn.Module):
             )
         self._own(_sync=requires_gradient_sync)
 
+    @checked(hook=CALLABLE)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients as this hook of ``DistributedDataParallel`` would: in float16 or bfloat16, or as they are.
 
@@ -392,6 +407,7 @@ class ShardedModule(nn.Module):
             self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
             self.forget()
 
+    @checked(divide_by_initial_world_size=BOOL, enable=BOOL, throw_on_early_termination=BOOL)
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
@@ -414,6 +430,8 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
+        if set_to_none is not True and set_to_none is not False:
+            BOOL.check("zero_grad(): set_to_none", set_to_none)
         super().zero_grad(set_to_none)
         for gradients in self._state.accumulated:
             gradients.clear()
@@ -725,6 +743,7 @@ class ShardedModule(nn.Module):
         """What of ``state`` this rank has: without a pipeline, all of it."""
         return state
 
+    @checked(state_dict=STATE, strict=BOOL, assign=BOOL)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or full tensors into the shards, in place.
 
@@ -741,6 +760,7 @@ class ShardedModule(nn.Module):
                 return checkpoint.load_as_written(self.original, state_dict, strict)
         return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
 
+    @checked(save_directory=PATH)
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """The ``save_pretrained`` of a model of ``transformers`` or ``peft``, of the unsharded state, on rank 0.
 
@@ -759,6 +779,7 @@ class ShardedModule(nn.Module):
         """This rank's shards, as plain tensors, for :meth:`load_local_state_dict` on as many ranks."""
         return local_state.local_state_dict(self._of_stages(nn.Module.state_dict(self)))
 
+    @checked(state_dict=STATE, strict=BOOL)
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> checkpoint.LoadedKeys:
         """Load this rank's shards, of :meth:`local_state_dict`.
 
@@ -781,10 +802,12 @@ class ShardedModule(nn.Module):
         """The unsharded tensor in CPU memory if ``keep``; all ranks must call it."""
         return checkpoint.gathered(tensor, keep)
 
+    @checked(path=PATH)
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
         checkpoint.save_safetensors(self, path, self._whole)
 
+    @checked(directory=PATH, scheduled=BOOL)
     def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
         """Write the program of the latest :meth:`train_step` as source. All ranks must call it, and rank 0 writes.
 
@@ -841,6 +864,8 @@ def _check_local(leaves: Sequence[Any]) -> None:
                 "are called with their own parts of a batch as plain tensors: give its to_local(), or its "
                 "full_tensor() where ranks share a batch"
             )
+        if type(leaf) is np.ndarray:
+            raise ArgumentError(f"input {i} of the call is {shown(leaf)}; it may be a tensor{FROM_NUMPY}")
 
 
 COMPILED = instance(

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from shardgraph.arguments import BOOL, OPTIMIZER, WHOLE, checked, number, of_plan
 from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.replaced import adopt
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.runtime.gradient_statistics import Measured
 from shardgraph.sizes import is_whole
 
@@ -40,6 +41,10 @@ class _Averages:
             self.variance = self.square = 0.0
         self.variance += rate * (variance - self.variance)
         self.square += rate * (square - self.square)
+
+
+_SCALE = of_plan(number("at least 1: the batch of a step is at least a small one", lambda value: 1 <= value < math.inf))
+_SMOOTHING = of_plan(number("from 0 to less than 1", lambda value: 0 <= value < 1))
 
 
 class AdaScale(torch.optim.Optimizer):
@@ -81,6 +86,15 @@ class AdaScale(torch.optim.Optimizer):
         ShardGraphError: the module does not measure its gradients, or an argument cannot be.
     """
 
+    @checked(
+        optimizer=OPTIMIZER,
+        module=COMPILED,
+        scale=_SCALE,
+        smoothing=_SMOOTHING,
+        num_gradients_to_accumulate=WHOLE,
+        is_scaled_loss=BOOL,
+        debias_ewma=BOOL,
+    )
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -105,7 +119,6 @@ class AdaScale(torch.optim.Optimizer):
         self._seen: list[Measured] = []
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate)
         if smoothing is not None:
-            expect(0 <= smoothing < 1, "smoothing", smoothing, "from 0 to less than 1")
             self._smoothing = smoothing
 
     def __getattr__(self, name: str) -> Any:
@@ -244,5 +257,4 @@ class AdaScale(torch.optim.Optimizer):
 
 
 def _checked_scale(scale: float) -> float:
-    expect(scale >= 1, "scale", scale, "at least 1: the batch of a step is at least a small one")
-    return float(scale)
+    return float(_SCALE.check("scale", scale))

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from shardgraph.errors import CheckpointError, ShardGraphError, expect
+from shardgraph.arguments import ANYTHING, BOOL, checked, mapping_of, number, of_plan
+from shardgraph.errors import CheckpointError, ShardGraphError
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor
 
 
@@ -40,13 +42,13 @@ class AveragedWeights:
         ShardGraphError: the module is not compiled, or the decay cannot be.
     """
 
+    @checked(decay=of_plan(number("from 0 to 1", lambda value: 0 <= value <= 1)), warmup=BOOL)
     def __init__(self, module: ShardedModule, decay: float = 0.999, *, warmup: bool = False) -> None:
         if not isinstance(module, ShardedModule):
             raise ShardGraphError(
                 f"{type(module).__name__} is not compiled, and its weights are whole: compile it first, or use "
                 "torch.optim.swa_utils.AveragedModel"
             )
-        expect(0 <= decay <= 1, "decay", decay, "from 0 to 1")
         self.decay, self.warmup, self.updates = decay, warmup, 0
         self._module = module
         self._averages = {fqn: parameter.detach().clone() for fqn, parameter in module.named_parameters()}
@@ -78,12 +80,15 @@ class AveragedWeights:
         """
         return {"averages": dict(self._averages), "updates": self.updates}
 
+    @checked(state_dict=mapping_of("what state_dict() returned: {'averages': ..., 'updates': ...}", ANYTHING))
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, under this or another plan, or whole tensors by name.
 
         Raises:
             CheckpointError: it is of other parameters; nothing has been loaded.
         """
+        if not isinstance(state_dict.get("averages"), Mapping) or not is_whole(state_dict.get("updates"), 0):
+            raise CheckpointError("the state of averaged weights has 'averages' and 'updates', and this has not")
         if unlike := state_dict["averages"].keys() ^ self._averages.keys():
             raise CheckpointError(f"the averages are of other parameters: {sorted(unlike)[0]!r} is in one of them only")
         with self.applied():

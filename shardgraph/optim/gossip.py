@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardgraph.errors import ShardGraphError, expect
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.arguments import OPTIMIZER, checked, of_plan, whole
+from shardgraph.errors import ShardGraphError
+from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.optim.replicas import OfReplicas
-from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor
 
 
@@ -46,8 +46,8 @@ class StochasticGradientPush(OfReplicas):
         ShardGraphError: the module has no replicas, or an argument cannot be.
     """
 
+    @checked(optimizer=OPTIMIZER, module=COMPILED, staleness=of_plan(whole(0, "a whole number of steps")))
     def __init__(self, optimizer: torch.optim.Optimizer, module: ShardedModule, *, staleness: int = 0) -> None:
-        expect(is_whole(staleness, 0), "staleness", staleness, "a whole number of steps from 0")
         super().__init__(optimizer, module)
         dtypes = {parameter.dtype for parameter in self._parameters()}
         if len(dtypes) > 1:

@@ -12,14 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgraph.errors import expect
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.arguments import CALLABLE, OPTIMIZER, POSITIVE, checked, number, of_plan, whole
+from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.optim.gossip import StochasticGradientPush
 from shardgraph.optim.replicas import OfReplicas
-from shardgraph.sizes import is_whole
 from shardgraph.torch_api import all_gather, local_tensor, reduce_scatter
 
 Outer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+_STEPS = of_plan(whole(1, "a whole number of steps"))
+_MOMENTUM = of_plan(number("from 0 to less than 1", lambda value: 0 <= value < 1))
 
 
 class LocalSGD(OfReplicas):
@@ -48,6 +50,7 @@ class LocalSGD(OfReplicas):
         ShardGraphError: the module reduces gradients over all ranks, or an argument cannot be.
     """
 
+    @checked(optimizer=OPTIMIZER, module=COMPILED, frequency=_STEPS, outer=CALLABLE, average_frequency=_STEPS)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -57,9 +60,6 @@ class LocalSGD(OfReplicas):
         outer: Outer | None = None,
         average_frequency: int | None = None,
     ) -> None:
-        expect(is_whole(frequency, 1), "frequency", frequency, "a whole number of steps from 1")
-        whole = average_frequency is None or is_whole(average_frequency, 1)
-        expect(whole, "average_frequency", average_frequency, "a whole number of steps from 1, or None")
         super().__init__(optimizer, module)
         self.frequency, self.average_frequency, self._steps = frequency, average_frequency, 0
         self.outer = None if outer is None else outer([self._starts_of(group) for group in optimizer.param_groups])
@@ -201,6 +201,7 @@ class SlowMo(LocalSGD):
         lr: of the outer step.
     """
 
+    @checked(momentum=_MOMENTUM, lr=POSITIVE)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -211,7 +212,6 @@ class SlowMo(LocalSGD):
         lr: float = 1.0,
         average_frequency: int | None = None,
     ) -> None:
-        expect(0 <= momentum < 1, "momentum", momentum, "from 0 to less than 1")
         self._slow_rate = lr
         outer = partial(torch.optim.SGD, lr=lr, momentum=momentum)
         super().__init__(optimizer, module, frequency=frequency, outer=outer, average_frequency=average_frequency)

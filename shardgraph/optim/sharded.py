@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardgraph.arguments import BOOL, PARAMETERS, Kind, checked, instance
 from shardgraph.errors import CheckpointError, ShardGraphError, expect
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.replaced import current
@@ -24,6 +25,9 @@ from shardgraph.torch_api import local_tensor, ordered_group
 
 _OF_PARAMETERS = ("params", "param_names")  # what is no option of a parameter group
 _MESSAGE = 2**18  # elements up to which small parameters are sent together
+
+_MAKES = Kind("what makes an optimizer of parameters, such as torch.optim.Adam", callable)
+_DTYPE = instance("a torch.dtype", torch.dtype)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,6 +61,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     optim: torch.optim.Optimizer
 
+    @checked(
+        params=PARAMETERS,
+        optim=_MAKES,
+        group=instance("a process group", dist.ProcessGroup),
+        broadcast_dtype=_DTYPE,
+        state_as_objects=BOOL,
+    )
     def __init__(
         self,
         params: Any,

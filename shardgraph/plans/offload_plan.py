@@ -58,7 +58,7 @@ class Offload:
         """
         if isinstance(offload, cls):
             return offload
-        if offload not in _NAMES:
+        if not isinstance(offload, str) or offload not in _NAMES:
             raise PlanError(
                 f"there is no offloading {offload!r}{nearest(str(offload), _NAMES)}; there are "
                 f"{', '.join(map(repr, _NAMES))}, and shardgraph.Offload(parameters=..., activations=..., disk=..., "

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardgraph.arguments import TEXT, check_fields, of_plan, sequence_of
 from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
 from shardgraph.sizes import divisors
@@ -29,6 +30,9 @@ def parse_split(placement: str) -> tuple[int, int] | None:
     """The dimension and blocks of :func:`split_text`; None for another placement."""
     match = re.fullmatch(r"split\((\d+)(?:, *blocks=([1-9]\d*))?\)", placement)
     return (int(match[1]), int(match[2] or 1)) if match else None
+
+
+_PLACEMENTS = sequence_of(f"placements, one per mesh axis, such as ({SHARD!r},)", TEXT)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class ParameterPlan:
     gradient: str = "reduce_scatter"
     reshard_after_forward: bool = True
     offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", placements=_PLACEMENTS, gradient=of_plan(TEXT))
 
     @property
     def shard_axis(self) -> int | None:

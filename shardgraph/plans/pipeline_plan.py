@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardgraph.arguments import NAME, TEXT, WHOLE, check_fields, of_plan, sequence_of
 from shardgraph.cost_models.actions import Order
 from shardgraph.errors import expect
 from shardgraph.plans.orders import check, find_schedule, pipeline_order, rank_of_stage
 from shardgraph.sizes import is_whole
 
 CHECKPOINTS = ("never", "except_last", "always")
+
+_STAGES = sequence_of("the names of the modules with which stages begin, such as ('layers.4', 'layers.8')", NAME)
+_BALANCE = sequence_of("the number of layers of each stage, such as (4, 4)", WHOLE)
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,8 @@ class Pipeline:
     axis: str = "pp"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(self.stages))
-        object.__setattr__(self, "balance", tuple(self.balance))
         where = "the pipeline's"
+        check_fields(self, f"{where} ", schedule=of_plan(TEXT), axis=of_plan(NAME), stages=_STAGES, balance=_BALANCE)
         expect(
             self.checkpoint in CHECKPOINTS, f"{where} checkpoint", self.checkpoint, " or ".join(map(repr, CHECKPOINTS))
         )

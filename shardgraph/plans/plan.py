@@ -9,10 +9,23 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shardgraph.arguments import PATH, TEXT, checked, of_plan
+from shardgraph.arguments import (
+    ANYTHING,
+    NONE,
+    PATH,
+    TEXT,
+    WHOLE,
+    Kind,
+    check_fields,
+    checked,
+    instance,
+    of_plan,
+    sequence_of,
+)
 from shardgraph.errors import PlanError, expect, nearest
 from shardgraph.mesh import Mesh, coordinates
 from shardgraph.plans import parameter_plan
@@ -124,6 +137,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
+        check_fields(self, "plan: ", **_FIELDS)
         _check_plan(self)
 
     @property
@@ -401,6 +415,31 @@ def _are_rules(value: object) -> bool:
         isinstance(pattern, str) and isinstance(names, tuple) and all(isinstance(name, str) for name in names)
         for pattern, names in value  # type: ignore[attr-defined]
     )
+
+
+def _pairs(allowed: str, second: Kind) -> Kind:
+    """A tuple of pairs of a text and what ``second`` is."""
+
+    def is_pair(value: Any) -> bool:
+        return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and second.fits(value[1])
+
+    return sequence_of(f"pairs of {allowed}", Kind("", is_pair))
+
+
+_FIELDS = {
+    "name": of_plan(TEXT),
+    "mesh": _pairs("a mesh axis and its size, such as (('dp', 4),)", ANYTHING),
+    "parameters": _pairs("a pattern of names and a ParameterPlan", instance("", parameter_plan.ParameterPlan)),
+    "operators": _pairs("a mesh axis and its style", TEXT),
+    "annotations": _pairs("a pattern and an annotation", ANYTHING),
+    "experts": of_plan(TEXT),
+    "pipeline": of_plan(instance("a Pipeline", Pipeline) | NONE),
+    "replicas": _pairs("a mesh axis and its size", ANYTHING),
+    "note": of_plan(TEXT),
+    "considered": sequence_of("candidates", instance("", Candidate)),
+    "remarks": sequence_of("texts", TEXT),
+    "schema": of_plan(WHOLE),
+}
 
 
 def _check_plan(plan: Plan) -> None:

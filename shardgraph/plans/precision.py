@@ -80,7 +80,7 @@ class Precision:
         if isinstance(precision, cls):
             return precision
         name = _SHORT.get(str(precision), precision)
-        if name not in ("bfloat16", "float16"):
+        if not isinstance(name, str) or name not in ("bfloat16", "float16"):
             raise PlanError(
                 f"there is no precision {precision!r}{nearest(str(precision), _SHORT)}; there are 'bf16' and 'fp16', "
                 "and shardgraph.Precision(parameters=..., reduce=...)"

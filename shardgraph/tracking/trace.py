@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from shardgraph.arguments import checked, instance
 from shardgraph.cost_models.partitions import even_runs
 from shardgraph.errors import ShardGraphError
 from shardgraph.pictures.memory import draw_moments
@@ -66,6 +67,7 @@ class MemoryTrace:
         return found
 
     @classmethod
+    @checked(analysis=instance("what shardgraph.analyze returns", Analysis))
     def predicted(cls, analysis: Analysis) -> MemoryTrace:
         """What :func:`shardgraph.analyze` predicts."""
         moments = (Moment(row.half, row.module, row.label, dict(row.memory)) for row in analysis.rows)

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardgraph import ir, torch_api
+from shardgraph.arguments import MODEL, OPTIMIZER, checked
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.analysis.liveness import KINDS, kinds_of
@@ -43,6 +44,7 @@ class MemoryTracker:
         optimizer: its state is counted from the start.
     """
 
+    @checked(model=MODEL, optimizer=OPTIMIZER)
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model, self._optimizer = model, optimizer
         first = next(model.parameters(), None)

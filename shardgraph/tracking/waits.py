@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from shardgraph import ir, torch_api
+from shardgraph.arguments import checked
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.pipelined import PipelinedModule
-from shardgraph.module.sharded import ShardedModule
+from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.runtime.executor import Bound
 
 Wait = tuple[str, str]
@@ -39,6 +40,7 @@ class WaitTracker:
         ShardGraphError: the module has a pipeline.
     """
 
+    @checked(model=COMPILED)
     def __init__(self, model: ShardedModule) -> None:
         if isinstance(model, PipelinedModule):
             raise ShardGraphError(

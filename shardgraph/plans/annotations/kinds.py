@@ -113,7 +113,11 @@ class shard(Placement):
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        self._expect(isinstance(self.dim, int), "dim", "a dimension of the tensor, such as 0 or -1")
+        self._expect(
+            isinstance(self.dim, int) and not isinstance(self.dim, bool),
+            "dim",
+            "a dimension of the tensor, such as 0 or -1",
+        )
         self._expect(isinstance(self.mesh_dim, str), "mesh_dim", "the name of a mesh axis, such as 'tp'")
         self._expect(is_whole(self.blocks, 1), "blocks", "a whole number from 1")
 
