@@ -33,7 +33,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from shardgraph.arguments import NONE, PATH, POSITIVE, TEXT, check_fields, checked, instance, mapping_of
+from shardgraph import arguments
+from shardgraph.arguments import NONE, PATH, TEXT, check_fields, checked, instance
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.collectives import WIRE_RULES
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, NUMBER, VIEW, Device, Host, Link, Rate
@@ -42,6 +43,7 @@ from shardgraph.cost_models.group import Group
 from shardgraph.errors import ClusterError, nearest
 from shardgraph.mesh import Mesh, axes_of, position_of
 from shardgraph.sizes import is_whole
+from shardgraph.yaml_text import parsed
 
 SCHEMA = 1
 
@@ -58,7 +60,7 @@ _FIELDS = {
     "inter": _LINK_GIVEN | NONE,
     "overlap": NUMBER,
     "doubt": NUMBER,
-    "efficiency": mapping_of("parts of a link's bandwidth by operation", POSITIVE),
+    "efficiency": arguments.mapping_of("parts of a link's bandwidth by operation", arguments.POSITIVE),
     "source": TEXT,
 }
 
@@ -100,7 +102,7 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r} has overlap {self.overlap}: a number from 0 to 1 is needed")
 
     @staticmethod
-    @checked(name=TEXT, network=POSITIVE)
+    @checked(name=TEXT, network=arguments.POSITIVE)
     def of(name: str, nodes: int = 1, devices_per_node: int | None = None, network: float | None = None) -> Cluster:
         """``nodes`` nodes of a known device, with the usual links of such nodes.
 
@@ -154,10 +156,10 @@ class Cluster:
             ClusterError: there is no such file, or a field has a value that is not allowed.
         """
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            data = parsed(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"cannot read the cluster file {str(path)!r}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise ClusterError(f"{path} is not YAML: {error}") from error
         if isinstance(data, dict) and (schema := data.pop("schema", None)) != SCHEMA:
             refuse((str(path), "schema"), schema, f"{SCHEMA}, the one that this version of shardgraph reads")

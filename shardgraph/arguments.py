@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import os
@@ -28,6 +29,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardgraph.errors import ArgumentError, FieldError, ShardGraphError, nearest, shown
 from shardgraph.sizes import SIZE, is_whole, parse_bytes
@@ -176,6 +178,18 @@ def _class_given(value: Any) -> str:
     return ""
 
 
+def _lazy(model: nn.Module) -> str:
+    """The name of a parameter or buffer that gets its shape at the first call, or ``""``."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, each in named if is_lazy(each)), "")
+
+
+def _made_by_call(value: Any) -> str:
+    if not isinstance(value, nn.Module):
+        return ""
+    return f"; {_lazy(value)!r} is of a lazy module: call the model once, with inputs as it will have, and give it then"
+
+
 def _is_size(value: Any) -> bool:
     if not isinstance(value, (int, float, str)):
         return False
@@ -227,7 +241,11 @@ POSITIVE = number("a number above 0", lambda value: 0 < value < math.inf)
 NOT_NEGATIVE = number("a number from 0", lambda value: 0 <= value < math.inf)
 BYTES = of_plan(Kind(SIZE, _is_size))
 
-MODEL = instance("an nn.Module", nn.Module, hint=_class_given)
+MODEL = Kind(
+    "an nn.Module, whose parameters all have shapes",
+    lambda value: isinstance(value, nn.Module) and not _lazy(value),
+    lambda value: _class_given(value) or _made_by_call(value),
+)
 OPTIMIZER = instance("a torch.optim.Optimizer", torch.optim.Optimizer)
 TENSOR = instance("a tensor", torch.Tensor)
 INPUTS = Kind(

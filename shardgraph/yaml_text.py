@@ -15,7 +15,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
         if self.depth > _DEEPEST:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            mark = self.peek_event().start_mark
             raise yaml.MarkedYAMLError(None, None, f"it is nested more than {_DEEPEST} deep", mark)
         node = super().compose_node(parent, index)
         self.depth -= 1

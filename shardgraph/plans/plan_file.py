@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 import yaml
 
-from shardgraph.errors import PlanError, nearest
+from shardgraph.errors import FieldError, PlanError, nearest, shown
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations.kinds import parse
 from shardgraph.plans.annotations.match import Annotated
@@ -19,6 +20,7 @@ from shardgraph.plans.orders import SCHEDULES
 from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, REPLICATE, SHARD, ParameterPlan
 from shardgraph.plans.pipeline_plan import CHECKPOINTS, Pipeline
 from shardgraph.plans.precision import Precision
+from shardgraph.yaml_text import parsed
 
 SCHEMA = 1
 """The version of the form."""
@@ -87,11 +89,13 @@ def read_plan(text: str, source: str) -> dict[str, Any]:
         PlanError: it is not YAML, or a field has a value that is not allowed.
     """
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        data = parsed(text)
+    except ValueError as error:
         raise PlanError(f"{source} is not YAML: {error}") from error
     try:
         return _read("", _PLAN, _REQUIRED, data)
+    except RecursionError:
+        raise PlanError(f"{source} has itself inside") from None
     except PlanError as error:
         raise PlanError(f"{source}: {error}") from None
 
@@ -102,12 +106,19 @@ class _Field(NamedTuple):
     types: type | tuple[type, ...]
     allowed: str
     convert: Callable[[Any], Any] = lambda value: value
+    least: float = -math.inf
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is of these types, which do not have booleans for numbers, and not below the ``least``."""
+        if not isinstance(value, self.types) or (isinstance(value, bool) and self.types is not bool):
+            return False
+        return not isinstance(value, (int, float)) or self.least <= value < math.inf
 
 
 def _read(path: str, known: Mapping[str, _Field], required: Collection[str], data: Any) -> dict[str, Any]:
     """The mapping at ``path`` of the file, checked and with its values converted."""
     if not isinstance(data, dict):
-        raise PlanError(f"{path or 'the file'} is {data!r}; it may be a mapping of {', '.join(known)}")
+        raise FieldError(f"{path or 'the file'} is {shown(data)}; it may be a mapping of {', '.join(known)}")
     prefix = f"{path}." if path else ""
     for key in data:
         if key not in known:
@@ -116,19 +127,21 @@ def _read(path: str, known: Mapping[str, _Field], required: Collection[str], dat
     for key, field in known.items():
         if key not in data and key in required:
             raise PlanError(f"the field {prefix}{key} is missing; it may be {field.allowed}")
-        if key in data and not isinstance(data[key], field.types):
-            raise PlanError(f"{prefix}{key} is {data[key]!r}; it may be {field.allowed}")
+        if key in data and not field.fits(data[key]):
+            raise FieldError(f"{prefix}{key} is {shown(data[key])}; it may be {field.allowed}")
     return {key: known[key].convert(value) for key, value in data.items()}
 
 
 def _pairs(data: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((str(key), value) for key, value in data.items())
+    if strange := [key for key in data if not isinstance(key, str)]:
+        raise PlanError(f"the name {strange[0]!r} is no text: write it in quotes")
+    return tuple(data.items())
 
 
 def _parameters(data: Mapping[Any, Any]) -> tuple[tuple[str, ParameterPlan], ...]:
     return tuple(
-        (str(pattern), ParameterPlan(**_read(f"parameters.{pattern}", _PARAMETER, ("placements",), entry)))
-        for pattern, entry in data.items()
+        (pattern, ParameterPlan(**_read(f"parameters.{pattern}", _PARAMETER, ("placements",), entry)))
+        for pattern, entry in _pairs(data)
     )
 
 
@@ -144,10 +157,10 @@ def _nested(data: dict[Any, Any]) -> dict[str, Any]:
 def _recompute(data: str | dict[Any, Any]) -> str | tuple[tuple[str, tuple[str, ...]], ...]:
     if isinstance(data, str):
         return data
-    for pattern, names in data.items():
+    for pattern, names in _pairs(data):
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise PlanError(f"recompute.{pattern} is {names!r}; it may be a list of operations, such as [silu, mul]")
-    return tuple((str(pattern), tuple(names)) for pattern, names in data.items())
+    return tuple((pattern, tuple(names)) for pattern, names in data.items())
 
 
 def _activations(data: dict[Any, Any]) -> Activations:
@@ -155,7 +168,7 @@ def _activations(data: dict[Any, Any]) -> Activations:
     if not isinstance(call, str):
         raise PlanError(f"activations.call is {call!r}; it may be the call that the placements were chosen for")
     for axis, rules in along.items():
-        if not isinstance(rules, dict) or not all(isinstance(text, str) for text in rules.values()):
+        if not isinstance(rules, dict) or not all(isinstance(text, str) for text in rules.values()) or axis is None:
             raise PlanError(
                 f"activations.{axis} is {rules!r}; it may be a mapping of operations to the placements of their "
                 "operands and results"
@@ -170,7 +183,9 @@ def _annotations(data: list[Any]) -> tuple[Annotated, ...]:
             raise PlanError(f"annotations has {each!r}; it may have one pattern with its annotation")
         ((pattern, text),) = each.items()
         try:
-            annotations.append((str(pattern), parse(str(text))))
+            if not isinstance(pattern, str) or not isinstance(text, str):
+                raise PlanError(f"{shown(text)} is no annotation: write one as a text, such as 'shard(0, \"tp\")'")
+            annotations.append((pattern, parse(text)))
         except PlanError as error:
             raise PlanError(f"annotations.{pattern}: {error}") from None
     return tuple(annotations)
@@ -194,7 +209,8 @@ def _offload(data: Any) -> Offload:
 
 _TEXT = _Field(str, "a text")
 _BOOL = _Field(bool, "true or false")
-_COUNT = _Field(int, "a whole number from 0")
+_COUNT = _Field(int, "a whole number from 0", least=0)
+_SECONDS = _Field((int, float), "a number of seconds from 0", least=0)
 _MESH = _Field(dict, "a mapping of axis names to sizes, such as {dp: 2}", _pairs)
 _DTYPE = _Field(str, "the name of a dtype")
 _PARAMETER = {
@@ -226,14 +242,14 @@ _OFFLOAD = {
 _CANDIDATE = {
     "name": _TEXT,
     "mesh": _MESH,
-    "memory": _Field(int, "a number of bytes"),
-    "seconds": _Field(float, "a number of seconds"),
+    "memory": _Field(int, "a number of bytes", least=0),
+    "seconds": _SECONDS,
     "fits": _BOOL,
-    "batches": _Field(int, "a whole number from 1"),
-    "samples": _Field(int, "a whole number from 0"),
-    "compute": _Field((int, float), "a number of seconds"),
-    "exposed": _Field((int, float), "a number of seconds"),
-    "bubble": _Field((int, float), "a number of seconds"),
+    "batches": _Field(int, "a whole number from 1", least=1),
+    "samples": _COUNT,
+    "compute": _SECONDS,
+    "exposed": _SECONDS,
+    "bubble": _SECONDS,
     "recompute": _TEXT,
     "plan": _Field(dict, "a whole plan", _nested),
 }
@@ -259,6 +275,6 @@ _PLAN = {  # in the order in which they are written
     "replicas": _Field(dict, "the axis of ranks that train copies of their own, such as {replicas: 2}", _pairs),
     "activations": _Field(dict, "a mapping of 'call' and mesh axes to the placements of operations", _activations),
     "considered": _Field(list, "a list of the candidates that were compared", _considered),
-    "remarks": _Field(list, "a list of texts", lambda texts: tuple(map(str, texts))),
+    "remarks": _Field(list, "a list of texts", tuple),
     "parameters": _Field(dict, "a mapping of name patterns to the plans of those parameters", _parameters),
 }
