@@ -161,5 +161,5 @@ def test_what_cannot_be_pickled_among_the_arguments_is_refused() -> None:
 
 
 def test_fewer_than_one_rank_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"launch\(nproc=0\)"):
+    with pytest.raises(ArgumentError, match=r"launch\(\): nproc is 0"):
         launch(raise_on_rank_1, nproc=0)

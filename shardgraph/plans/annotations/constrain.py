@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.arguments import TENSOR, checked, instance
+from shardgraph.arguments import TENSOR, instance, of_plan
+from shardgraph.errors import FieldError
 from shardgraph.ir.attributes import SOURCE
 from shardgraph.plans.annotations.kinds import Placement, replicate, shard
 
+_PLACEMENT = of_plan(instance("shard(...) or replicate(...)", Placement))
 
-@checked(tensor=TENSOR, placement=instance("shard(...) or replicate(...)", Placement))
+
 def constrain(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     """``tensor``, constrained to ``placement`` under a plan that shards operators, and so is its gradient.
 
@@ -26,7 +28,10 @@ def constrain(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     plan, or under a plan whose mesh has no such operator axis.
     """
     if not torch.compiler.is_compiling():
-        return tensor
+        _PLACEMENT.check("constrain(): placement", placement)
+        return TENSOR.check("constrain(): tensor", tensor)
+    if not isinstance(placement, Placement):  # the tracer follows this, and not the call of a kind
+        raise FieldError("constrain(): placement may be shard(...) or replicate(...)")
     return constrain_to(tensor, placement, "")
 
 
