@@ -160,6 +160,7 @@ from .plans.precision import Precision as Precision
 from .plans.presets import preset as preset
 from .proof.prove import Proof as Proof
 from .report.analysis import Analysis as Analysis
+from .runtime.elastic import elastic as elastic
 from .runtime.launch import launch as launch
 from .saves.loading import (
     Loaded as Loaded,

@@ -215,6 +215,25 @@ class ShardedModule(nn.Module):
         """The original's forward, on this rank's part of the batch; returns its output."""
         return self._without_padding(self._run(args, kwargs, None)[-1], args, kwargs)
 
+    def rows_of(self, samples: int) -> slice:
+        """This rank's rows of a batch of ``samples``, which are those of all ranks together.
+
+        Ranks along data axes have parts as equal as can be, in their order, and ranks that share a batch have the same.
+        Where ``samples`` is no multiple, the first ones have a row more: ``compile(..., loss_weight="tokens")`` weighs
+        the losses of ``train_step`` by their rows.
+
+        Raises:
+            ShardGraphError: there are fewer samples than ranks along data axes.
+        """
+        count = self.plan.data_size * self.plan.copies
+        if samples < count:
+            raise ShardGraphError(f"{samples} samples are fewer than the {count} ranks that have batches of their own")
+        mesh = self._state.mesh
+        index = 0 if mesh is None else self._state.replica * self.plan.data_size + self.plan.data_rank(mesh_rank(mesh))
+        each, more = divmod(samples, count)
+        start = index * each + min(index, more)
+        return slice(start, start + each + (index < more))
+
     @torch_api.not_traced
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
