@@ -67,6 +67,9 @@ from .errors import (
     RandomStateError as RandomStateError,
 )
 from .errors import (
+    RankFailedError as RankFailedError,
+)
+from .errors import (
     RankMismatchError as RankMismatchError,
 )
 from .errors import (

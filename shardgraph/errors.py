@@ -45,6 +45,10 @@ class CollectiveError(ShardGraphError):
     """A collective failed or timed out; the message names its parameter and source line."""
 
 
+class RankFailedError(CollectiveError):
+    """Another rank has failed, ended or stopped, or makes other calls, so this one cannot go on; the message says."""
+
+
 class ClusterError(ShardGraphError):
     """A device or cluster is unknown, malformed or too small."""
 

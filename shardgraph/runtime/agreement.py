@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from shardgraph import errors
 from shardgraph.errors import RankMismatchError
+from shardgraph.runtime import watch
 from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
 _LOOK = 0.5  # seconds until a rank that waits first looks whether the others come; then twice as many
+_LOOK_AT_MOST = 2.0
 _SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -46,6 +48,7 @@ class Agreement:
         self._rank = dist.get_rank()
         prefix = f"shardgraph/agreement/{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
+        watch.begin()
         # A separate connection: a long wait on the shared one would block the process group's own threads.
         self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # the stubs lack it
 
@@ -68,6 +71,8 @@ class Agreement:
             try:
                 verdict = self._verdict(self._store, topic, value or "", error, shown)
             except RuntimeError as lost:
+                if error is None and (cause := watch.failed(lost, f"the agreement on {topic}")) is not None:
+                    raise cause from lost
                 verdict = self._lost(topic, lost)
             self._since = 0
         if error is not None:
@@ -111,7 +116,7 @@ class Agreement:
 
     def _wait(self, store: dist.Store, key: str, topic: str) -> str:
         try:
-            store.wait([key], timedelta(seconds=self._timeout))
+            self._wait_watched(store, key, topic)
         except dist.DistError:  # a timeout, or the store is gone: the next line tells which
             late = (
                 f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
@@ -123,6 +128,22 @@ class Agreement:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
         return post
+
+    def _wait_watched(self, store: dist.Store, key: str, topic: str) -> None:
+        """Wait for a key of the first rank, and look now and then whether a rank has failed."""
+        left = self._timeout
+        with watch.agreeing(topic) as waiting:
+            while True:
+                look = min(_LOOK_AT_MOST, left)
+                try:
+                    store.wait([key], timedelta(seconds=look))
+                    return
+                except dist.DistStoreError:  # a timeout
+                    watch.raise_failure()
+                    waiting.absent = self._ranks[:1]
+                    left -= look
+                    if left <= 0:
+                        raise
 
     def go_on(self) -> None:
         """Post that this rank begins to communicate with the others, as all last agreed; not a round.
@@ -223,17 +244,20 @@ class Agreement:
         """
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         left, look = self._timeout, min(_LOOK, self._timeout)
-        while True:
-            with contextlib.suppress(dist.DistStoreError):  # a timeout
-                store.wait([key], timedelta(seconds=look))
-                return
-            left -= look
-            if self._has_gone_on(store, following):
-                store.compare_set(key, "", self._gone_on(store, topic, following))
-                return
-            if left <= 0:
-                raise dist.DistStoreError("no verdict in time")
-            look = min(2 * look, left)
+        with watch.agreeing(topic) as waiting:
+            while True:
+                with contextlib.suppress(dist.DistStoreError):  # a timeout
+                    store.wait([key], timedelta(seconds=look))
+                    return
+                watch.raise_failure()
+                left -= look
+                if self._has_gone_on(store, following):
+                    store.compare_set(key, "", self._gone_on(store, topic, following))
+                    return
+                if left <= 0:
+                    raise dist.DistStoreError("no verdict in time")
+                waiting.absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
+                look = min(2 * look, left, _LOOK_AT_MOST)
 
     def _has_gone_on(self, store: dist.Store, rank: int) -> bool:
         post = f"since/{rank}"

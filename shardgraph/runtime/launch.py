@@ -29,6 +29,8 @@ from torch.multiprocessing import ProcessContext, start_processes
 
 from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError
+from shardgraph.runtime import watch
+from shardgraph.torch_api import recorded_connections
 
 _NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on a busy machine
 
@@ -221,9 +223,11 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
         _join_group(timeout)
         fn, args = torch.load(folder / "task", map_location="cpu", weights_only=False)
         torch.save(fn(*args), folder / f"{rank}.result")
+        watch.leave("has ended: its function returned")
         if dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException:
+    except BaseException as error:
+        watch.fail(error)
         draft = folder / f"{rank}.draft"
         draft.write_text(json.dumps({"time": time.time(), "traceback": traceback.format_exc()}))
         draft.rename(folder / f"{rank}.error")  # atomic: this process may be killed at any moment
@@ -241,6 +245,7 @@ def _end_with_parent() -> None:
 
 def _leave_group() -> None:
     """A process that ends with threads of a group that it is in aborts now and then."""
+    watch.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -250,4 +255,6 @@ def _join_group(timeout: float) -> None:
     gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     if gpu_each:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
+    with recorded_connections():
+        dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
+    watch.begin()

@@ -204,7 +204,9 @@ class RunningPipeline:
             elif len(ranks) > 1 and self.mesh is not None and ranks not in self._sharing:
                 columns = self.mesh.mesh.reshape(self.pipeline.ranks, -1).t()  # the pipeline's axis is the outermost
                 groups, backend = columns[:, list(ranks)].tolist(), dist.get_backend(self.group)
-                self._sharing[ranks], _ = dist.new_subgroups_by_enumeration(groups, backend=backend)
+                assert self.group is not None
+                timeout = torch_api.wait_of(self.group)
+                self._sharing[ranks], _ = dist.new_subgroups_by_enumeration(groups, timeout, backend)
 
     def infer(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
         """Forward of all microbatches alone; returns the model's outputs for each, by role, on every rank."""

@@ -1,0 +1,183 @@
+"""What this rank is doing, read off the frames of its threads: nothing is noted while it works."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from shardgraph import ir
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_ENTRY = re.compile(r"^(torch[./\\]|<)|importlib|contextlib")
+_FUNCTIONAL = re.compile(r"_c10d_functional\.\w+")
+
+_COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "scatter_object_list"),
+    *("monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced"),
+}
+_MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+
+_graphs: weakref.WeakValueDictionary[str, fx.GraphModule] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is: ``text`` for messages; ``operation`` and ``group`` if it communicates.
+
+    ``mark`` changes whenever it has gone on. ``absent`` are ranks that an agreement waits for,
+    ``run`` the number of the graph that it is in.
+    """
+
+    text: str
+    mark: tuple[Any, ...]
+    operation: str = ""
+    group: str = ""
+    absent: tuple[int, ...] = ()
+    run: int | None = None
+
+
+@dataclass
+class Waiting:
+    """An agreement that a thread waits for: its topic, and who has not come."""
+
+    topic: str
+    absent: Sequence[int] = ()
+
+
+waiting: dict[int, Waiting] = {}
+"""By thread."""
+
+with_messages = set[str]()
+"""Groups in which ranks also send to one another, so that their counts of operations differ."""
+
+calls = 0
+"""Graphs with collectives that this rank has begun to run."""
+
+
+def know(code: Any, module: fx.GraphModule) -> None:
+    """Note which graph a generated function is of."""
+    file = getattr(getattr(code, "__code__", None), "co_filename", None)
+    if file is not None:
+        _graphs[file] = module
+
+
+@contextmanager
+def agreeing(topic: str) -> Iterator[Waiting]:
+    """Say that this thread waits at an agreement."""
+    thread, before = threading.get_ident(), waiting.get(threading.get_ident())
+    waiting[thread] = here = Waiting(topic)
+    try:
+        yield here
+    finally:
+        if before is None:
+            waiting.pop(thread, None)
+        else:
+            waiting[thread] = before
+
+
+def here() -> Place:
+    """The place of the thread that communicates, or else of the main thread."""
+    own, main = threading.get_ident(), threading.main_thread().ident
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
+    found: Place | None = None
+    for thread in sorted(frames, key=lambda each: each != main):
+        place = _of_thread(thread, frames[thread])
+        if place.operation or place.absent:
+            return place
+        found = found or (place if thread == main else None)
+    return found or Place("nothing that is known", ())
+
+
+def described(error: BaseException) -> str:
+    """The last line of an error's traceback, on one line, and the user's line where it was raised."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}){_raised_at(error)}"
+    text = " ".join(str(error).split())
+    text = f": {text[:300]}{'...' if len(text) > 300 else ''}" if text else ""
+    return f"{type(error).__name__}{text}{_raised_at(error)}"
+
+
+def _raised_at(error: BaseException) -> str:
+    at, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not at or _is_users(code.co_filename):
+            at = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
+        trace = trace.tb_next
+    return at
+
+
+def _of_thread(thread: int, frame: FrameType) -> Place:
+    line = _users_line(frame)
+    if (agreement := waiting.get(thread)) is not None:
+        absent = tuple(agreement.absent)
+        return Place(f"waiting for all ranks at {agreement.topic}{line}", (thread, agreement.topic, absent), "agreement",
+                     absent=absent)  # fmt: skip
+    mark = thread, id(frame), frame.f_lasti, calls
+    called: FrameType | None = None
+    each: FrameType | None = frame
+    while each is not None and each.f_code.co_filename.startswith(_TORCH):
+        if each.f_code.co_filename.endswith("distributed_c10d.py") and not each.f_code.co_name.startswith("_"):
+            called = each
+        each = each.f_back
+    if called is not None and (name := called.f_code.co_name) in _COLLECTIVES | _MESSAGES:
+        group = "" if name in _MESSAGES else _group_of(called)
+        return Place(f"{name}{line}", mark, name, "" if group in with_messages else group)
+    if each is not None and (found := _in_graph(each)) is not None:
+        operation, text, group = found
+        return Place(f"{text}{line}", mark, operation, group, run=calls)
+    return Place(f"computing{line}", mark)
+
+
+def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
+    """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    if (module := _graphs.get(file)) is None:
+        found = _FUNCTIONAL.search(linecache.getline(file, number)) if "torchinductor" in file else None
+        return (found.group(), f"{found.group()} of a compiled graph", "") if found else None
+    if not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
+        return None
+    node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
+    if node is not None and node.target is ir.WAIT:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or not ir.is_collective(node):
+        return None
+    text = ir.describe_collective(node)
+    return text.partition(" (")[0], text, ir.group_of(node)
+
+
+def _group_of(frame: FrameType) -> str:
+    group = frame.f_locals.get("group")
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.group.WORLD if dist.is_initialized() else None
+    return "" if group is None else str(group.group_name)
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_TORCH, _OURS)) and not _ENTRY.search(file)
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """The innermost line that is of neither torch nor this package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file) and "multiprocessing" not in file:
+            return f", called at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
