@@ -74,7 +74,9 @@ class ModelCheckError(ShardGraphError, AssertionError, ValueError):
 
 
 class LaunchError(ShardGraphError):
-    """A launched rank failed; the message has its traceback."""
+    """A launched rank failed; the message has its cause, and ``traceback`` the whole traceback of one that raised."""
+
+    traceback = ""
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -40,12 +40,14 @@ from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
 from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
+from shardgraph.runtime.watch import translated
 from shardgraph.search.answer import answer
 from shardgraph.search.question import Question
 from shardgraph.search.remembered import remembered
 from shardgraph.sizes import format_bytes
 
 
+@translated
 def compile(
     model: nn.Module,
     plan: str | Path | Plan = "auto",

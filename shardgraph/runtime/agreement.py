@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -22,8 +23,8 @@ from shardgraph.runtime import watch
 from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
-_LOOK = 0.5  # seconds until a rank that waits first looks whether the others come; then twice as many
-_LOOK_AT_MOST = 2.0
+_LOOK = 0.5  # seconds between two looks of a rank that waits at whether the others come
+_PAUSES = 0.001, 0.1  # the shortest and the longest seconds between two looks for a key
 _SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -131,19 +132,10 @@ class Agreement:
 
     def _wait_watched(self, store: dist.Store, key: str, topic: str) -> None:
         """Wait for a key of the first rank, and look now and then whether a rank has failed."""
-        left = self._timeout
         with watch.agreeing(topic) as waiting:
-            while True:
-                look = min(_LOOK_AT_MOST, left)
-                try:
-                    store.wait([key], timedelta(seconds=look))
-                    return
-                except dist.DistStoreError:  # a timeout
-                    watch.raise_failure()
-                    waiting.absent = self._ranks[:1]
-                    left -= look
-                    if left <= 0:
-                        raise
+            waiting.absent = self._ranks[:1]
+            for _ in _looks(store, key, self._timeout):
+                watch.raise_failure()
 
     def go_on(self) -> None:
         """Post that this rank begins to communicate with the others, as all last agreed; not a round.
@@ -243,21 +235,13 @@ class Agreement:
         If some ranks have, one of those that wait here is before one of them, and posts the verdict for all.
         """
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
-        left, look = self._timeout, min(_LOOK, self._timeout)
         with watch.agreeing(topic) as waiting:
-            while True:
-                with contextlib.suppress(dist.DistStoreError):  # a timeout
-                    store.wait([key], timedelta(seconds=look))
-                    return
+            for _ in _looks(store, key, self._timeout):
                 watch.raise_failure()
-                left -= look
                 if self._has_gone_on(store, following):
                     store.compare_set(key, "", self._gone_on(store, topic, following))
                     return
-                if left <= 0:
-                    raise dist.DistStoreError("no verdict in time")
                 waiting.absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
-                look = min(2 * look, left, _LOOK_AT_MOST)
 
     def _has_gone_on(self, store: dist.Store, rank: int) -> bool:
         post = f"since/{rank}"
@@ -311,6 +295,26 @@ class Agreement:
     def _has_posted(self, store: dist.Store, rank: int) -> bool:
         post = f"post/{rank}"
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
+
+
+def _looks(store: dist.Store, key: str, timeout: float) -> Iterator[None]:
+    """Wait for a key; give the turn to the caller now and then. Torch warns of every wait of its own that ends so.
+
+    Raises:
+        DistStoreError: it is not there after ``timeout`` seconds.
+    """
+    start = time.monotonic()
+    pause, longest = _PAUSES
+    look = start + min(_LOOK, timeout)
+    while not store.check([key]):
+        now = time.monotonic()
+        if now >= look:
+            yield
+            if now >= start + timeout:
+                raise dist.DistStoreError("not there in time")
+            look = min(now + _LOOK, start + timeout)
+        time.sleep(pause)
+        pause = min(1.2 * pause, longest)
 
 
 def _error_class(name: str) -> type[Exception] | None:

@@ -210,7 +210,8 @@ class Bound:
             what = ir.describe_collective(node)
             if (cause := watch.failed(error, what)) is not None:
                 raise cause from error
-            raise CollectiveError(f"{what} failed: {error}\n  {_whose(error)}") from error
+            said = watch.plain(error) if watch.is_of_others(error) else error
+            raise CollectiveError(f"{what} failed: {said}\n  {_whose(error)}") from error
         if self.settles:
             host.settle()
         return results

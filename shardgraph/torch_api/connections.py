@@ -29,7 +29,7 @@ def break_connections() -> None:
 
     Gloo's connections are shut down, as if the other ranks had closed them, and NCCL's groups are aborted.
     """
-    for descriptor, inode in _connections & _sockets():
+    for descriptor, _ in _connections & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies if it cannot listen
                 connection.shutdown(socket.SHUT_RDWR)

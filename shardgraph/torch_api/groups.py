@@ -43,7 +43,7 @@ def ordered_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
 
 def limit_wait(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let a collective of ``group`` fail that takes longer; torch gives groups half an hour, or ten minutes for NCCL."""
+    """Let a collective of ``group`` fail that takes longer than ``timeout``; torch gives groups half an hour."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -16,6 +16,7 @@ from shardgraph import ir, torch_api
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
+from shardgraph.runtime import watch
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradients import on_any_data_rank
 from shardgraph.runtime.loss_weight import weight_by_elements
@@ -50,6 +51,8 @@ class RunningPipeline:
         self.stages = [RunningStage(number, self.pipeline, state, self.group) for number in self.numbers]
         self._used: dict[str, None] = {}  # the parameters that losses depend on whose gradients are not reduced yet
         state.accumulated.append(self._used)
+        if self.group is not None:
+            watch.place.with_messages.add(str(self.group.group_name))
         self._schedules: dict[int, Any] = {}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 

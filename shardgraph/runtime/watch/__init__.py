@@ -12,22 +12,44 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from shardgraph.errors import RankFailedError
+from shardgraph.errors import RankFailedError, ShardGraphError
 from shardgraph.runtime.watch import place
 from shardgraph.runtime.watch.place import agreeing
 from shardgraph.runtime.watch.watcher import Watcher
 
 __all__ = [
-    *("abandon", "agreeing", "begin", "fail", "failed", "failure", "is_of_others", "leave", "place", "raise_failure"),
+    "abandon",
+    "agreeing",
+    "begin",
+    "fail",
+    "failed",
+    "is_of_others",
+    "leave",
+    "place",
+    "plain",
+    "raise_failure",
+    "seen",
+    "stepping",
     "translated",
 ]
+
+_PLAIN = (
+    (
+        r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited",
+        "another rank has closed its connection",
+    ),
+    (r"connection refused|connectFullMesh failed", "another rank could not be reached"),
+    (r"timed? ?out", "no answer came within its timeout"),
+    (r"communicator was aborted", "the communicator was aborted"),
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,12 +83,6 @@ def _current() -> Watcher | None:
     return _watcher if _watcher is not None and _watcher.is_on else None
 
 
-def failure() -> str | None:
-    """Why this rank cannot go on, if another has failed."""
-    watcher = _current()
-    return None if watcher is None else watcher.failure
-
-
 def raise_failure() -> None:
     """Raise RankFailedError if another rank has failed."""
     if (watcher := _current()) is not None:
@@ -88,10 +104,19 @@ def failed(error: BaseException, doing: str) -> RankFailedError | None:
     watcher = _current()
     if watcher is None or not is_of_others(error):
         return None
-    if watcher.cause():
-        return watcher.error()
-    watcher.fail(f"rank {watcher.rank} failed in {doing}: {' '.join(str(error).split())[:300]}")
-    return None
+    if not watcher.cause():
+        watcher.fail(f"rank {watcher.rank} failed in {doing}: {plain(error)}")
+        return None
+    return watcher.error(doing)
+
+
+def plain(error: BaseException) -> str:
+    """What an error of gloo, NCCL or the store says, without the lines of their sources."""
+    text = " ".join(str(error).split())
+    for pattern, words in _PLAIN:
+        if re.search(pattern, text, re.IGNORECASE):
+            return words
+    return text[:300]
 
 
 def translated(fn: Callable[P, T]) -> Callable[P, T]:
@@ -109,6 +134,14 @@ def translated(fn: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def seen(error: BaseException) -> BaseException:
+    """What an error that ends this rank is: the failure of another rank, if it is of communication and there is one."""
+    watcher = _current()
+    if watcher is not None and is_of_others(error) and watcher.cause():
+        return watcher.error("communication")
+    return error
+
+
 def abandon(error: BaseException) -> None:
     """Say that this rank has left the graph that it was in, with an error of its own."""
     if (watcher := _current()) is not None:
@@ -120,6 +153,22 @@ def fail(error: BaseException) -> None:
     watcher = _current()
     if watcher is not None and not isinstance(error, RankFailedError):
         watcher.fail(f"rank {watcher.rank} raised {place.described(error)}")
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """Run a step of a pipeline; if it fails, others that are in the same one wait in vain."""
+    raise_failure()
+    place.calls += 1
+    place.step = place.calls
+    try:
+        yield
+    except Exception as error:
+        if not is_of_others(error):
+            abandon(error)
+        raise
+    finally:
+        place.step = None
 
 
 def leave(how: str = "has ended: its program returned, or called sys.exit") -> None:
@@ -147,12 +196,12 @@ def _uncaught(
     if watcher is None or watcher.process != os.getpid():
         before(kind, error, trace)
         return
+    error = seen(error)
     if isinstance(error, RankFailedError):
         print(f"shardgraph.RankFailedError: {error}", file=sys.stderr, flush=True)
         return
-    known = watcher.failure is not None or (is_of_others(error) and watcher.cause())
-    if not known:
-        fail(error)
-    before(kind, error, trace)
-    if known:
-        print(f"shardgraph: {watcher.error()}", file=sys.stderr, flush=True)
+    fail(error)
+    if isinstance(error, ShardGraphError):
+        print(f"{place.shown(error)}", file=sys.stderr, flush=True)
+    else:
+        before(kind, error, trace)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _ENTRY = re.compile(r"^(torch[./\\]|<)|importlib|contextlib")
 _FUNCTIONAL = re.compile(r"_c10d_functional\.\w+")
 
+_PIPELINING = os.path.join("torch", "distributed", "pipelining")
+_LINES = 3  # of the user, in a traceback that is shown
+
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_to_all"),
     *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
@@ -41,7 +45,7 @@ class Place:
     """Where a thread is: ``text`` for messages; ``operation`` and ``group`` if it communicates.
 
     ``mark`` changes whenever it has gone on. ``absent`` are ranks that an agreement waits for,
-    ``run`` the number of the graph that it is in.
+    ``run`` is the number of the graph, or of the step of a pipeline, that it is in. A ``message`` is between two ranks.
     """
 
     text: str
@@ -50,6 +54,7 @@ class Place:
     group: str = ""
     absent: tuple[int, ...] = ()
     run: int | None = None
+    message: bool = False
 
 
 @dataclass
@@ -67,7 +72,10 @@ with_messages = set[str]()
 """Groups in which ranks also send to one another, so that their counts of operations differ."""
 
 calls = 0
-"""Graphs with collectives that this rank has begun to run."""
+"""Graphs with collectives, and steps of pipelines, that this rank has begun to run."""
+
+step: int | None = None
+"""The number of the step of a pipeline that this rank is in."""
 
 
 def know(code: Any, module: fx.GraphModule) -> None:
@@ -113,6 +121,15 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}{text}{_raised_at(error)}"
 
 
+def shown(error: BaseException) -> str:
+    """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause."""
+    found = traceback.TracebackException.from_exception(error)
+    users = [frame for frame in found.stack if _is_users(frame.filename) and "multiprocessing" not in frame.filename]
+    frames = [*users[-_LINES:], *([] if found.stack[-1:] == users[-1:] else found.stack[-1:])]
+    lines = traceback.StackSummary.from_list(frames).format() if frames else []
+    return "".join([*lines, *found.format_exception_only()]).rstrip()
+
+
 def _raised_at(error: BaseException) -> str:
     at, trace = "", error.__traceback__
     while trace is not None:
@@ -127,8 +144,8 @@ def _of_thread(thread: int, frame: FrameType) -> Place:
     line = _users_line(frame)
     if (agreement := waiting.get(thread)) is not None:
         absent = tuple(agreement.absent)
-        return Place(f"waiting for all ranks at {agreement.topic}{line}", (thread, agreement.topic, absent), "agreement",
-                     absent=absent)  # fmt: skip
+        text = f"waiting for all ranks at {agreement.topic}{line}"
+        return Place(text, (thread, agreement.topic, absent), "agreement", absent=absent)
     mark = thread, id(frame), frame.f_lasti, calls
     called: FrameType | None = None
     each: FrameType | None = frame
@@ -137,11 +154,15 @@ def _of_thread(thread: int, frame: FrameType) -> Place:
             called = each
         each = each.f_back
     if called is not None and (name := called.f_code.co_name) in _COLLECTIVES | _MESSAGES:
-        group = "" if name in _MESSAGES else _group_of(called)
-        return Place(f"{name}{line}", mark, name, "" if group in with_messages else group)
+        return Place(f"{name}{line}", mark, name, _group_of(called), run=step, message=name in _MESSAGES)
+    if _PIPELINING in frame.f_code.co_filename:
+        everyone = str(dist.group.WORLD.group_name) if dist.is_initialized() and dist.group.WORLD is not None else ""
+        return Place(
+            f"a message between stages of the pipeline{line}", mark, "message", everyone, run=step, message=True
+        )
     if each is not None and (found := _in_graph(each)) is not None:
         operation, text, group = found
-        return Place(f"{text}{line}", mark, operation, group, run=calls)
+        return Place(f"{text}{line}", mark, operation, group, run=calls if step is None else step)
     return Place(f"computing{line}", mark)
 
 

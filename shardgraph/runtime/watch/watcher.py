@@ -33,6 +33,7 @@ from shardgraph.runtime.watch.stuck import Status, verdict
 _LOOK = 1.0  # seconds between two looks at what this rank does
 _SETTLED = 3  # looks at one place until a rank is said to wait there
 _HEARING = 4.0  # seconds for a rank whose communication fails to hear why
+_MOMENT = 0.2  # seconds between two looks at what has been heard
 _INTERRUPT = 3.0  # seconds until a main thread that does not communicate is interrupted
 _SIGNAL = getattr(signal, "SIGURG", None)  # nobody uses it, and it is ignored by a process that does not handle it
 
@@ -74,16 +75,21 @@ class Watcher:
         if self.failure is not None:
             raise self.error()
 
-    def error(self) -> RankFailedError:
-        """The failure, which is raised now."""
+    def error(self, doing: str = "") -> RankFailedError:
+        """The failure, which is raised now, while this rank is ``doing`` something."""
         if not self._told:
             self._told = True
             self._send({"told": True})
-        return RankFailedError(self.failure or "")
+        return RankFailedError(self.failure or f"{'; '.join(self.left.values())}. Rank {self.rank} was in {doing}")
 
-    def cause(self, seconds: float = _HEARING) -> bool:
-        """Whether another rank's failure is known, or becomes known within ``seconds``."""
-        return self.failed.wait(seconds)
+    def cause(self) -> bool:
+        """Whether it is known, or becomes known within seconds, why communication fails: a rank failed, or has left."""
+        for _ in range(int(_HEARING / _MOMENT)):
+            if self.failed.wait(_MOMENT) or self.left:
+                break
+        if self.left and not self.failed.wait(_MOMENT):
+            self.fail(f"the ranks do not end together: {'; '.join(self.left.values())}")
+        return self.failed.is_set() or bool(self.left)
 
     def abandon(self, error: BaseException) -> None:
         """Say that this rank has left a graph in the middle, which others may then wait in for ever."""
@@ -167,7 +173,9 @@ class Watcher:
         if self.failure is not None:
             return
         where = f", while it was in {record['at']}" if record["event"] in ("died", "stopped") and record["at"] else ""
-        self.failure = f"{record['text']}{where}. Rank {self.rank} stops, and was in {place.here().text}"
+        own = place.here().text
+        itself = "" if own in record["text"] else f". Rank {self.rank} was in {own}"
+        self.failure = f"{record['text']}{where}{itself}"
         self._since = time.monotonic()
         self.failed.set()
         torch_api.break_connections()
@@ -191,7 +199,8 @@ class Watcher:
         """Post what this rank waits for, and find out whether it waits in vain: at two looks, of which it then is."""
         counts = torch_api.operation_counts(place.with_messages)
         members = torch_api.members(now.group)
-        status = Status(now.text, now.operation, now.group, members, now.absent, now.run, counts)
+        group = "" if now.message or now.group in place.with_messages else now.group
+        status = Status(now.text, now.operation, group, members if group else (), now.absent, now.run, counts)
         self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
