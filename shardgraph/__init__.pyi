@@ -5,6 +5,7 @@ from .api.analyze import analyze as analyze
 from .api.annotate import annotate as annotate
 from .api.compare import compare as compare
 from .api.compile import compile as compile
+from .api.flight_record import flight_record as flight_record
 from .api.front import front as front
 from .api.plan import plan as plan
 from .api.prove import prove as prove

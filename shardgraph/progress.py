@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
 from tqdm import tqdm
-
-
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar with a lock of this process: tqdm's own is a semaphore, which a rank that is killed leaves behind."""
-
-    _lock = threading.RLock()
 
 
 class Progress:
@@ -21,7 +13,7 @@ class Progress:
 
     def __init__(self, title: str, stages: int, enabled: bool | None = None) -> None:
         self._title = f"shardgraph {title}"
-        self._bar = _Bar(
+        self._bar = tqdm(
             total=stages,
             desc=self._title,
             leave=False,

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 import shardgraph
 from shardgraph.cli.checking import verify
 from shardgraph.cli.doctor import doctor
+from shardgraph.cli.flight import flight
 from shardgraph.cli.measuring import calibrate
 from shardgraph.cli.planning import explain, front, plan, what_if
 from shardgraph.cli.pricing import analyze, compare, visualize
@@ -74,7 +75,20 @@ def options(
     """
 
 
-for command in (plan, explain, front, what_if, analyze, compare, visualize, verify, doctor, calibrate, consolidate):
+for command in (
+    plan,
+    explain,
+    front,
+    what_if,
+    analyze,
+    compare,
+    visualize,
+    verify,
+    doctor,
+    calibrate,
+    consolidate,
+    flight,
+):
     app.command()(command)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)

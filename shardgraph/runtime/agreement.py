@@ -24,6 +24,7 @@ from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
 _LOOK = 0.5  # seconds between two looks of a rank that waits at whether the others come
+_ASKING = 3  # looks after which ranks that have not come are asked whether they are there
 _PAUSES = 0.001, 0.1  # the shortest and the longest seconds between two looks for a key
 _SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
@@ -134,8 +135,8 @@ class Agreement:
         """Wait for a key of the first rank, and look now and then whether a rank has failed."""
         with watch.agreeing(topic) as waiting:
             waiting.absent = self._ranks[:1]
-            for _ in _looks(store, key, self._timeout):
-                watch.raise_failure()
+            for look in _looks(store, key, self._timeout):
+                watch.look_after(waiting.absent if look % _ASKING == 0 else (), topic)
 
     def go_on(self) -> None:
         """Post that this rank begins to communicate with the others, as all last agreed; not a round.
@@ -236,8 +237,8 @@ class Agreement:
         """
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         with watch.agreeing(topic) as waiting:
-            for _ in _looks(store, key, self._timeout):
-                watch.raise_failure()
+            for look in _looks(store, key, self._timeout):
+                watch.look_after(waiting.absent if look % _ASKING == 0 else (), topic)
                 if self._has_gone_on(store, following):
                     store.compare_set(key, "", self._gone_on(store, topic, following))
                     return
@@ -297,19 +298,19 @@ class Agreement:
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
 
 
-def _looks(store: dist.Store, key: str, timeout: float) -> Iterator[None]:
-    """Wait for a key; give the turn to the caller now and then. Torch warns of every wait of its own that ends so.
+def _looks(store: dist.Store, key: str, timeout: float) -> Iterator[int]:
+    """Wait for a key; give the turn, by number, to the caller now and then. Torch warns of its own waits that end so.
 
     Raises:
         DistStoreError: it is not there after ``timeout`` seconds.
     """
     start = time.monotonic()
     pause, longest = _PAUSES
-    look = start + min(_LOOK, timeout)
+    look, number = start + min(_LOOK, timeout), 0
     while not store.check([key]):
         now = time.monotonic()
         if now >= look:
-            yield
+            yield (number := number + 1)
             if now >= start + timeout:
                 raise dist.DistStoreError("not there in time")
             look = min(now + _LOOK, start + timeout)

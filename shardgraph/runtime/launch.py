@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessContext, start_processes
+from tqdm import tqdm
 
 from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError, RankFailedError
@@ -222,6 +223,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
     global _inside_rank
     _inside_rank = True
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # torch uses it; its own lock is a semaphore, which a killed rank leaves behind
     try:
         os.environ.clear()
         os.environ.update(rank_environment(rank, nproc, port, environment))

@@ -23,6 +23,7 @@ from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
 from shardgraph.torch_api.connections import (
     break_connections,
+    has_hung_up,
     innermost_store,
     members,
     operation_counts,

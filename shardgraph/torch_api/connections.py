@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+_PROBE = (1 << 20) + 1  # a tag of messages that nobody takes
+_probes: list[object] = []
 _connections = set[tuple[int, int]]()  # file descriptor and inode of those to other ranks
 
 
@@ -38,6 +40,20 @@ def break_connections() -> None:
         if dist.get_backend(group) == "nccl":
             with contextlib.suppress(RuntimeError):
                 group.abort()
+
+
+def has_hung_up(rank: int) -> bool:
+    """Whether the default group's connection to ``rank`` over gloo is closed, as it is to a process that has ended.
+
+    A message to a rank that lives is not awaited, and that rank need not take it.
+    """
+    if dist.get_backend() != "gloo":
+        return False
+    try:
+        _probes.append(dist.isend(torch.zeros(1), rank, tag=_PROBE))
+    except RuntimeError:
+        return True
+    return False
 
 
 def members(group_name: str) -> tuple[int, ...]:

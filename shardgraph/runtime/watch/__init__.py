@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -20,8 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from shardgraph import torch_api
 from shardgraph.errors import RankFailedError, ShardGraphError
-from shardgraph.runtime.watch import place
+from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.place import agreeing
 from shardgraph.runtime.watch.watcher import Watcher
 
@@ -29,10 +30,12 @@ __all__ = [
     "abandon",
     "agreeing",
     "begin",
+    "begin_graph",
     "fail",
     "failed",
     "is_of_others",
     "leave",
+    "look_after",
     "place",
     "plain",
     "raise_failure",
@@ -40,6 +43,9 @@ __all__ = [
     "stepping",
     "translated",
 ]
+
+_SENTINEL = 1.0  # seconds for a sentinel to tell what it knows
+_ASKED = 8  # ranks of many that are asked at once whether they are there
 
 _PLAIN = (
     (
@@ -87,6 +93,28 @@ def raise_failure() -> None:
     """Raise RankFailedError if another rank has failed."""
     if (watcher := _current()) is not None:
         watcher.raise_failure()
+
+
+def begin_graph() -> None:
+    """Say that a graph with collectives begins; raises RankFailedError if another rank has failed."""
+    if _watcher is not None and _watcher.failure is not None:
+        raise_failure()
+    place.calls += 1
+    flight.begin(place.calls)
+
+
+def look_after(ranks: Sequence[int], doing: str) -> None:
+    """Raise RankFailedError if another rank has failed, or one of ``ranks`` is found to have ended by itself.
+
+    The watch does not know a rank that has ended before it began to watch, of a group that the user has made.
+    """
+    raise_failure()
+    watcher = _current()
+    gone = next((rank for rank in ranks[:_ASKED] if watcher is not None and torch_api.has_hung_up(rank)), None)
+    if watcher is not None and gone is not None and not watcher.failed.wait(_SENTINEL):
+        watcher.fail(f"rank {gone} has ended before {doing}")
+        watcher.failed.wait(_SENTINEL)
+    raise_failure()
 
 
 def is_of_others(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import threading
 import traceback
 import weakref
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardgraph import ir
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_ENTRY = re.compile(r"^(torch[./\\]|<)|importlib|contextlib")
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _FUNCTIONAL = re.compile(r"_c10d_functional\.\w+")
 
 _PIPELINING = os.path.join("torch", "distributed", "pipelining")
@@ -35,6 +38,7 @@ _COLLECTIVES = {
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "scatter_object_list"),
     *("monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced"),
 }
+_GROUPS = ("group", "pg", "mesh", "device_mesh", "self", "input")  # variables of torch's functions
 _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 
 _graphs: weakref.WeakValueDictionary[str, fx.GraphModule] = weakref.WeakValueDictionary()
@@ -124,7 +128,7 @@ def described(error: BaseException) -> str:
 def shown(error: BaseException) -> str:
     """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause."""
     found = traceback.TracebackException.from_exception(error)
-    users = [frame for frame in found.stack if _is_users(frame.filename) and "multiprocessing" not in frame.filename]
+    users = [frame for frame in found.stack if _is_users(frame.filename)]
     frames = [*users[-_LINES:], *([] if found.stack[-1:] == users[-1:] else found.stack[-1:])]
     lines = traceback.StackSummary.from_list(frames).format() if frames else []
     return "".join([*lines, *found.format_exception_only()]).rstrip()
@@ -148,13 +152,19 @@ def _of_thread(thread: int, frame: FrameType) -> Place:
         return Place(text, (thread, agreement.topic, absent), "agreement", absent=absent)
     mark = thread, id(frame), frame.f_lasti, calls
     called: FrameType | None = None
+    functional = ""
     each: FrameType | None = frame
     while each is not None and each.f_code.co_filename.startswith(_TORCH):
-        if each.f_code.co_filename.endswith("distributed_c10d.py") and not each.f_code.co_name.startswith("_"):
+        file, name = each.f_code.co_filename, each.f_code.co_name
+        if file.endswith("distributed_c10d.py") and not name.startswith("_"):
             called = each
+        elif file.endswith("_functional_collectives.py") or name == "full_tensor":
+            functional = name
         each = each.f_back
     if called is not None and (name := called.f_code.co_name) in _COLLECTIVES | _MESSAGES:
         return Place(f"{name}{line}", mark, name, _group_of(called), run=step, message=name in _MESSAGES)
+    if functional:
+        return Place(f"{functional}{line}", mark, functional, _group_of(frame), run=step)
     if _PIPELINING in frame.f_code.co_filename:
         everyone = str(dist.group.WORLD.group_name) if dist.is_initialized() and dist.group.WORLD is not None else ""
         return Place(
@@ -183,22 +193,31 @@ def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
     return text.partition(" (")[0], text, ir.group_of(node)
 
 
-def _group_of(frame: FrameType) -> str:
-    group = frame.f_locals.get("group")
-    if not isinstance(group, dist.ProcessGroup):
-        group = dist.group.WORLD if dist.is_initialized() else None
-    return "" if group is None else str(group.group_name)
+def _group_of(frame: FrameType | None) -> str:
+    """The group that torch's functions communicate in, as the first of them that has one in its variables says."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        for value in map(frame.f_locals.get, _GROUPS):
+            mesh = value.device_mesh if isinstance(value, DTensor) else value
+            if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+                return str(mesh.get_group().group_name)
+            if isinstance(value, dist.ProcessGroup):
+                return str(value.group_name)
+        if frame.f_code.co_filename.endswith("distributed_c10d.py") and frame.f_code.co_name in _COLLECTIVES:
+            return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else ""
+        frame = frame.f_back
+    return ""
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_TORCH, _OURS)) and not _ENTRY.search(file)
+    python = file.startswith(_PYTHON) and "site-packages" not in file
+    return not python and not file.startswith((_TORCH, _OURS, "<"))
 
 
 def _users_line(frame: FrameType | None) -> str:
     """The innermost line that is of neither torch nor this package."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file) and "multiprocessing" not in file:
+        if _is_users(file):
             return f", called at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

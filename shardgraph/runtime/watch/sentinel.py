@@ -28,7 +28,7 @@ STOPPED = 3.0  # seconds for which a rank is stopped until it is said to be
 SILENCE = 10.0  # seconds without a word from another sentinel until its machine is said to be lost
 CONNECTING = 5.0  # seconds to connect to the sentinel of rank 0
 TELLING = 10.0  # seconds until a rank that was not told of a failure is ended
-ENDING = 5.0  # seconds for a program that is over to leave
+ENDING = 8.0  # seconds for a program that is over to leave
 
 
 class Peer:
@@ -68,6 +68,7 @@ class Sentinel:
         self.alive, self.stopped_since, self.said_stopped = True, 0.0, False
         self.deadline, self.why, self.told = 0.0, "", False
         self._rest = b""
+        self.file, self.flights = place.get("file", ""), dict[int, Any]()
         self.selector.register(0, selectors.EVENT_READ, "rank")
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
@@ -173,10 +174,24 @@ class Sentinel:
             self.broadcast(
                 {"event": "abandoned", "rank": self.rank, "text": record["text"], "call": record["abandoned"]}
             )
+        if "flight" in record:
+            self.keep(self.rank, record)
         if "told" in record:
             self.told, self.deadline = True, 0.0
         if "ending" in record and self.why:
             self.told, self.deadline = True, time.monotonic() + ENDING
+
+    def keep(self, rank: int, record: dict[str, Any]) -> None:
+        """Write the last collectives of a rank beside those of others, in one file on the machine of rank 0."""
+        if self.rank != 0:
+            for peer in self.peers.values():
+                peer.send({"flight": record["flight"], "text": record["text"], "rank": rank})
+            return
+        self.flights[rank] = record["flight"]
+        with contextlib.suppress(OSError):
+            with open(f"{self.file}.part", "w") as file:
+                json.dump({"failure": record["text"], "ranks": self.flights}, file)
+            os.replace(f"{self.file}.part", self.file)
 
     def connect(self, hub: dict[str, Any]) -> None:
         for host in hub["hosts"]:
@@ -209,6 +224,8 @@ class Sentinel:
                 peer.rank = record["rank"]
             elif "event" in record:
                 self.hear(record, peer)
+            elif "flight" in record:
+                self.keep(peer.rank, record)
 
     def lost(self, peer: Peer, how: str) -> None:
         self.remove(peer)

@@ -9,6 +9,7 @@ its sentinel.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch.distributed as dist
 
 from shardgraph import torch_api
 from shardgraph.errors import RankFailedError
-from shardgraph.runtime.watch import place
+from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.place import Place
 from shardgraph.runtime.watch.stuck import Status, verdict
 
@@ -54,6 +56,7 @@ class Watcher:
         self._told = self._over = False
         self._at, self._looks, self._proposed, self._posted = Place("", ()), 0, "", False
         self._since = 0.0  # of the failure
+        self.record_file = ""  # where rank 0's machine has the last collectives of all after a failure
         self._rest = b""
         self._thread = threading.Thread(target=self._run, name="shardgraph watch", daemon=True)
         if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
@@ -102,6 +105,8 @@ class Watcher:
     def leave(self, text: str) -> None:
         """Say that this rank ends in order."""
         self._over = True
+        if self.failure is not None:
+            gc.freeze()  # collecting what a model leaves behind, at the end of the interpreter, may take seconds
         self._send({"left": text, "ending": True})
 
     # -- the thread --
@@ -125,15 +130,21 @@ class Watcher:
         token = secrets.token_hex(16) if self.rank == 0 else ""
         bind = "127.0.0.1" if _is_local(self._store) else ""
         if self.rank == 0:
-            self._send({"rank": 0, "pid": os.getpid(), "token": token, "bind": bind})
+            name = f"shardgraph-flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+            self.record_file = str(Path(tempfile.gettempdir(), name))
+            self._send({"rank": 0, "pid": os.getpid(), "token": token, "bind": bind, "file": self.record_file})
             while not (ports := [record["port"] for record in self._read(_LOOK) if "port" in record]):
                 pass
             hosts = [bind] if bind else _addresses(self._store)
-            self._store.set("shardgraph/watch", json.dumps({"hosts": hosts, "port": ports[0], "token": token}))
+            self._store.set(
+                "shardgraph/watch",
+                json.dumps({"hosts": hosts, "port": ports[0], "token": token, "file": self.record_file}),
+            )
             return
         while not self._store.check(["shardgraph/watch"]):
             time.sleep(0.1)
         hub = json.loads(self._store.get("shardgraph/watch"))
+        self.record_file = hub["file"]
         self._send({"rank": self.rank, "pid": os.getpid(), "token": hub.pop("token"), "bind": bind})
         self._send({"hub": hub})
 
@@ -175,7 +186,9 @@ class Watcher:
         where = f", while it was in {record['at']}" if record["event"] in ("died", "stopped") and record["at"] else ""
         own = place.here().text
         itself = "" if own in record["text"] else f". Rank {self.rank} was in {own}"
-        self.failure = f"{record['text']}{where}{itself}"
+        see = f" (shardgraph flight {self.record_file})" if place.calls else ""
+        self._send({"flight": flight.records(), "text": record["text"]})
+        self.failure = f"{record['text']}{where}{itself}{see}"
         self._since = time.monotonic()
         self.failed.set()
         torch_api.break_connections()
