@@ -2,15 +2,18 @@
 
     python -m tests.faulted --faults 100 --file faults.jsonl    # goes on where the file ends
 
-Every case is a run of its own, with ``launch`` or with processes that make their group themselves. Its outcome is how
-long the other ranks took to end after the fault, how they ended, and what they wrote.
+Every case is a run of its own: with ``launch``; of processes that make their group themselves ("plain", forked from one
+that has imported what they need, which saves seconds); or of scripts, each started anew. Its outcome is how long the
+other ranks took to end after the fault, how they ended, and what they wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -27,13 +30,13 @@ from typing import Any
 LIMIT = 15.0  # seconds within which every other rank has ended
 TIMEOUT = 600.0  # of collectives, so that it is not what ends a rank
 STEPS = 3
-SLOW = 9.0  # seconds that a slow rank takes, or holds Python's lock
+SLOW = float(os.environ.get("FAULTED_SLOW", "9"))  # seconds that a slow rank takes, or holds the lock
 PHASES = ("before", "compile", "forward", "backward", "clip", "step", "save", "load", "end")
 ENDINGS = ("kill", "stop", "raise", "exit", "os._exit", "return")
 HARMLESS = ("slow", "lock")
-OTHERS = {"skip": ("clip", "save", "forward"), "mesh": ("compile",), "shape": ("forward",), "catch": PHASES[1:-1]}
+OTHERS = {"skip": ("clip", "save", "forward"), "mesh": ("compile",), "catch": PHASES[1:-1]}
 PLANS = ("fsdp", "ddp", "zero2", "pp")
-WAYS = ("launch", "plain")
+WAYS = ("launch", "launch", "plain", "plain", "plain", "script")
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,6 @@ class Case:
     def is_harmless(self) -> bool:
         return self.kind in HARMLESS
 
-    @property
-    def is_seen(self) -> bool:
-        """Whether the watch of a plain process group has begun: with the first ``compile``."""
-        return self.way == "launch" or self.phase != "before"
-
 
 def draw(seed: int) -> Case:
     """The case of this number."""
@@ -66,10 +64,12 @@ def draw(seed: int) -> Case:
     kind = choose.choice([*ENDINGS, *ENDINGS, *HARMLESS, *OTHERS])
     phases = OTHERS.get(kind, PHASES)
     ranks = choose.choice([2, 2, 3, 4])
-    plan = choose.choice(PLANS if kind not in ("mesh", "shape") else PLANS[:1])
+    plan = choose.choice(PLANS if kind != "mesh" else PLANS[:1])
     phase, way = choose.choice(phases), choose.choice(WAYS)
-    if (way == "plain" and phase == "before") or (kind == "stop" and phase == "compile" and way == "plain"):
-        phase = "forward" if kind == "stop" else "compile"
+    if way != "launch" and phase == "before":
+        phase = "compile"
+    if way != "launch" and phase == "compile" and kind == "stop":  # nobody has begun to watch
+        phase = "forward"
     ranks = 2 if plan == "pp" else 4 if kind == "mesh" else ranks
     delay = choose.choice([0.0, choose.uniform(0.0, 0.03)]) if kind in ("kill", "stop") else 0.0
     return Case(seed, kind, phase, choose.randrange(STEPS), choose.randrange(ranks), ranks, plan, way, delay)
@@ -127,7 +127,7 @@ def job(case: Case, folder: str) -> None:
         optimizer = torch.optim.AdamW(sharded.parameters())
         for step in range(STEPS):
             try:
-                _step(case, sharded, optimizer, x, step, at, is_victim)
+                _step(case, sharded, optimizer, x, step, at)
             except Exception:
                 if case.kind != "catch" or is_victim:
                     raise
@@ -142,13 +142,11 @@ def job(case: Case, folder: str) -> None:
         Path(folder, f"{rank}.finally").touch()
 
 
-def _step(case: Case, sharded: Any, optimizer: Any, x: Any, step: int, at: Any, is_victim: bool) -> None:
+def _step(case: Case, sharded: Any, optimizer: Any, x: Any, step: int, at: Any) -> None:
     import torch
 
     target = torch.zeros(4, 4)
     if not at("forward", step):
-        if case.kind == "shape" and is_victim and step == case.step:
-            x, target = x[:3], target[:3]
         if case.plan == "pp":
             at("backward", step)
             sharded.train_step(x, target=target)
@@ -210,53 +208,113 @@ class Outcome:
             return "" if self.finished == case.ranks else f"a {case.kind} rank ended the run: {self.output[-300:]}"
         if case.phase == "end" and not any(self.codes):
             return ""  # all had ended by then
+        if case.kind == "skip" and self.finished == case.ranks:
+            return ""  # what was skipped does not communicate under this plan
         if self.took > LIMIT:
             return f"the others ended after {self.took:.1f} s"
         others = [code for rank, code in enumerate(self.codes) if case.way == "launch" or rank != case.victim]
         if not all(others):
             return f"a rank ended well: {self.codes}"
-        wanted = "rank" if case.kind in ("skip", "shape", "mesh") else f"rank {case.victim}"
+        wanted = "rank" if case.kind in ("skip", "mesh") else f"rank {case.victim}"
         named = wanted in self.output
         return "" if named else f"the rank is not named: {self.output[-300:]}"
 
 
 def run(case: Case) -> Outcome:
-    """Run a case, and end what it has left after a minute."""
+    """Run a case, and end what it has left after a while."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        count = 1 if case.way == "launch" else case.ranks
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
-        running = []
-        for rank in range(count):
-            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-            if case.way == "plain":
-                environment |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1"}
-                environment |= {"MASTER_PORT": str(port)}
-            command = [sys.executable, "-m", "tests.faulted", "--case", json.dumps(asdict(case)), "--folder", folder]
-            with open(f"{folder}/{rank}.output", "w") as file:
-                running.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-        ended = _wait(running, case, Path(folder))
+        codes, ended, output = {"launch": _launched, "plain": _forked, "script": _scripts}[case.way](case, folder)
         fault = Path(folder, "fault")
         since = float(fault.read_text()) if fault.exists() and fault.read_text() else ended
-        if case.way == "plain" and case.kind == "stop":
-            running[case.victim].kill()
-        for process in running:
-            process.kill()
-            process.wait()
-        outputs = [Path(folder, f"{rank}.output").read_text() for rank in range(count)]
-        output = "\n".join(text for rank, text in enumerate(outputs) if case.way == "launch" or rank != case.victim)
         files = [path.name for path in Path(folder).iterdir()]
         finished, finals = (sum(name.endswith(end) for name in files) for end in (".finished", ".finally"))
-        codes = [process.returncode for process in running]
         return Outcome(case, ended - since, codes, finished, finals, output)
 
 
-def _wait(running: list[Any], case: Case, folder: Path) -> float:
-    """Wait for the other ranks, or for the launch; returns when the last ended."""
-    waited = [p for rank, p in enumerate(running) if case.way == "launch" or rank != case.victim or case.is_harmless]
-    deadline = time.monotonic() + 100
-    while any(process.poll() is None for process in waited) and time.monotonic() < deadline:
+def _launched(case: Case, folder: str) -> tuple[list[int | None], float, str]:
+    import shardgraph
+
+    try:
+        shardgraph.launch(job, case.ranks, args=(case, folder), timeout=TIMEOUT)
+    except shardgraph.LaunchError as error:
+        return [1], time.time(), str(error)
+    return [0], time.time(), ""
+
+
+def _forked(case: Case, folder: str) -> tuple[list[int | None], float, str]:
+    context, port = multiprocessing.get_context("forkserver"), _free_port()
+    ranks = [context.Process(target=_as_script, args=(case, folder, rank, port)) for rank in range(case.ranks)]
+    for process in ranks:
+        process.start()
+    ended = _wait([lambda each=each: each.exitcode is None for each in ranks], case)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in ranks], ended, _outputs(case, folder)
+
+
+def _as_script(case: Case, folder: str, rank: int, port: int) -> None:
+    """What a script is from its first line to its end, but for what the interpreter does after its handlers."""
+    os.environ.update(_environment(case, rank, port))
+    with open(f"{folder}/{rank}.output", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = 0
+    try:
+        plain(case, folder)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _scripts(case: Case, folder: str) -> tuple[list[int | None], float, str]:
+    running, port = [], _free_port()
+    for rank in range(case.ranks):
+        environment = {**os.environ, **_environment(case, rank, port), "PYTHONPATH": str(Path(__file__).parents[1])}
+        command = [sys.executable, "-m", "tests.faulted", "--case", json.dumps(asdict(case)), "--folder", folder]
+        with open(f"{folder}/{rank}.output", "w") as file:
+            running.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+    ended = _wait([lambda each=each: each.poll() is None for each in running], case)
+    for process in running:
+        process.kill()
+        process.wait()
+    return [process.returncode for process in running], ended, _outputs(case, folder)
+
+
+def plain(case: Case, folder: str) -> None:
+    """What a script does."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    job(case, folder)
+
+
+def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
+    own = {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return own | {"OMP_NUM_THREADS": "1"}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _outputs(case: Case, folder: str) -> str:
+    """What the other ranks have written."""
+    return "\n".join(Path(folder, f"{rank}.output").read_text() for rank in range(case.ranks) if rank != case.victim)
+
+
+def _wait(running: list[Any], case: Case) -> float:
+    """Wait until the ranks that should end have; returns when the last did."""
+    waited = [runs for rank, runs in enumerate(running) if rank != case.victim or case.is_harmless]
+    deadline = time.monotonic() + 100 + SLOW
+    while any(runs() for runs in waited) and time.monotonic() < deadline:
         time.sleep(0.05)
     return time.time()
 
@@ -271,20 +329,13 @@ def main() -> None:
     if options.case is None:
         inject(options.faults, options.file)
         return
-    case = Case(**json.loads(options.case))
-    if case.way == "launch":
-        import shardgraph
-
-        shardgraph.launch(job, case.ranks, args=(case, options.folder), timeout=TIMEOUT)
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    job(case, options.folder)
+    plain(Case(**json.loads(options.case)), options.folder)
 
 
 def inject(count: int, file: Path) -> list[dict[str, Any]]:
     """Run the cases up to this number that the file does not have, and add them to it; returns all of them."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["shardgraph.api.compile", "torch.testing", "tests.faulted"])
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for seed in range(len(done), count):
         outcome = run(draw(seed))
@@ -297,7 +348,6 @@ def inject(count: int, file: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if __spec__ is not None and __name__ == "__main__":  # ranks of launch import this module by its name
-        from tests import faulted
+    from tests import faulted  # ranks import it by its name
 
-        faulted.main()
+    faulted.main()

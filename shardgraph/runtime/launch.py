@@ -142,8 +142,8 @@ def rank_environment(rank: int, nproc: int, port: int, environment: Mapping[str,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the launcher serves the store, not rank 0
     }
-    # A hostname that resolves elsewhere does no harm then.
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    # A hostname that resolves elsewhere does no harm then, and no other machine can connect.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return loopback | dict(environment) | own
 
 

@@ -60,11 +60,12 @@ class Sentinel:
     """What is known of a rank, and of the others by their sentinels."""
 
     def __init__(self, place: dict[str, Any]) -> None:
-        self.rank, self.parent, self.token = place["rank"], place["pid"], place["token"]
+        self.rank, self.parent, self.token = place["rank"], place["pid"], place.get("token", "")
         self.selector = selectors.DefaultSelector()
         self.peers: dict[socket.socket, Peer] = {}  # of rank 0: all others; of another: that of rank 0
         self.final: dict[int, str] = {}  # ranks that have ended, and how
         self.at = ""
+        self.said: dict[str, Any] | None = None  # how this rank has ended
         self.alive, self.stopped_since, self.said_stopped = True, 0.0, False
         self.deadline, self.why, self.told = 0.0, "", False
         self._rest = b""
@@ -197,8 +198,10 @@ class Sentinel:
         for host in hub["hosts"]:
             with contextlib.suppress(OSError):
                 peer = Peer(socket.create_connection((host, hub["port"]), timeout=CONNECTING), 0)
-                peer.send({"token": self.token, "rank": self.rank})
+                peer.send({"token": hub["token"], "rank": self.rank})
                 self.add(peer)
+                if self.said is not None:
+                    peer.send(self.said)
                 return
         self.say({"lost": f"the process that watches rank 0 cannot be reached at {', '.join(hub['hosts'])}"})
 
@@ -239,8 +242,8 @@ class Sentinel:
                 self.why = self.why or text
             self.final[self.rank] = text
             if kind in ("stopped", "failed"):
-                self.deadline = self.deadline or time.monotonic() + TELLING
-            record = {"event": kind, "rank": self.rank, "text": text, "at": self.at}
+                self.deadline = self.deadline or time.monotonic() + (TELLING if self.peers else STOPPED)
+            self.said = record = {"event": kind, "rank": self.rank, "text": text, "at": self.at}
             self.broadcast(record)
             self.say(record)
 

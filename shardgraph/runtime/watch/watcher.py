@@ -58,6 +58,8 @@ class Watcher:
         self._since = 0.0  # of the failure
         self.record_file = ""  # where rank 0's machine has the last collectives of all after a failure
         self._rest = b""
+        self._token = secrets.token_hex(16) if self.rank == 0 else ""
+        self._bind = "127.0.0.1" if _is_local(self._store) else ""
         self._thread = threading.Thread(target=self._run, name="shardgraph watch", daemon=True)
         if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
             with contextlib.suppress(ValueError):
@@ -115,6 +117,12 @@ class Watcher:
         command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("sentinel.py"))]
         with contextlib.suppress(OSError):  # no room for a process: then collectives have their timeout
             self._sentinel = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True)
+        about = {"rank": self.rank, "pid": os.getpid()}
+        if self.rank == 0:
+            name = f"shardgraph-flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+            self.record_file = str(Path(tempfile.gettempdir(), name))
+            about |= {"token": self._token, "bind": self._bind, "file": self.record_file}
+        self._send(about)  # before anything else
 
     def _run(self) -> None:
         with contextlib.suppress(dist.DistError, OSError, ValueError):  # the store is gone, or the sentinel
@@ -127,25 +135,17 @@ class Watcher:
 
     def _introduce(self) -> None:
         """Connect the sentinels: that of rank 0 says where it is, in the store."""
-        token = secrets.token_hex(16) if self.rank == 0 else ""
-        bind = "127.0.0.1" if _is_local(self._store) else ""
         if self.rank == 0:
-            name = f"shardgraph-flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
-            self.record_file = str(Path(tempfile.gettempdir(), name))
-            self._send({"rank": 0, "pid": os.getpid(), "token": token, "bind": bind, "file": self.record_file})
             while not (ports := [record["port"] for record in self._read(_LOOK) if "port" in record]):
                 pass
-            hosts = [bind] if bind else _addresses(self._store)
-            self._store.set(
-                "shardgraph/watch",
-                json.dumps({"hosts": hosts, "port": ports[0], "token": token, "file": self.record_file}),
-            )
+            hosts = [self._bind] if self._bind else _addresses(self._store)
+            where = {"hosts": hosts, "port": ports[0], "token": self._token, "file": self.record_file}
+            self._store.set("shardgraph/watch", json.dumps(where))
             return
         while not self._store.check(["shardgraph/watch"]):
             time.sleep(0.1)
         hub = json.loads(self._store.get("shardgraph/watch"))
         self.record_file = hub["file"]
-        self._send({"rank": self.rank, "pid": os.getpid(), "token": hub.pop("token"), "bind": bind})
         self._send({"hub": hub})
 
     def _send(self, record: dict[str, Any]) -> None:
