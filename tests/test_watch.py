@@ -38,6 +38,18 @@ def test_a_rank_that_is_behind_may_catch_up() -> None:
     assert verdict({0: ahead}) is None  # rank 1 computes
 
 
+def test_a_rank_in_a_step_of_a_pipeline_and_one_beside_it_will_not_meet() -> None:
+    inside = Status("a message between stages", "message", "", BOTH, run=4, message=True)
+    beside = Status("all_reduce", "all_reduce", "", BOTH)
+    assert verdict({0: beside, 1: inside}) is not None
+    assert verdict({0: inside, 1: Status("broadcast", "broadcast", "", BOTH, run=4)}) is None
+
+
+def test_ranks_that_send_to_one_another_may_go_on() -> None:
+    sends, receives = (Status(name, name, "", BOTH, message=True) for name in ("send", "recv"))
+    assert verdict({0: sends, 1: receives}) is None
+
+
 def test_ranks_that_wait_for_each_other_in_two_groups_are_told_both_places() -> None:
     one = Status("all_reduce over dp", "all_reduce", "dp", BOTH, counts={"dp": 5, "tp": 2})
     other = Status("all_gather over tp", "all_gather", "tp", BOTH, counts={"dp": 4, "tp": 3})

@@ -13,6 +13,7 @@ class Status:
     ``members`` are the ranks of the ``group`` whose collective it waits for and ``counts`` how many collectives of each
     group it has started; or ``absent`` are the ranks that it waits for at an agreement. ``run`` is the number of the
     graph that it is in: ranks in the same one may wait for different collectives of it, which are in flight together.
+    A ``message`` is between two of the ``members``; where there are any, counts say nothing, and ``group`` is empty.
     """
 
     text: str
@@ -21,6 +22,7 @@ class Status:
     members: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
     run: int | None = None
+    message: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -33,10 +35,11 @@ def _mismatch(waiting: Mapping[int, Status]) -> str | None:
     """Two ranks that wait for different collectives of one group, the same by number."""
     for rank, one in waiting.items():
         for other_rank, other in waiting.items():
-            if rank < other_rank and one.group and one.group == other.group and other_rank in one.members:
+            if rank < other_rank and other_rank in one.members and rank in other.members and one.group == other.group:
                 same = one.counts.get(one.group) == other.counts.get(one.group)
                 together = one.run is not None and one.run == other.run
-                if same and one.operation != other.operation and not together:
+                both = one.message and other.message  # the one may send what the other receives
+                if same and one.operation != other.operation and not together and not both:
                     return (
                         f"the ranks communicate different things: rank {rank} is in {one.text}; "
                         f"rank {other_rank} is in {other.text}"
@@ -63,6 +66,6 @@ def _waited_for(rank: int, waiting: Mapping[int, Status]) -> int | None:
     for other in one.absent or one.members:
         if other != rank and other in waiting:
             theirs = waiting[other]
-            if one.absent or theirs.counts.get(one.group, 0) < one.counts.get(one.group, 0):
+            if one.absent or (one.group and theirs.counts.get(one.group, 0) < one.counts.get(one.group, 0)):
                 return other
     return None

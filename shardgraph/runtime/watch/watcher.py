@@ -213,7 +213,7 @@ class Watcher:
         counts = torch_api.operation_counts(place.with_messages)
         members = torch_api.members(now.group)
         group = "" if now.message or now.group in place.with_messages else now.group
-        status = Status(now.text, now.operation, group, members if group else (), now.absent, now.run, counts)
+        status = Status(now.text, now.operation, group, members, now.absent, now.run, now.message, counts)
         self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
