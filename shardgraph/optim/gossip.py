@@ -133,6 +133,7 @@ class StochasticGradientPush(OfReplicas):
 
     def _posted(self, half: torch.Tensor) -> _Message:
         group, tag = self._module.replicas, self._steps % 1024
+        assert group is not None
         watch.place.with_messages.add(str(group.group_name))
         rank, hop = dist.get_rank(group), self._hops[self._steps % len(self._hops)]
         received = torch.empty_like(half)

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,14 +68,15 @@ def operation_counts(without: set[str]) -> dict[str, int]:
     for group in _groups():
         with contextlib.suppress(RuntimeError, AttributeError):
             device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-            counts[_name(group)] = int(group._get_backend(device)._get_sequence_number_for_group())
+            backend: Any = group._get_backend(device)
+            counts[_name(group)] = int(backend._get_sequence_number_for_group())
     return {name: count for name, count in counts.items() if name not in without}
 
 
 def innermost_store(store: dist.Store) -> dist.Store:
     """The store below its prefixes."""
     while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store  # type: ignore[attr-defined]  # the stubs lack it
+        store = store.underlying_store
     return store
 
 

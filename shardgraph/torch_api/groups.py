@@ -52,7 +52,7 @@ def wait_of(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            return options._timeout  # type: ignore[no-any-return]
+            return options._timeout
     return dist.distributed_c10d.default_pg_timeout
 
 

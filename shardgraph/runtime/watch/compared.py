@@ -57,7 +57,7 @@ def _late(known: Mapping[int, Mapping[tuple[int, int], Mapping[str, Any]]]) -> l
 
 def table(ranks: Mapping[int, Records], last: int) -> list[tuple[str, ...]]:
     """The ``last`` collectives of each rank as rows: rank, time, graph and place, what it is, and how long it took."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for rank, records in sorted(ranks.items()):
         for each in records[-last:]:
             start = datetime.fromtimestamp(each["started"]).strftime("%H:%M:%S.%f")[:-3]

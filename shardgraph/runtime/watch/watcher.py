@@ -117,7 +117,7 @@ class Watcher:
         command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("sentinel.py"))]
         with contextlib.suppress(OSError):  # no room for a process: then collectives have their timeout
             self._sentinel = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True)
-        about = {"rank": self.rank, "pid": os.getpid()}
+        about: dict[str, Any] = {"rank": self.rank, "pid": os.getpid()}
         if self.rank == 0:
             name = f"shardgraph-flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
             self.record_file = str(Path(tempfile.gettempdir(), name))
@@ -238,9 +238,9 @@ class Watcher:
         present = [rank for rank in ranks if self._store.check([self._key(rank)])]
         for rank in present:
             if post := self._store.get(self._key(rank)):
-                record = json.loads(post)
+                record: dict[str, Any] = json.loads(post)
                 record.pop("looks")
-                waiting[rank] = Status(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+                waiting[rank] = Status(**record)
         return verdict(waiting)
 
     def _key(self, rank: int) -> str:
