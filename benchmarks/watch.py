@@ -4,7 +4,8 @@
 
 Two ranks train two copies of the model, one with and one without: the one without has graphs that note nothing, and
 while it trains the watching thread and process stand still. The two take turns, for a second each; medians of their
-steps are compared, and the median of the ratio within each turn, with its 95% bootstrap interval.
+steps are compared, and the median of the ratio within each turn, with its 95% bootstrap interval. On a machine that
+does other work besides, that is rough; so the parts are also timed by themselves, in processor time, and added up.
 """
 
 from __future__ import annotations
@@ -80,6 +81,45 @@ def turn(step: Callable[[], None], steps: int) -> tuple[float, float]:
     return statistics.mean(walls), statistics.mean(processor)
 
 
+def added_up(step: Callable[[], None], taken: float) -> dict[str, float]:
+    """The processor time of the parts: of a step, which takes ``taken`` seconds, and of each second."""
+    flight._ring.clear()
+    step()
+    notes, graphs = len(flight._ring), sum(number < 0 for number, _ in flight._ring)
+    note = _seconds(lambda: flight.mark(2), 20000)
+    begin = _seconds(watch.begin_graph, 20000) - note
+    look = _seconds(watch._watcher._look if watch._watcher is not None else lambda: None, 200)
+    outside = _sentinel_seconds()
+    in_step = notes * note + graphs * begin
+    return {
+        "notes": notes,
+        "note_s": note,
+        "look_s": look,
+        "sentinel_s_a_second": outside,
+        "share": in_step / taken + look + outside,
+    }
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    started = time.process_time()
+    for _ in range(times):
+        run()
+    return (time.process_time() - started) / times
+
+
+def _sentinel_seconds() -> float:
+    """The processor time that the watching process takes in a second."""
+    watching: Any = watch._watcher
+    file = Path(f"/proc/{watching._sentinel.pid}/stat")
+
+    def taken() -> int:
+        return sum(map(int, file.read_text().rpartition(")")[2].split()[11:13]))
+
+    before, started = taken(), time.monotonic()
+    time.sleep(20)
+    return (taken() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - started)
+
+
 def measure(plan: str, rounds: int) -> dict[str, Any]:
     """What each rank does; the figures by kind."""
     torch.set_num_threads(1)
@@ -108,6 +148,7 @@ def measure(plan: str, rounds: int) -> dict[str, Any]:
             "ratio": statistics.median(ratios),
             "interval": [drawn[50], drawn[-50]],
         }
+    figures["added_up"] = added_up(watched, figures["processor"]["plain_s"])
     return figures
 
 

@@ -30,7 +30,6 @@ from typing import Any
 LIMIT = 15.0  # seconds within which every other rank has ended
 TIMEOUT = 600.0  # of collectives, so that it is not what ends a rank
 STEPS = 3
-SLOW = float(os.environ.get("FAULTED_SLOW", "9"))  # seconds that a slow rank takes, or holds the lock
 PHASES = ("before", "compile", "forward", "backward", "clip", "step", "save", "load", "end")
 ENDINGS = ("kill", "stop", "raise", "exit", "os._exit", "return")
 HARMLESS = ("slow", "lock")
@@ -41,7 +40,10 @@ WAYS = ("launch", "launch", "plain", "plain", "plain", "script")
 
 @dataclass(frozen=True)
 class Case:
-    """What ``victim`` does, in which phase of which step, and ``delay`` seconds after that begins."""
+    """What ``victim`` does, in which phase of which step, and ``delay`` seconds after that begins.
+
+    A slow rank takes ``seconds``, or holds Python's lock for as long.
+    """
 
     seed: int
     kind: str
@@ -52,6 +54,7 @@ class Case:
     plan: str
     way: str
     delay: float = 0.0
+    seconds: float = 9.0
 
     @property
     def is_harmless(self) -> bool:
@@ -182,9 +185,9 @@ def _happen(case: Case) -> None:
     elif case.kind == "return":
         raise _Left
     elif case.kind == "slow":
-        time.sleep(SLOW)
+        time.sleep(case.seconds)
     elif case.kind == "lock":
-        ctypes.PyDLL(None).sleep(int(SLOW))  # as a function in C that does not let go of it
+        ctypes.PyDLL(None).sleep(int(case.seconds))  # as a function in C that does not let go of it
 
 
 # -- one run
@@ -314,7 +317,7 @@ def _outputs(case: Case, folder: str) -> str:
 def _wait(running: list[Any], case: Case) -> float:
     """Wait until the ranks that should end have; returns when the last did."""
     waited = [runs for rank, runs in enumerate(running) if rank != case.victim or case.is_harmless]
-    deadline = time.monotonic() + 100 + SLOW
+    deadline = time.monotonic() + 100 + case.seconds
     while any(runs() for runs in waited) and time.monotonic() < deadline:
         time.sleep(0.05)
     return time.time()
@@ -324,9 +327,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--file", type=Path, default=Path("faults.jsonl"))
+    parser.add_argument("--table", action="store_true", help="show what the file has")
     parser.add_argument("--case")
     parser.add_argument("--folder")
     options = parser.parse_args()
+    if options.table:
+        print(table(options.file))
+        return
     if options.case is None:
         inject(options.faults, options.file)
         return
@@ -346,6 +353,22 @@ def inject(count: int, file: Path) -> list[dict[str, Any]]:
             appended.write(json.dumps(record) + "\n")
         print(seed, *asdict(outcome.case).values(), f"{outcome.took:.1f} s", outcome.problem or "ok", flush=True)
     return done
+
+
+def table(file: Path) -> str:
+    """What was injected where, as a table: the number of faults, and the longest time until all others had ended."""
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    kinds = [*dict.fromkeys([*ENDINGS, *HARMLESS, *OTHERS])]
+    lines = ["| | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 1) + "|"]
+    for kind in kinds:
+        cells = [kind]
+        for phase in PHASES:
+            here = [each for each in records if each["case"]["kind"] == kind and each["case"]["phase"] == phase]
+            longest = max((each["took"] for each in here), default=0.0)
+            bad = sum(bool(each["problem"]) for each in here)
+            cells.append(f"{len(here)}: {longest:.1f} s" + f", {bad} bad" * bool(bad) if here else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,8 @@ def test_faults_drawn_at_random() -> None:
 
 
 @pytest.mark.slow
-def test_two_minutes_of_computation_that_hold_pythons_lock_are_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULTED_SLOW", "120")
-    outcome = run(HOLDS_THE_LOCK)
+def test_two_minutes_of_computation_that_hold_pythons_lock_are_no_death() -> None:
+    outcome = run(replace(HOLDS_THE_LOCK, seconds=120.0))
     assert outcome.finished == 2, outcome.output
 
 

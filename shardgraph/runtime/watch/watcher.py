@@ -172,6 +172,8 @@ class Watcher:
     def _hear(self, seconds: float) -> None:
         for record in self._read(seconds):
             kind = record.get("event")
+            if "lost" in record:
+                print(f"shardgraph: rank {self.rank} is not watched: {record['lost']}", file=sys.stderr, flush=True)
             if kind == "left":
                 self.left[record["rank"]] = record["text"]
             elif kind == "abandoned":
