@@ -166,7 +166,7 @@ def seen(error: BaseException) -> BaseException:
     """What an error that ends this rank is: the failure of another rank, if it is of communication and there is one."""
     watcher = _current()
     if watcher is not None and is_of_others(error) and watcher.cause():
-        return watcher.error("communication")
+        return watcher.error()
     return error
 
 

@@ -55,7 +55,7 @@ class Watcher:
         self._writing = threading.Lock()
         self._told = self._over = False
         self._at, self._looks, self._proposed, self._posted = Place("", ()), 0, "", False
-        self._since = 0.0  # of the failure
+        self._since, self._own = 0.0, ""  # when the failure was heard of, and what this rank was doing
         self.record_file = ""  # where rank 0's machine has the last collectives of all after a failure
         self._rest = b""
         self._token = secrets.token_hex(16) if self.rank == 0 else ""
@@ -85,7 +85,11 @@ class Watcher:
         if not self._told:
             self._told = True
             self._send({"told": True})
-        return RankFailedError(self.failure or f"{'; '.join(self.left.values())}. Rank {self.rank} was in {doing}")
+        cause = self.failure or "; ".join(self.left.values())
+        own = doing if doing and (not self._own or self._own.startswith("computing")) else self._own
+        where = f". Rank {self.rank} was in {own}" if own and own not in cause else ""
+        see = f" (shardgraph flight {self.record_file})" if self.failure and place.calls else ""
+        return RankFailedError(f"{cause}{where}{see}")
 
     def cause(self) -> bool:
         """Whether it is known, or becomes known within seconds, why communication fails: a rank failed, or has left."""
@@ -186,11 +190,9 @@ class Watcher:
         if self.failure is not None:
             return
         where = f", while it was in {record['at']}" if record["event"] in ("died", "stopped") and record["at"] else ""
-        own = place.here().text
-        itself = "" if own in record["text"] else f". Rank {self.rank} was in {own}"
-        see = f" (shardgraph flight {self.record_file})" if place.calls else ""
+        self._own = place.here().text
         self._send({"flight": flight.records(), "text": record["text"]})
-        self.failure = f"{record['text']}{where}{itself}{see}"
+        self.failure = f"{record['text']}{where}"
         self._since = time.monotonic()
         self.failed.set()
         torch_api.break_connections()
