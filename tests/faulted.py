@@ -113,6 +113,7 @@ def job(case: Case, folder: str) -> None:
     def model() -> Any:
         return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 
+    Path(folder, f"{rank}.began").write_text(str(time.time()))
     try:
         at("before", 0)
         x = torch.ones(4, 8)
@@ -195,7 +196,10 @@ def _happen(case: Case) -> None:
 
 @dataclass
 class Outcome:
-    """How a case ended; ``took`` is the seconds from the fault to the end of the last other rank."""
+    """How a case ended; ``took`` is the seconds from the fault to the end of the last other rank.
+
+    A fault is not counted before all ranks have begun: their imports take seconds.
+    """
 
     case: Case
     took: float
@@ -229,7 +233,8 @@ def run(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         codes, ended, output = {"launch": _launched, "plain": _forked, "script": _scripts}[case.way](case, folder)
         fault = Path(folder, "fault")
-        since = float(fault.read_text()) if fault.exists() and fault.read_text() else ended
+        moments = [fault, *Path(folder).glob("*.began")]  # a rank that starts late hears of it when it has
+        since = max([float(file.read_text()) for file in moments] if fault.exists() else [ended])
         files = [path.name for path in Path(folder).iterdir()]
         finished, finals = (sum(name.endswith(end) for name in files) for end in (".finished", ".finally"))
         return Outcome(case, ended - since, codes, finished, finals, output)

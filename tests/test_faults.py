@@ -67,6 +67,7 @@ def test_faults_drawn_at_random() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_minutes_of_computation_that_hold_pythons_lock_are_no_death() -> None:
     outcome = run(replace(HOLDS_THE_LOCK, seconds=120.0))
     assert outcome.finished == 2, outcome.output

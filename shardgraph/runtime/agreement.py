@@ -136,7 +136,7 @@ class Agreement:
         with watch.agreeing(topic) as waiting:
             waiting.absent = self._ranks[:1]
             for look in _looks(store, key, self._timeout):
-                watch.look_after(waiting.absent if look % _ASKING == 0 else (), topic)
+                watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
 
     def go_on(self) -> None:
         """Post that this rank begins to communicate with the others, as all last agreed; not a round.
@@ -238,7 +238,7 @@ class Agreement:
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         with watch.agreeing(topic) as waiting:
             for look in _looks(store, key, self._timeout):
-                watch.look_after(waiting.absent if look % _ASKING == 0 else (), topic)
+                watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
                 if self._has_gone_on(store, following):
                     store.compare_set(key, "", self._gone_on(store, topic, following))
                     return

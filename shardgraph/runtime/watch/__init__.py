@@ -103,18 +103,23 @@ def begin_graph() -> None:
     flight.begin(place.calls)
 
 
-def look_after(ranks: Sequence[int], doing: str) -> None:
-    """Raise RankFailedError if another rank has failed, or one of ``ranks`` is found to have ended by itself.
+def look_after(ranks: Sequence[int], doing: str, ask: bool) -> None:
+    """Raise RankFailedError if another rank has failed, or one of ``ranks``, for which this one waits, has ended.
 
-    The watch does not know a rank that has ended before it began to watch, of a group that the user has made.
+    With ``ask`` they are asked whether they are there: the watch does not know a rank that has ended before it began to
+    watch, of a group that the user has made.
     """
-    raise_failure()
     watcher = _current()
-    gone = next((rank for rank in ranks[:_ASKED] if watcher is not None and torch_api.has_hung_up(rank)), None)
-    if watcher is not None and gone is not None and not watcher.failed.wait(_SENTINEL):
+    if watcher is None:
+        return
+    watcher.raise_failure()
+    if any(rank in watcher.left for rank in ranks) and watcher.cause():
+        raise watcher.error(doing)
+    gone = next((rank for rank in ranks[:_ASKED] if torch_api.has_hung_up(rank)), None) if ask else None
+    if gone is not None and not watcher.failed.wait(_SENTINEL):
         watcher.fail(f"rank {gone} has ended before {doing}")
         watcher.failed.wait(_SENTINEL)
-    raise_failure()
+    watcher.raise_failure()
 
 
 def is_of_others(error: BaseException) -> bool:

@@ -134,12 +134,7 @@ class Sentinel:
     def died(self) -> None:
         if not self.alive:
             return
-        self.alive = False
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(0)
-        for key in list(self.selector.get_map().values()):
-            if key.data == "death":
-                self.selector.unregister(key.fileobj)
+        self.look_away()
         code = exit_status(self.parent)
         if code == 0:
             self.report("left", f"rank {self.rank} has ended, without an error")
@@ -151,6 +146,13 @@ class Sentinel:
         else:
             how = "it was killed, memory ran out, or it called os._exit"
             self.report("died", f"rank {self.rank} has ended without notice: {how}")
+
+    def look_away(self) -> None:
+        """Watch the rank no longer, which has ended or needs no others; that of rank 0 still passes on what is told."""
+        self.alive = False
+        for key in list(self.selector.get_map().values()):
+            if key.data in ("rank", "death"):
+                self.selector.unregister(key.fileobj)
 
     def read_rank(self) -> None:
         """Take what the rank has written; at its end nothing more comes."""
@@ -171,6 +173,8 @@ class Sentinel:
         for kind in ("failed", "left"):
             if kind in record:
                 self.report(kind, record[kind])
+        if "left" in record and not self.why:
+            self.look_away()
         if "abandoned" in record:
             self.broadcast(
                 {"event": "abandoned", "rank": self.rank, "text": record["text"], "call": record["abandoned"]}
