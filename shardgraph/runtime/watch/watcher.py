@@ -87,7 +87,11 @@ class Watcher:
             self._send({"told": True})
         cause = self.failure or "; ".join(self.left.values())
         own = doing if doing and (not self._own or self._own.startswith("computing")) else self._own
-        where = f". Rank {self.rank} was in {own}" if own and own not in cause else ""
+        where = (
+            f". Rank {self.rank} was in {own}"
+            if own and own not in cause and f"rank {self.rank} is in" not in cause
+            else ""
+        )
         see = f" (shardgraph flight {self.record_file})" if self.failure and place.calls else ""
         return RankFailedError(f"{cause}{where}{see}")
 
