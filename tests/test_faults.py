@@ -20,7 +20,7 @@ from tests.faulted import LIMIT, Case, draw, run
 pytestmark = pytest.mark.timeout(120)
 
 STOPPED = Case(0, "stop", "forward", 1, victim=1, ranks=2, plan="fsdp", way="plain")
-HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain")
+HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain", seconds=6.0)
 SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way="launch")
 RAISES = Case(0, "raise", "save", 0, victim=1, ranks=3, plan="fsdp", way="plain")
 
