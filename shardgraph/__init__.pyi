@@ -6,6 +6,7 @@ from .api.annotate import annotate as annotate
 from .api.compare import compare as compare
 from .api.compile import compile as compile
 from .api.emit import emit as emit
+from .api.flight_record import flight_record as flight_record
 from .api.front import front as front
 from .api.lint import lint as lint
 from .api.plan import plan as plan
@@ -67,6 +68,9 @@ from .errors import (
 )
 from .errors import (
     RandomStateError as RandomStateError,
+)
+from .errors import (
+    RankFailedError as RankFailedError,
 )
 from .errors import (
     RankMismatchError as RankMismatchError,

@@ -36,8 +36,8 @@ def elastic(
         restarts: how often it is started again.
 
     Raises:
-        LaunchError: a failure that no rank survived, or after which too few ranks are left, or one too many; the message
-            is that of the last failure. What ``launch`` refuses is refused.
+        LaunchError: no rank is left after a failure, or too few, or it was one too many; the message is that of the
+            last failure. What ``launch`` refuses is refused.
     """
     left = nproc
     for again in range(restarts, -1, -1):
