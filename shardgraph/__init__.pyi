@@ -6,6 +6,7 @@ from .api.annotate import annotate as annotate
 from .api.compare import compare as compare
 from .api.compile import compile as compile
 from .api.emit import emit as emit
+from .api.flight_record import flight_record as flight_record
 from .api.front import front as front
 from .api.lint import lint as lint
 from .api.plan import plan as plan
@@ -67,6 +68,9 @@ from .errors import (
 )
 from .errors import (
     RandomStateError as RandomStateError,
+)
+from .errors import (
+    RankFailedError as RankFailedError,
 )
 from .errors import (
     RankMismatchError as RankMismatchError,
@@ -160,6 +164,7 @@ from .plans.precision import Precision as Precision
 from .plans.presets import preset as preset
 from .proof.prove import Proof as Proof
 from .report.analysis import Analysis as Analysis
+from .runtime.elastic import elastic as elastic
 from .runtime.launch import launch as launch
 from .saves.loading import (
     Loaded as Loaded,

@@ -330,16 +330,17 @@ def test_run_refuses_a_script_that_there_is_not() -> None:
     assert run("run", "missing.py").exit_code == 2
 
 
-def test_run_ends_its_ranks_when_it_is_interrupted(script: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_ranks_of_run_end_with_it_when_it_is_interrupted_or_killed(script: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "shardgraph", "run", script, "--stay"]
     heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert running.stdout is not None
     for _ in range(2):
         running.stdout.readline()  # the ranks have begun
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     out, err = running.communicate(timeout=100)  # ends when no rank holds the pipe any more
-    assert (running.returncode, out, err) == (130, "", "")
+    assert (running.returncode, out, err) == (code, "", "")
 
 
 MEETING = """

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardgraph.errors import LaunchError
+from shardgraph.errors import ArgumentError, LaunchError
 from shardgraph.runtime.launch import launch
 from tests import standing
 

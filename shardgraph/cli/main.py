@@ -17,6 +17,7 @@ from shardgraph.cli.demo import demo
 from shardgraph.cli.doctor import doctor
 from shardgraph.cli.drawing import report, visualize
 from shardgraph.cli.emitting import emit
+from shardgraph.cli.flight import flight
 from shardgraph.cli.linting import lint
 from shardgraph.cli.measuring import calibrate
 from shardgraph.cli.planning import explain, front, plan, what_if
@@ -81,7 +82,7 @@ def options(
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(demo, doctor, plan, explain, front, what_if, analyze, compare, visualize, report, lint, verify, emit),
-    *(calibrate, checkpoint, consolidate),
+    *(calibrate, checkpoint, consolidate, flight),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -60,11 +60,12 @@ from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
-from shardgraph.runtime.executor import Executor, State
+from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
+from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
@@ -217,11 +218,32 @@ class ShardedModule(nn.Module):
         self.training = mode
         return self
 
+    @translated
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on this rank's part of the batch; returns its output."""
         return self._without_padding(self._run(args, kwargs, None)[-1], args, kwargs)
 
+    def rows_of(self, samples: int) -> slice:
+        """This rank's rows of a batch of ``samples``, which are those of all ranks together.
+
+        Ranks along data axes have parts as equal as can be, in their order, and ranks that share a batch have the same.
+        Where ``samples`` is no multiple, the first ones have a row more: ``compile(..., loss_weight="tokens")`` weighs
+        the losses of ``train_step`` by their rows.
+
+        Raises:
+            ShardGraphError: there are fewer samples than ranks along data axes.
+        """
+        count = self.plan.data_size * self.plan.copies
+        if samples < count:
+            raise ShardGraphError(f"{samples} samples are fewer than the {count} ranks that have batches of their own")
+        mesh = self._state.mesh
+        index = 0 if mesh is None else self._state.replica * self.plan.data_size + self.plan.data_rank(mesh_rank(mesh))
+        each, more = divmod(samples, count)
+        start = index * each + min(index, more)
+        return slice(start, start + each + (index < more))
+
     @torch_api.not_traced
+    @translated
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
 
@@ -251,6 +273,7 @@ class ShardedModule(nn.Module):
         return loss if scaler is None else scaler.scale(loss)
 
     @torch_api.not_traced
+    @translated
     def step(
         self,
         *args: Any,
@@ -352,6 +375,7 @@ class ShardedModule(nn.Module):
             )
         return self.loss_fn
 
+    @translated
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -730,6 +754,7 @@ class ShardedModule(nn.Module):
             )
         return self._latest[1][0].executor
 
+    @translated
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own ``state_dict``, with its hooks.
 
@@ -743,6 +768,7 @@ class ShardedModule(nn.Module):
         """What of ``state`` this rank has: without a pipeline, all of it."""
         return state
 
+    @translated
     @checked(state_dict=STATE, strict=BOOL, assign=BOOL)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or full tensors into the shards, in place.
@@ -760,6 +786,7 @@ class ShardedModule(nn.Module):
                 return checkpoint.load_as_written(self.original, state_dict, strict)
         return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
 
+    @translated
     @checked(save_directory=PATH)
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """The ``save_pretrained`` of a model of ``transformers`` or ``peft``, of the unsharded state, on rank 0.
@@ -794,6 +821,7 @@ class ShardedModule(nn.Module):
         here = tuple(self.mesh.get_local_rank(axis) for axis in range(self.mesh.ndim)) if self.mesh is not None else ()
         return local_state.description(self.original, self.plan, rank, here, self.local_state_dict().keys())
 
+    @translated
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
         return checkpoint.full_state_dict(self, self._whole)
@@ -802,6 +830,7 @@ class ShardedModule(nn.Module):
         """The unsharded tensor in CPU memory if ``keep``; all ranks must call it."""
         return checkpoint.gathered(tensor, keep)
 
+    @translated
     @checked(path=PATH)
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""

@@ -16,6 +16,7 @@ from shardgraph.arguments import CALLABLE, OPTIMIZER, POSITIVE, checked, number,
 from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.optim.gossip import StochasticGradientPush
 from shardgraph.optim.replicas import OfReplicas
+from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import all_gather, local_tensor, reduce_scatter
 
 Outer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -69,6 +70,7 @@ class LocalSGD(OfReplicas):
         """Whether the replicas are equal: no step has been made since the latest outer step."""
         return self._steps % self.frequency == 0
 
+    @translated
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica and, when a round is complete, bring the replicas together."""
         self.begin()
