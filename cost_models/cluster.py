@@ -40,7 +40,7 @@ from shardgraph.cost_models.collectives import WIRE_RULES
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, NUMBER, VIEW, Device, Host, Link, Rate
 from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, SIZE, WHOLE, mapping, number, record, refuse, text
 from shardgraph.cost_models.group import Group
-from shardgraph.errors import ClusterError, nearest
+from shardgraph.errors import ClusterError, nearest, shown
 from shardgraph.mesh import Mesh, axes_of, position_of
 from shardgraph.sizes import is_whole
 from shardgraph.yaml_text import parsed
@@ -93,7 +93,9 @@ class Cluster:
         check_fields(self, "a cluster's ", **_FIELDS)
         for name in ("devices_per_node", "nodes"):
             if not is_whole(count := getattr(self, name), 1):
-                raise ClusterError(f"cluster {self.name!r} has {name}={count!r}: a positive whole number is needed")
+                raise ClusterError(
+                    f"cluster {self.name!r} has {name}={shown(count)}: a positive whole number is needed"
+                )
         if self.nodes > 1 and self.inter is None:
             raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
         if not self.doubt >= 0:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardgraph.arguments import NONE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
+from shardgraph.arguments import NONE, NOT_NEGATIVE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
 from shardgraph.errors import ClusterError
 
 FLOP_KINDS = ("matmul", "convolution", "attention")
@@ -46,7 +46,7 @@ class Rate:
     moved_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        check_fields(self, "a rate's ", per_second=NUMBER, overhead=NUMBER, moved_per_second=NUMBER)
+        check_fields(self, "a rate's ", per_second=POSITIVE, overhead=NOT_NEGATIVE, moved_per_second=NUMBER)
         if not self.per_second > 0 or not self.overhead >= 0 or not self.moved_per_second > 0:
             raise ClusterError(
                 "a rate has a positive per_second and moved_per_second and an overhead of at least 0 seconds, but this "
@@ -74,7 +74,7 @@ class Link:
         check_fields(self, "a link's ", bandwidth=NUMBER, latency=NUMBER, latencies=by_name)
         if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
             raise ClusterError(
-                "a link has a positive bandwidth and latencies of at least 0, but this has "
+                "a link has a positive bandwidth, and a latency and latencies of at least 0, but this has "
                 f"{self.bandwidth} bytes/s, {self.latency} s and {dict(self.latencies)}"
             )
 

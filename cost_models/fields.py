@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from shardgraph import sizes
-from shardgraph.errors import ClusterError, ShardGraphError, nearest
+from shardgraph.errors import ClusterError, ShardGraphError, nearest, shown
 
 At = tuple[str, ...]
 """A position: the file, then the names of nested fields."""
@@ -23,7 +23,7 @@ def path(file: str, *names: object) -> str:
 
 
 def refuse(at: At, value: object, allowed: str) -> NoReturn:
-    raise ClusterError(f"{at[0]}: {path(*at)} is {value!r}; it may be {allowed}")
+    raise ClusterError(f"{at[0]}: {path(*at)} is {shown(value)}; it may be {allowed}")
 
 
 def text(value: Any, at: At) -> str:
@@ -37,7 +37,7 @@ def number(allowed: str, convert: Callable[[Any], float], fits: Callable[[float]
         try:
             # PyYAML reads 3e9 as a string, as YAML 1.1 does: only 3.0e+9 is a number there.
             converted = math.nan if isinstance(value, bool) else convert(value)
-        except (TypeError, ValueError, ShardGraphError):
+        except (TypeError, ValueError, OverflowError, ShardGraphError):
             converted = math.nan
         return converted if fits(converted) else refuse(at, value, allowed)
 
@@ -46,8 +46,8 @@ def number(allowed: str, convert: Callable[[Any], float], fits: Callable[[float]
 
 SIZE = number(sizes.SIZE, sizes.parse_bytes, math.isfinite)
 WHOLE = number("a whole number from 1", operator.index, lambda value: value >= 1)
-POSITIVE = number("a number above 0", float, lambda value: 0 < value < math.inf)
-SECONDS = number("a number of seconds from 0", float, lambda value: 0 <= value < math.inf)
+POSITIVE = number("a number above 0, at most 1e24", float, lambda value: 0 < value <= 1e24)
+SECONDS = number("a number of seconds from 0 to 1e6", float, lambda value: 0 <= value <= 1e6)
 PART = number("a number from 0 to 1", float, lambda value: 0 <= value <= 1)
 
 

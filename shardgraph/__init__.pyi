@@ -28,6 +28,9 @@ from .cost_models.device import (
     Rate as Rate,
 )
 from .errors import (
+    ArgumentError as ArgumentError,
+)
+from .errors import (
     BackwardError as BackwardError,
 )
 from .errors import (

@@ -138,8 +138,12 @@ def number(allowed: str, fits: Callable[[float], bool]) -> Kind:
     """A number, not a boolean, of which ``fits`` is true; it is never so of NaN where ``fits`` compares."""
 
     def is_it(value: Any) -> bool:
-        real = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-        return real and fits(float(value))
+        if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
+            return False
+        try:
+            return fits(float(value))
+        except OverflowError:  # larger than all numbers of 64 bits
+            return False
 
     return Kind(allowed, is_it)
 
@@ -194,8 +198,8 @@ def _is_size(value: Any) -> bool:
     if not isinstance(value, (int, float, str)):
         return False
     try:
-        return parse_bytes(value) > 0
-    except ShardGraphError:
+        return 0 < parse_bytes(value) < 2**63
+    except (ShardGraphError, OverflowError):
         return False
 
 
@@ -215,13 +219,12 @@ def _inputs_hint(value: Any) -> str:
     return "; inputs by name are example_kwargs" if isinstance(value, Mapping) else ""
 
 
-def _is_mesh(value: Any) -> bool:
-    try:
-        sizes = list(value.items()) if isinstance(value, Mapping) else [(axis, size) for axis, size in value]
-    except (TypeError, ValueError):
+def _are_axes(pairs: Iterable[Any]) -> bool:
+    pairs = list(pairs)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         return False
-    named = all(isinstance(axis, str) and axis and is_whole(size, 1) for axis, size in sizes)
-    return named and len({axis for axis, _ in sizes}) == len(sizes)
+    named = all(isinstance(axis, str) and axis and is_whole(size, 1) for axis, size in pairs)
+    return named and len(dict(pairs)) == len(pairs)
 
 
 LIST = Kind("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)))
@@ -259,7 +262,12 @@ KEYWORDS = Kind(
     lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and not _array_in(value),
     lambda value: FROM_NUMPY if _array_in(value) else "",
 )
-MESH = Kind("axis sizes by name, whole numbers from 1, outermost first: {'dp': 4}", _is_mesh, error=FieldError)
+MESH = Kind(
+    "axis sizes by name, whole numbers from 1, outermost first: {'dp': 4}",
+    lambda value: isinstance(value, Mapping) and _are_axes(value.items()),
+    error=FieldError,
+)
+AXES = Kind("pairs of them", lambda value: isinstance(value, (tuple, list)) and _are_axes(value), error=FieldError)
 PARAMETERS = Kind(
     "parameters or parameter groups, such as module.parameters()",
     lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor, nn.Module)),

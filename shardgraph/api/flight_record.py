@@ -8,10 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardgraph.arguments import PATH, checked
 from shardgraph.runtime.watch import flight, translated
 
 
 @translated
+@checked(path=PATH)
 def flight_record(path: str | Path | None = None) -> list[dict[str, Any]]:
     """The last 100 collectives of this rank's compiled graphs, oldest first; with ``path``, a file of all ranks too.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardgraph.arguments import ANYTHING, BOOL, checked, mapping_of, number, of_plan
-from shardgraph.errors import CheckpointError, ShardGraphError
+from shardgraph.errors import ArgumentError, CheckpointError, shown
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor
@@ -45,9 +45,9 @@ class AveragedWeights:
     @checked(decay=of_plan(number("from 0 to 1", lambda value: 0 <= value <= 1)), warmup=BOOL)
     def __init__(self, module: ShardedModule, decay: float = 0.999, *, warmup: bool = False) -> None:
         if not isinstance(module, ShardedModule):
-            raise ShardGraphError(
-                f"{type(module).__name__} is not compiled, and its weights are whole: compile it first, or use "
-                "torch.optim.swa_utils.AveragedModel"
+            raise ArgumentError(
+                f"AveragedWeights(): module is {shown(module)}: {type(module).__name__} is not compiled, and its "
+                "weights are whole: compile it first, or use torch.optim.swa_utils.AveragedModel"
             )
         self.decay, self.warmup, self.updates = decay, warmup, 0
         self._module = module

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardgraph.arguments import MESH, TEXT, checked, instance, of_plan
+from shardgraph.arguments import AXES, MESH, TEXT, checked, instance, of_plan
 from shardgraph.errors import PlanError, nearest
 from shardgraph.mesh import Mesh
 from shardgraph.plans.parameter_plan import AUTO, REPLICATE, SHARD, ParameterPlan
@@ -32,7 +32,7 @@ BUCKET = 8 * 2**20
 the same for every cluster, so that a name means one program everywhere; ``"auto"`` chooses the size for its cluster."""
 
 
-@checked(name=of_plan(TEXT), mesh=MESH, pipeline=of_plan(instance("a Pipeline", Pipeline)))
+@checked(name=of_plan(TEXT), mesh=MESH | AXES, pipeline=of_plan(instance("a Pipeline", Pipeline)))
 def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None = None) -> Plan:
     """The plan called ``name`` on ``mesh`` (axis names to sizes, outermost first).
 

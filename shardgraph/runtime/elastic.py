@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardgraph.arguments import CALLABLE, LIST, SECONDS, WHOLE, checked, whole
 from shardgraph.errors import LaunchError
 from shardgraph.runtime.launch import launch
 
 log = logging.getLogger(__name__)
 
 
+@checked(fn=CALLABLE, nproc=WHOLE, args=LIST, least=WHOLE, restarts=whole(0), timeout=SECONDS)
 def elastic(
     fn: Callable[..., Any],
     nproc: int = 2,

@@ -48,7 +48,7 @@ class Annotation:
         return type(other).__name__ == self.opposite or (type(self) is type(other) and self != other)
 
     def _expect(self, allowed: bool, field: str, expected: str) -> None:
-        expect(allowed, f"{field} of {self}", getattr(self, field), expected)
+        expect(allowed, f"{field} of {type(self).__name__}()", getattr(self, field), expected)
 
     def __repr__(self) -> str:
         arguments = []
