@@ -159,6 +159,23 @@ def test_a_bad_argument_of_a_method_is_told_by_name(compiled, name, call):
     clear(lambda: call(compiled), name)
 
 
+class Nothing(nn.Module):
+    """Its forward returns nothing, after it has computed something or not."""
+
+    def __init__(self, computes: bool) -> None:
+        super().__init__()
+        self.linear, self.computes = nn.Linear(4, 4), computes
+
+    def forward(self, x: torch.Tensor) -> None:
+        if self.computes:
+            self.linear(x)
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_forward_that_returns_nothing_is_told(computes):
+    clear(lambda: S.compile(Nothing(computes), "single")(X), "returns no tensor that it computes")
+
+
 def test_one_tensor_is_the_inputs_of_a_call():
     model = linear()
     assert S.verify(model, X).ok == S.verify(model, (X,)).ok is True

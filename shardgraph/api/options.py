@@ -48,9 +48,9 @@ OPTIONS = {
     "scheduled": BOOL,
     "progress": BOOL,
     "timeout": SECONDS,
-    "seconds": SECONDS,
-    "devices": WHOLE,
-    "global_batch": WHOLE,
+    "seconds": arguments.of_plan(SECONDS),
+    "devices": arguments.of_plan(WHOLE),
+    "global_batch": arguments.of_plan(WHOLE),
     "directory": PATH,
 }
 

@@ -18,7 +18,7 @@ from shardgraph.arguments import PATH, WHOLE, checked, instance, number, of_plan
 from shardgraph.calibration import this_machine
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import PlanError, expect
+from shardgraph.errors import PlanError
 from shardgraph.plans.adapted import adapted
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis
@@ -26,7 +26,7 @@ from shardgraph.report.comparison import Comparison, side_by_side
 from shardgraph.report.parts import parts_of
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.search.machine import machine_for, with_devices
-from shardgraph.sizes import format_bytes, is_whole, parse_bytes
+from shardgraph.sizes import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ _PLAN = of_plan(instance("a Plan", Plan) | PATH)
 @checked(
     OPTIONS,
     plan=_PLAN,
-    sequence=WHOLE,
+    sequence=of_plan(WHOLE),
     on=OPTIONS["cluster"],
-    network=number("a number above 0, such as 0.5", lambda value: 0 < value < math.inf),
+    network=of_plan(number("a number above 0, such as 0.5", lambda value: 0 < value < math.inf)),
 )
 def what_if(
     plan: Plan | str | Path,
@@ -129,10 +129,6 @@ def what_if(
         ClusterError: a cluster is unknown, malformed or has fewer devices.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    for name, value in (("sequence", sequence), ("global_batch", global_batch), ("devices", devices)):
-        expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
-    number = isinstance(network, (int, float)) and not isinstance(network, bool)
-    expect(network is None or (number and network > 0), "network", network, "a number above 0, such as 0.5")
     given = {"sequence": sequence, "global_batch": global_batch, "devices": devices, "on": on, "network": network}
     if all(value is None for value in given.values()):
         raise PlanError(f"what_if needs a condition that is not there: {', '.join(given)}")

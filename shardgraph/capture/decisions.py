@@ -59,7 +59,9 @@ def assume(place: str, value: bool | None) -> None:
         ModelCheckError: later, in a call in which it is not as assumed.
     """
     if not re.fullmatch(r"[^/\\:]+:\d+", place):
-        raise ArgumentError(f"assume({place!r}, ...): place is a file and a line, such as 'modeling.py:312'")
+        raise ArgumentError(
+            f"assume({place!r}, ...): place names a branch by its file and line, such as 'modeling.py:312'"
+        )
     if value is None:
         _assumed.pop(place, None)
     else:

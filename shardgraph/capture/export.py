@@ -161,7 +161,14 @@ def export(
             return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, error, decisions)) from error
-    except (RuntimeError, AssertionError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, AttributeError, NotImplementedError, SyntaxError) as error:
+        if isinstance(error, SyntaxError) or "backend_input must not be None" in str(
+            error
+        ):  # as torch's tracer says it
+            raise CaptureError(
+                f"forward of {name} returns no tensor that it computes, so that there is no program to make of it: "
+                "return what it computes from its inputs, or its loss"
+            ) from None
         if stack := getattr(error, "real_stack", None):  # of the user's code, where the tracer itself failed
             at, said = stack[-1], str(error).partition("\n")[0]
             reads = "fake modes" in said  # as torch's tracer ends at tolist()
