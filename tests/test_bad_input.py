@@ -111,7 +111,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
     ("model", lambda: S.WaitTracker(linear())),
     ("shards", lambda: S.consolidate(3, "x")),
     ("step", lambda: S.save_checkpoint("x", -1, linear())),
-    ("objects", lambda: S.load_checkpoint("x", linear(), objects={"a": 3})),
+    ("objects", lambda: S.load_checkpoint("x", linear(), objects=3)),
     ("sharded", lambda: S.check_replicas(linear())),
     ("dtypes", lambda: S.calibrate(2, dtypes=3)),
     ("model", lambda: S.lint(3)),

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardgraph
-from shardgraph.errors import CheckpointError
+from shardgraph.errors import ArgumentError, CheckpointError
 from shardgraph.saves import writing
 from tests import killed_saves, saves
 from tests.standing import on_ranks
@@ -360,6 +360,6 @@ def test_an_error_of_the_background_is_raised_at_the_next_call_once(tmp_path, mo
     "options", [{"step": -1}, {"step": 1.0}, {"step": True}, {"keep": 0}, {"timeout": 0}, {"timeout": float("nan")}]
 )
 def test_arguments_that_cannot_be_are_refused(options, tmp_path):
-    with pytest.raises(CheckpointError, match=f"{next(iter(options))} is "):
+    with pytest.raises(ArgumentError, match=f"{next(iter(options))} is "):
         shardgraph.save_checkpoint(tmp_path, **{"step": 1, **options}, model=nn.Linear(2, 2))
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgraph.arguments import MODEL, POSITIVE, checked, mapping_of
+from shardgraph.arguments import MODEL, POSITIVE, checked, mapping_of, number
 from shardgraph.errors import CheckpointError, ShardGraphError, expect
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.sharded import ShardedModule
@@ -55,7 +56,7 @@ class LayerwiseGradScaler(GradScaler):
 
     @checked(
         model=MODEL,
-        factors=mapping_of("factors above 0 by pattern of modules: {'layers.*': 256.0}", POSITIVE),
+        factors=mapping_of("factors above 0 by pattern of modules: {'layers.*': 256.0}", number("", math.isfinite)),
         min_factor=POSITIVE,
         max_factor=POSITIVE,
     )
