@@ -12,7 +12,6 @@ from torch.nn.parallel import DataParallel
 
 import shardgraph
 from shardgraph import ShardGraphError
-from tests.standing import on_ranks
 
 IDS = torch.zeros(4, 8, dtype=torch.long)
 ROWS = torch.zeros(4, 8)
@@ -140,13 +139,3 @@ def test_a_compiled_module_says_at_its_first_call_that_there_is_something_and_li
     told = [record.getMessage() for record in caplog.records]
     assert told == ["this may train otherwise than expected (unused): print(shardgraph.lint(sharded))"]
     assert [each.rule for each in shardgraph.lint(sharded)] == ["unused"]
-
-
-def test_the_shards_of_a_plan_are_not_taken_for_those_of_another_library():
-    assert on_ranks(_rules_of_a_compiled_module) == [[], []]
-
-
-def _rules_of_a_compiled_module() -> list[str]:
-    sharded = shardgraph.compile(Plain(), "fsdp")
-    sharded(ROWS).backward()
-    return [each.rule for each in shardgraph.lint(sharded)]

@@ -71,8 +71,7 @@ def lint(
 def of_compiled(sharded: ShardedModule) -> list[Finding]:
     """What is found in a compiled module."""
     program = sharded.program
-    found = [*of_model(sharded.original, program.plan), *of_program(program, sharded)]
-    return [each for each in found if each.rule != "double-sharding"]  # its DTensors are the plan's own
+    return [*of_model(sharded.original, program.plan), *of_program(program, sharded)]
 
 
 def _program(
