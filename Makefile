@@ -1,15 +1,16 @@
 # Every target sets up what it needs: Python 3.11 or newer and make are enough.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-# A CPU build is enough. Another one: make demo TORCH="torch==2.12.0 --index-url <your index>"
+# A CPU build is enough. Another one, in a virtual environment of its own:
+# make test TORCH="torch==2.12.0 --index-url <your index>"
 TORCH ?= torch==2.13.0
-VENV ?= .venv
+VENV ?= .venv$(patsubst torch==%,-%,$(filter-out torch==2.13.0,$(firstword $(TORCH))))
 BIN := $(VENV)/bin
 PART ?= 1/1
 # Two processes, the second of which takes over tests of the first when it has none left.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint bench groundtruth clean
+.PHONY: demo test test-all lint package bench groundtruth clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py
@@ -29,6 +30,11 @@ lint: $(VENV)/.lint
 	rm -rf build $(VENV)/wheel && $(BIN)/pip install --quiet --no-deps --target $(VENV)/wheel .
 	cd $(VENV) && MYPYPATH=wheel bin/mypy --config-file ../pyproject.toml -p shardgraph
 	cd $(VENV) && PYTHONPATH=wheel bin/lint-imports --config ../pyproject.toml
+
+# The wheel and the source distribution, in dist; tests/test_packaging.py tries both in an environment of their own.
+package: $(VENV)/.lint
+	$(BIN)/pip install --quiet build
+	$(BIN)/python -m build --outdir dist
 
 # All jobs, each eager and compiled, beside FSDP2, DDP and one rank.
 bench: $(VENV)/.test

@@ -260,6 +260,14 @@ def test_lint_ends_with_1_at_a_warning() -> None:
     assert "lint looks at one plan" in refusal("lint", f"{HERE}:mlp", "--plan", "auto")
 
 
+@pytest.mark.slow
+def test_demo_verifies_trains_and_writes_a_page(tmp_path: Path) -> None:
+    shown = answer("demo", "--out", tmp_path / "demo.html")
+    assert shown["verified"] and shown["difference"] < 1e-5
+    assert "Streams over one step" in (tmp_path / "demo.html").read_text()
+    assert "--ranks" in refusal("demo", "--ranks", "0")
+
+
 def test_front_compares_numbers_of_devices() -> None:
     points = answer("front", f"{HERE}:mlp", "--devices", "1,2", "--cluster", "H100")["points"]
     assert {each["devices"] for each in points} == {1, 2}

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel
 
 import shardgraph
 from shardgraph import ShardGraphError
+from tests.standing import on_ranks
 
 IDS = torch.zeros(4, 8, dtype=torch.long)
 ROWS = torch.zeros(4, 8)
@@ -124,6 +125,16 @@ def test_an_optimizer_of_other_parameters_is_found():
 def test_what_is_sharded_already_is_refused():
     with pytest.raises(ShardGraphError, match=r"double-sharding at the model: DataParallel"):
         shardgraph.lint(DataParallel(Plain()), (ROWS,), mesh={"dp": 2})
+
+
+def found_on_a_rank() -> list[str]:
+    sharded = shardgraph.compile(Plain(norm=nn.BatchNorm1d(8)), "fsdp")
+    sharded(torch.zeros(4, 8)).backward()
+    return [each.rule for each in shardgraph.lint(sharded, optimizer=torch.optim.AdamW(sharded.parameters()))]
+
+
+def test_shards_of_the_plan_itself_are_no_double_sharding():
+    assert on_ranks(found_on_a_rank) == [["local-batch-norm"]] * 2
 
 
 def test_auto_is_refused():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import shardgraph
+from shardgraph import CaptureError
 from shardgraph.passes.analysis.liveness import profile_memory
 from tests.zoo import make, scalar
 
@@ -279,3 +280,17 @@ def test_a_training_step_without_any_loss_says_what_gives_one():
         sharded.train_step(torch.randn(2, 3))
     with pytest.raises(shardgraph.ShardGraphError, match=r"has a target and no loss to make of it"):
         sharded.train_step(torch.randn(2, 3), target=torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, said",
+    [
+        ((), {}, "missing a required argument: 'input'"),
+        ((torch.zeros(2, 3), 1), {}, "too many positional arguments"),
+        ((torch.zeros(2, 3),), {"mask": 1}, "got an unexpected keyword argument 'mask'"),
+    ],
+)
+def test_arguments_that_forward_does_not_take_are_told_as_python_does_with_what_it_takes(args, kwargs, said):
+    sharded = shardgraph.compile(nn.Linear(3, 2), "single")
+    with pytest.raises(CaptureError, match=f"Linear cannot be called like this: {said}; it is forward\\(input"):
+        sharded(*args, **kwargs)

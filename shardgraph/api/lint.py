@@ -15,7 +15,7 @@ from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.findings.finding import Finding, Findings
-from shardgraph.findings.model_rules import of_model, of_optimizer
+from shardgraph.findings.model_rules import of_model, of_optimizer, sharded_already
 from shardgraph.findings.program_rules import of_program
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.plans.plan import Plan
@@ -86,9 +86,8 @@ def _program(
 ) -> Any:
     if plan == "auto":
         raise ShardGraphError("lint looks at one plan: let shardgraph.plan choose it, and give lint what it returns")
-    wrapped = [each for each in of_model(model, Plan("single", (), ())) if each.rule == "double-sharding"]
-    if wrapped:  # a trace of it would fail for another reason
-        raise ShardGraphError(str(wrapped[0]))
+    for wrapped in sharded_already(model):  # a trace of it would fail for another reason
+        raise ShardGraphError(str(wrapped))
     mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
     question = Question.of(model, plan, mesh_of, mesh is None, precision=precision, cluster=cluster)
     kwargs = dict(example_kwargs or {})

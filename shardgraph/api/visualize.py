@@ -101,10 +101,10 @@ def visualize(
             over_time = memory.draw_memory(analysis, limited=cluster is not None or analysis is what)
         else:
             over_time = _draw_schedule(analysis)
-        drawings = {"Plan": _draw_plan(*plan)} if plan else {}
-        drawings["Memory" if isinstance(analysis, Analysis) else "Schedule"] = over_time
+        drawings = {"Memory" if isinstance(analysis, Analysis) else "Schedule": over_time}
+        drawings |= {"Plan": _draw_plan(*plan)} if plan else {}
         if ending == ".svg":
-            picture = svg.document(f"Plan {analysis.plan.name}", list(drawings.values()))
+            picture = svg.document(f"Plan {analysis.plan.name}", list(reversed(drawings.values())))
         else:
             picture = report_page(analysis, drawings, plan[0] if plan else None, measured).html()
         path.write_text(picture, encoding="utf-8")

@@ -29,7 +29,7 @@ from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
 from shardgraph.capture.recurrent import check_recurrent, with_own_weights
-from shardgraph.capture.refused import check_effects, check_shapes, check_strides, unsupported
+from shardgraph.capture.refused import check_arguments, check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.stacks import Stack
@@ -111,6 +111,7 @@ def capture(
             has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
+    check_arguments(model, args, {k: v for k, v in kwargs.items() if loss_fn is None or k != "target"})
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
     with rewritten(model):
         few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))

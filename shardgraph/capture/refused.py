@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from shardgraph.capture.layouts import uncertain
 from shardgraph.errors import CaptureError
@@ -25,6 +27,20 @@ def unsupported(desc: Any) -> CaptureError:
     return CaptureError(
         f"the model does something that shardgraph cannot train sharded: {_UNSUPPORTED.get(kind, kind)} ({desc})"
     )
+
+
+def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError if forward does not take such arguments, as far as its signature says."""
+    if model._forward_pre_hooks or isinstance(model.forward, types.BuiltinMethodType):
+        return  # hooks may change them
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = ", ".join(map(str, signature.parameters.values()))
+        raise CaptureError(
+            f"{type(model).__name__} cannot be called like this: {error}; it is forward({parameters})"
+        ) from None
 
 
 def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Callable[[fx.Node], str]) -> None:

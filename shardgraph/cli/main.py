@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 import shardgraph
 from shardgraph.cli.checking import verify
+from shardgraph.cli.demo import demo
 from shardgraph.cli.doctor import doctor
 from shardgraph.cli.drawing import report, visualize
 from shardgraph.cli.linting import lint
@@ -80,6 +81,7 @@ for command in (plan, explain, front, what_if, analyze, compare, visualize, repo
     app.command()(command)
 app.command()(consolidate)
 app.command()(lint)
+app.command()(demo)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)
 

@@ -15,8 +15,7 @@ from shardgraph.plans.plan import Plan
 
 
 def of_model(model: nn.Module, plan: Plan) -> Iterator[Finding]:
-    """What is found in ``model`` as it is, before it is compiled under ``plan``."""
-    yield from _wrapped(model)
+    """What is found in ``model``, which is to be compiled under ``plan`` or is."""
     yield from _batch_norms(model, plan)
     yield from _scaler(plan)
 
@@ -51,8 +50,8 @@ def _requires_grad(model: nn.Module, name: str) -> bool:
     return model.get_parameter(name).requires_grad
 
 
-def _wrapped(model: nn.Module) -> Iterator[Finding]:
-    """Modules that another library shards or replicates already."""
+def sharded_already(model: nn.Module) -> Iterator[Finding]:
+    """Modules of a model that is not compiled which another library shards or replicates."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, (DistributedDataParallel, DataParallel)) or kind in ("FullyShardedDataParallel",):

@@ -27,7 +27,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows, from top to bottom; what is empty has no section.
+    """What a page shows, from top to bottom, the timeline below the first drawing; what is empty has no section.
 
     ``modules`` is :func:`shardgraph.pictures.page.modules.module_tree`, ``timeline``
     :func:`shardgraph.pictures.page.timeline.timeline_data`. ``alternatives`` are the cells of a table, the heads first.
