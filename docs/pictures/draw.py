@@ -8,6 +8,7 @@ views and other operations that take no time are left out.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from shardgraph import Offload, Pipeline, Plan, annotate, ir, preset, recompute
+from shardgraph import Offload, Pipeline, Plan, ir, preset
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SUBJECT
 from shardgraph.nn import MoE
 from shardgraph.passes.lowering import build_program
@@ -37,8 +38,10 @@ WORDS = {
     "attention_backward": "attention'",
     "ring_attention": "attention",
     "gelu_backward": "gelu'",
+    "_softmax": "softmax",
+    "_softmax_backward_data": "softmax'",
     "_log_softmax": "log_softmax",
-    "_log_softmax_backward_data": "softmax'",
+    "_log_softmax_backward_data": "log_softmax'",
     "nll_loss_forward": "nll",
     "nll_loss_backward": "nll'",
     "embedding_dense_backward": "embedding'",
@@ -50,7 +53,8 @@ class Feedforward(nn.Sequential):
     """Three products with a nonlinearity between them."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+        named = {"up": nn.Linear(32, 64), "act": nn.GELU(), "mid": nn.Linear(64, 64), "act2": nn.GELU()}
+        super().__init__(OrderedDict(named, down=nn.Linear(64, 32)))
 
 
 class Attention(nn.Module):
@@ -112,13 +116,34 @@ def boxes(gm: fx.GraphModule, half: str, waits: bool = False) -> Iterator[Box]:
             if waits:
                 yield Box("wait", _subject(node), "wait")
         elif any(part in word for part in DRAWN):
-            backward = bool(FORWARD_MODULES.get(node)) or half == "backward" and word.endswith("'")
+            backward = bool(FORWARD_MODULES.get(node)) or (half == "backward" and word.endswith("'"))
             yield Box(word, _module(node), "backward" if backward else "forward")
 
 
+def messages(gm: fx.GraphModule) -> Iterator[Box]:
+    """What a stage sends when its graph has run."""
+    roles = {type(role) for role, _ in ir.outputs(gm)}
+    if ir.Forwarded in roles:
+        yield Box("send", "to the next", "send")
+    if ir.Returned in roles:
+        yield Box("send", "grad to before", "send")
+
+
 def _subject(node: fx.Node) -> str:
+    """What a collective or a copy moves: a parameter, its gradient, a bucket of them, or a value of a module."""
     said = SUBJECT.get(node, "")
-    return said.removeprefix("parameter ").replace("gradient of ", "grad ").replace(".weight", ".w").replace(".bias", ".b")
+    if "," in said or " and " in said:
+        return "a bucket"
+    said = said.removeprefix("parameter ").replace(".weight", ".w").replace(".bias", ".b")
+    if said.startswith("gradient of "):
+        return f"grad {said.removeprefix('gradient of ').rpartition('moe.')[2]}"
+    return (
+        "output"
+        if said.startswith("Output")
+        else said.rpartition(" of ")[2].rpartition(".")[2]
+        if " of " in said
+        else said
+    )
 
 
 def _module(node: fx.Node) -> str:
@@ -147,7 +172,13 @@ def strip(title: str, halves: Sequence[tuple[str, list[Box]]]) -> Drawing:
 
 
 def legend() -> Drawing:
-    names = {"forward": "forward", "backward": "backward", "send": "sent between ranks", "copy": "copied", "wait": "wait"}
+    names = {
+        "forward": "forward",
+        "backward": "backward",
+        "send": "sent between ranks",
+        "copy": "copied",
+        "wait": "wait",
+    }
     body = []
     for column, (kind, words) in enumerate(names.items()):
         body += [rect(column * 170, 0, 14, 14, COLOURS[kind]), text(column * 170 + 20, 12, words, "small")]
@@ -180,7 +211,9 @@ def joint() -> list[Drawing]:
 
 
 def parameters() -> list[Drawing]:
-    before, after = (program(Feedforward(), bare(name, mesh), ROWS) for name, mesh in (("single", {}), ("fsdp", {"dp": 2})))
+    before, after = (
+        program(Feedforward(), bare(name, mesh), ROWS) for name, mesh in (("single", {}), ("fsdp", {"dp": 2}))
+    )
     return [strip("before: parameters are whole", halves_of(before)), strip("after: fsdp on 2 ranks", halves_of(after))]
 
 
@@ -199,12 +232,9 @@ def schedule() -> list[Drawing]:
 
 
 def recomputation() -> list[Drawing]:
-    again = Feedforward()
-    annotate(again, {"[123]": recompute()})
-    before = program(Feedforward(), bare("single", {}), ROWS)
-    from shardgraph.plans.remembered import annotated
-
-    after = program(again, annotated(bare("single", {}), again), ROWS)
+    plan = bare("single", {})
+    again = replace(plan, recompute=(("act", ("gelu",)), ("mid", ("addmm",)), ("act2", ("gelu",))))
+    before, after = (program(Feedforward(), each, ROWS) for each in (plan, again))
     titles = ("before: results are saved for backward", "after: backward computes some again (blue)")
     return [strip(title, halves_of(made)) for title, made in zip(titles, (before, after), strict=True)]
 
@@ -227,7 +257,11 @@ def offload() -> list[Drawing]:
 
 def tensor() -> list[Drawing]:
     made = [program(Attention(), bare(name, mesh), SEQUENCES) for name, mesh in PLANS_OF_OPERATORS]
-    titles = ("before", "tp on 2 ranks: half of the heads and of the width on each", "tp+sp: activations between them too")
+    titles = (
+        "before",
+        "tp on 2 ranks: half of the heads and of the width on each",
+        "tp+sp: activations between them too",
+    )
     return [strip(title, halves_of(each)) for title, each in zip(titles, made, strict=True)]
 
 
@@ -249,10 +283,13 @@ def experts() -> list[Drawing]:
 
 
 def pipeline() -> list[Drawing]:
-    plan = replace(bare("pp", {"pp": 2}), pipeline=Pipeline(microbatches=2, schedule="1f1b", stages=("2",), ranks=2))
+    plan = replace(bare("pp", {"pp": 2}), pipeline=Pipeline(microbatches=2, schedule="1f1b", stages=("mid",), ranks=2))
     made = program(Feedforward(), plan, ROWS)
     before = program(Feedforward(), bare("single", {}), ROWS)
-    stages = [(name, list(boxes(gm, name.rpartition("/")[2]))) for name, gm in made.graphs.items()]
+    stages = [
+        (name.replace("/", ", "), [*boxes(gm, name.rpartition("/")[2]), *messages(gm)])
+        for name, gm in made.graphs.items()
+    ]
     return [strip("before", halves_of(before)), strip("after: graphs of two stages", stages)]
 
 
