@@ -34,6 +34,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside of docs/."""
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
+    for picture in (ROOT / "benchmarks").rglob("*.svg"):
+        files.append(File.generated(config, picture.relative_to(ROOT).as_posix(), abs_src_path=str(picture)))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         content = _page_of(json.loads(notebook.read_text(encoding="utf-8")))
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=content))
