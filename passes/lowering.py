@@ -141,11 +141,17 @@ def build_program(
 
 
 def lower(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], show: Callable[[str], None] = lambda stage: None
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+    show: Callable[[str], None] = lambda stage: None,
+    *,
+    scheduled: bool = True,
 ) -> Program:
     """Lower a captured graph under ``plan`` to a program; the graph is not changed, so other plans can be tried on it.
 
-    If the plan has a pipeline, the graph is that of one microbatch, and the plan lists where stages begin.
+    If the plan has a pipeline, the graph is that of one microbatch, and the plan lists where stages begin. Unless
+    ``scheduled``, collectives stay one for each value, where it is needed: in the order in which people read.
 
     Raises:
         PlanError: the plan does not fit the model's parameters, whose unsharded ``shapes`` are given by name, or its
@@ -161,7 +167,8 @@ def lower(
     for step, passes in passes_of(plan).items():
         if step != "rewrite":  # shown already, before placing
             show(step)
-        run_on_graphs(graphs, passes, context)
+        if step != "schedule" or scheduled:
+            run_on_graphs(graphs, passes, context)
     actions = schedule(plan, any(of_kind(graphs, "backward")))
     return Program(joint, graphs, actions, plan, context.parameters, shapes, context)
 

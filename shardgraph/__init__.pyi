@@ -5,6 +5,8 @@ from .api.analyze import analyze as analyze
 from .api.annotate import annotate as annotate
 from .api.compare import compare as compare
 from .api.compile import compile as compile
+from .api.emit import emit as emit
+from .api.flight_record import flight_record as flight_record
 from .api.front import front as front
 from .api.lint import lint as lint
 from .api.plan import plan as plan
@@ -68,10 +70,28 @@ from .errors import (
     RandomStateError as RandomStateError,
 )
 from .errors import (
+    RankFailedError as RankFailedError,
+)
+from .errors import (
     RankMismatchError as RankMismatchError,
 )
 from .errors import (
+    ReplicaError as ReplicaError,
+)
+from .errors import (
     ShardGraphError as ShardGraphError,
+)
+from .health.nonfinite import (
+    NonFinite as NonFinite,
+)
+from .health.nonfinite import (
+    find_nonfinite as find_nonfinite,
+)
+from .health.replicas import (
+    Replicas as Replicas,
+)
+from .health.replicas import (
+    check_replicas as check_replicas,
 )
 from .module.grad_scaler import GradScaler as GradScaler
 from .module.gradient_norm import clip_grad_norm_ as clip_grad_norm_
@@ -144,7 +164,26 @@ from .plans.precision import Precision as Precision
 from .plans.presets import preset as preset
 from .proof.prove import Proof as Proof
 from .report.analysis import Analysis as Analysis
+from .runtime.elastic import elastic as elastic
 from .runtime.launch import launch as launch
+from .saves.loading import (
+    Loaded as Loaded,
+)
+from .saves.loading import (
+    checkpoints as checkpoints,
+)
+from .saves.loading import (
+    load_checkpoint as load_checkpoint,
+)
+from .saves.saving import (
+    Save as Save,
+)
+from .saves.saving import (
+    save_checkpoint as save_checkpoint,
+)
+from .saves.saving import (
+    wait_for_saves as wait_for_saves,
+)
 from .tracking import (
     MemoryTrace as MemoryTrace,
 )

@@ -45,12 +45,20 @@ class CollectiveError(ShardGraphError):
     """A collective failed or timed out; the message names its parameter and source line."""
 
 
+class RankFailedError(CollectiveError):
+    """Another rank has failed, ended or stopped, or makes other calls, so this one cannot go on; the message says."""
+
+
 class ClusterError(ShardGraphError):
     """A device or cluster is unknown, malformed or too small."""
 
 
 class CheckpointError(ShardGraphError):
     """A checkpoint does not fit the model."""
+
+
+class ReplicaError(ShardGraphError):
+    """Ranks that should have the same values have different ones: a fault of hardware, or of what computes there."""
 
 
 class InitializationError(ShardGraphError):
@@ -70,7 +78,13 @@ class ModelCheckError(ShardGraphError, AssertionError, ValueError):
 
 
 class LaunchError(ShardGraphError):
-    """A launched rank failed; the message has its traceback."""
+    """A launched rank failed; the message has its cause, and ``traceback`` the whole traceback of one that raised.
+
+    ``failed`` are the ranks that failed by themselves, not for another; empty where none did.
+    """
+
+    traceback = ""
+    failed: tuple[int, ...] = ()
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -330,16 +330,17 @@ def test_run_refuses_a_script_that_there_is_not() -> None:
     assert run("run", "missing.py").exit_code == 2
 
 
-def test_run_ends_its_ranks_when_it_is_interrupted(script: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_ranks_of_run_end_with_it_when_it_is_interrupted_or_killed(script: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "shardgraph", "run", script, "--stay"]
     heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert running.stdout is not None
     for _ in range(2):
         running.stdout.readline()  # the ranks have begun
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     out, err = running.communicate(timeout=100)  # ends when no rank holds the pipe any more
-    assert (running.returncode, out, err) == (130, "", "")
+    assert (running.returncode, out, err) == (code, "", "")
 
 
 MEETING = """
@@ -386,3 +387,16 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "CHECKS", {"two ranks": broken})
     done = run("doctor")
     assert done.exit_code == 1 and "no loopback" in done.stdout
+
+
+def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shardgraph.save_checkpoint(tmp_path, step, torch.nn.Linear(2, 2))
+    assert [each["step"] for each in answer("checkpoint", tmp_path)["checkpoints"]] == [1, 2]
+    assert run("checkpoint", tmp_path, "--verify").stdout.count("verified") == 2
+    file = tmp_path / "step-00000001" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-3] + b"bad")
+    assert "all files are there" in run("checkpoint", tmp_path).stdout
+    done = run("checkpoint", tmp_path, "--verify")
+    assert done.exit_code == 1 and "step-00000001: damaged" in done.stdout and "step-00000002: of Linear" in done.stdout
+    assert "there is no folder" in refusal("checkpoint", tmp_path / "missing")

@@ -170,7 +170,7 @@ def test_a_rank_that_dies_in_a_step_is_named_by_all_others(victim):
     told = shardgraph.launch(pipelines.left_in_a_step, 3, args=("odd-mlp", Pipeline(4, "1f1b"), victim), timeout=120)
     assert told.pop(victim) == ""
     for message in told:
-        assert f"the pipeline stopped in the middle of a step: rank {victim} has ended" in message
+        assert f"rank {victim} has ended" in message and "of the pipeline" in message
 
 
 def test_a_step_may_have_other_shapes_if_it_has_them_on_all_ranks():

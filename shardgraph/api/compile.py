@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import shardgraph
 from shardgraph.api.tune import fastest
 from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
@@ -38,12 +40,14 @@ from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
 from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
+from shardgraph.runtime.watch import translated
 from shardgraph.search.answer import answer
 from shardgraph.search.question import Question
 from shardgraph.search.remembered import remembered
 from shardgraph.sizes import format_bytes
 
 
+@translated
 def compile(
     model: nn.Module,
     plan: str | Path | Plan = "auto",
@@ -119,13 +123,16 @@ def compile(
             copies of the model and AdamW, to take the one whose measured step is fastest. Compiling them comes on top.
             Without ``cluster``, what is measured corrects this machine's prices for next time.
         initialize: run the model's own initialisation for tensors on ``meta``. False: a checkpoint is loaded next.
-        timeout: seconds that a rank waits for rank 0 to choose the plan, and for the others to compile the program.
+        timeout: seconds that a rank waits for rank 0 to choose the plan, for the others to compile the program, and
+            for each collective. A rank that dies, fails or is stopped is told of within seconds, whatever this is.
         progress: show a progress line on standard error; None: on a terminal only.
 
     Raises:
         PlanError: the plan, mesh or precision does not exist, is malformed, or does not fit this model or run.
         CaptureError: the model cannot be traced into one graph; the message names the line.
-        RankMismatchError: ranks have different models, plans or input shapes, or another rank failed.
+        RankMismatchError: ranks have different models, plans, meshes, input shapes or versions of Python, torch or
+            shardgraph, or another rank failed here.
+        RankFailedError: another rank failed, ended or was stopped.
         InitializationError: a tensor on ``meta`` has no initialisation.
         OffloadError: there is no room for what is offloaded.
         ClusterError: the cluster is unknown or malformed.
@@ -150,7 +157,7 @@ def compile(
             inputs = Padding(lengths, model, device).padded(inputs[0], dict(inputs[1]))
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
-        lines += [question.text, f"loss weight: {loss_weight}", f"lengths: {lengths}"]
+        lines += [_versions(), question.text, f"loss weight: {loss_weight}", f"lengths: {lengths}"]
         lines += [fingerprint(model, question.plan.ignores)]
     if tune is not None:
         positive = isinstance(tune, (int, float)) and not isinstance(tune, bool) and tune > 0
@@ -174,7 +181,7 @@ def compile(
 
     if chosen.considered and question.cluster is None and device.type == "cpu":
         _warn_of_memory(chosen.considered[0].memory)
-    whole_mesh = run_mesh(mesh, chosen.whole_mesh) if chosen.whole_mesh else None
+    whole_mesh = run_mesh(mesh, chosen.whole_mesh, timeout) if chosen.whole_mesh else None
     kind = ShardedModule if chosen.pipeline is None else PipelinedModule
     sharded = kind(model, chosen, whole_mesh, setup)
     if question.call is not None:
@@ -204,6 +211,11 @@ def _warn_of_memory(nbytes: int) -> None:
             f"memory {format_bytes(free)} are free now: end other programs, or plan for less with memory=",
             stacklevel=3,
         )
+
+
+def _versions() -> str:
+    python = ".".join(map(str, sys.version_info[:2]))
+    return f"Python {python}, torch {torch.__version__}, shardgraph {shardgraph.__version__}"
 
 
 def _ranks() -> int:

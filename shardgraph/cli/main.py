@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +12,12 @@ from typer.core import TyperGroup
 
 import shardgraph
 from shardgraph.cli.checking import verify
+from shardgraph.cli.checkpoints import checkpoint
 from shardgraph.cli.demo import demo
 from shardgraph.cli.doctor import doctor
 from shardgraph.cli.drawing import report, visualize
+from shardgraph.cli.emitting import emit
+from shardgraph.cli.flight import flight
 from shardgraph.cli.linting import lint
 from shardgraph.cli.measuring import calibrate
 from shardgraph.cli.planning import explain, front, plan, what_if
@@ -77,11 +80,12 @@ def options(
     """
 
 
-for command in (plan, explain, front, what_if, analyze, compare, visualize, report, verify, doctor, calibrate):
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(demo, doctor, plan, explain, front, what_if, analyze, compare, visualize, report, lint, verify, emit),
+    *(calibrate, checkpoint, consolidate, flight),
+)
+for command in COMMANDS:
     app.command()(command)
-app.command()(consolidate)
-app.command()(lint)
-app.command()(demo)
 # What is no option of `run` itself is the script's.
 app.command(context_settings={"ignore_unknown_options": True})(run)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +19,8 @@ from shardgraph.cli.output import working
 
 _LOOK = 0.05  # seconds between two looks at the ranks
 _PATIENCE = 3.0  # seconds for ranks to end when they are asked to
+_GRACE = 5.0  # seconds for the others to end by themselves when a rank has failed
+_PR_SET_PDEATHSIG = 1
 
 
 def run(
@@ -39,13 +42,17 @@ def run(
     threads = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // ranks))} | dict(os.environ)
     command = [sys.executable, str(script), *(arguments or ())]
     signal.signal(signal.SIGTERM, _end_with_signal)
+    die_with_us = _die_with(os.getpid())
     running: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
             environment = rank_environment(rank, ranks, store.port, threads)
             # A session of its own: an interrupt of the terminal is answered here, once.
-            running.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            options: Any = {"start_new_session": True, "preexec_fn": die_with_us}
+            running.append(subprocess.Popen(command, env=environment, **options))
         failed = _first_failure(running)
+        if failed is not None:  # the others are told, and have their finally
+            _wait(running, _GRACE)
     finally:
         _end(running)
     if failed is not None:
@@ -74,10 +81,29 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     for how in (signal.SIGTERM, signal.SIGKILL):
         for rank in left:
             os.killpg(rank.pid, how)
-        deadline = time.monotonic() + _PATIENCE
-        while left and time.monotonic() < deadline:
-            left = [rank for rank in left if rank.poll() is None]
-            time.sleep(_LOOK)
+        left = _wait(left, _PATIENCE)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
+    """Wait for ranks to end; returns those that still run then."""
+    deadline = time.monotonic() + seconds
+    while (left := [rank for rank in ranks if rank.poll() is None]) and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+    return left
+
+
+def _die_with(process: int) -> Callable[[], None] | None:
+    """What a child does before its program starts, so that the system ends it when this process is killed."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+
+    def ask() -> None:
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != process:  # it was killed before
+            os._exit(1)
+
+    return ask
 
 
 def _end_with_signal(number: int, _: FrameType | None) -> None:

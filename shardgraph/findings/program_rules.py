@@ -48,7 +48,7 @@ def _losses(program: Program) -> Iterator[Finding]:
                 "the loss is a mean over as many elements as the data say, such as tokens that are not ignored, and "
                 f"the means of {ranks} ranks count equally, whatever their numbers of elements are",
                 loss.source,
-                "sharded.train_step(..., loss_weight='tokens') weighs them; or have equally many on each rank",
+                "compile(..., loss_weight='tokens') weighs those of train_step; or have equally many on each rank",
             )
         if "sum" in kinds:
             yield Finding(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardgraph.errors import CheckpointError, nearest
 from shardgraph.torch_api import BatchNorm, local_tensor, placed
@@ -25,6 +25,9 @@ class HasShape(Protocol):
 
     @property
     def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class LoadedKeys(NamedTuple):
@@ -101,6 +104,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
         CheckpointError: names or shapes do not match the model; nothing has been loaded.
     """
     own = tensors_of(module)
+    check_dtypes(own, state)
     keys, misshapen = compared(own, state)
     if misshapen or (strict and any(keys)):
         raise CheckpointError(
@@ -111,8 +115,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     with torch.no_grad():
         for name, value in state.items():
             if name in own and not own[name].is_meta:  # on meta: on the ranks of another pipeline stage
-                local_tensor(own[name]).copy_(_own_part(value.detach(), own[name]))
+                copy_into(own[name], value)
     return keys
+
+
+@torch.no_grad()
+def copy_into(own: Tensor, value: Tensor) -> None:
+    """Copy ``value``, whole or a DTensor, into what this rank has of it."""
+    local_tensor(own).copy_(_own_part(value.detach(), own))
 
 
 @torch.no_grad()
@@ -122,6 +132,7 @@ def load_as_written(model: nn.Module, state: Mapping[str, Any], strict: bool) ->
     Raises:
         CheckpointError: the model does not take it; its parameters and buffers are as before.
     """
+    check_dtypes(tensors_of(model), state)
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
     before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     try:
@@ -143,6 +154,31 @@ def compared(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> tuple[
     return LoadedKeys(missing, unexpected), misshapen
 
 
+def check_dtypes(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Refuse what would change values in silence: floating numbers may be rounded, as in torch, and all else may not.
+
+    Raises:
+        CheckpointError: an integer, a bool or a complex number would become another kind of number, or the other way.
+    """
+    changed = [
+        f"{name!r} is {state[name].dtype} in it, here {own[name].dtype}"
+        for name in state
+        if name in own and isinstance(getattr(state[name], "dtype", None), torch.dtype)
+        if not keeps_values(state[name].dtype, own[name].dtype)
+    ]
+    if changed:
+        raise CheckpointError(
+            "the checkpoint has numbers of other kinds, which a copy would change"
+            + _some("of another dtype", changed)
+            + "\nnothing was loaded: convert the model, or the checkpoint, with .to(dtype) first"
+        )
+
+
+def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether numbers remain what they are, but for rounding of floating ones."""
+    return source == target or (source.is_floating_point and target.is_floating_point)
+
+
 def differences(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> str:
     """What :func:`compared` found, in words."""
     (missing, unexpected), misshapen = compared(own, state)
@@ -155,7 +191,7 @@ def differences(own: Mapping[str, Tensor], state: Mapping[str, HasShape]) -> str
     )
 
 
-def describable(state: Mapping[str, Any]) -> dict[str, Any]:
+def describable(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """``state`` with DTensors that ``torch.distributed.checkpoint`` can describe: one contiguous box per rank.
 
     A tensor that is sharded in several blocks of a dimension is all-gathered along that axis: all ranks must call this.
@@ -164,13 +200,19 @@ def describable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_one_box(tensor: DTensor) -> DTensor:
+    placements = one_box_placements(tensor)
+    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+
+
+def one_box_placements(tensor: DTensor) -> list[Placement]:
+    """Placements that ``torch.distributed.checkpoint`` can describe, as near to those of ``tensor`` as can be."""
     placements = list(tensor.placements)
     for position, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
             inner = [each for each in tensor.placements[position + 1 :] if isinstance(each, (Shard, _StridedShard))]
             if placement.dim not in [each.dim for each in inner]:  # it is not strided because of inner axes
                 placements[position] = Replicate()
-    return tensor if tuple(placements) == tuple(tensor.placements) else tensor.redistribute(placements=placements)
+    return placements
 
 
 def _rank() -> int:

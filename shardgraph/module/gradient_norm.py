@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph.module.parameters import is_each_ranks_own
+from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import local_tensor
 
 
+@translated
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
-from shardgraph.module.checkpoint import LoadedKeys, tensors_of
+from shardgraph.module.checkpoint import LoadedKeys, check_dtypes, tensors_of
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.torch_api import local_tensor
@@ -29,7 +29,7 @@ def load_local_state_dict(own: Mapping[str, Any], state: Mapping[str, Any], *, s
     """Copy the shards of a rank into its ``own`` ones, both of :func:`local_state_dict`.
 
     Raises:
-        CheckpointError: they are of another model, or of another number of ranks; nothing has been loaded.
+        CheckpointError: they are of another model or dtype, or of another number of ranks; nothing has been loaded.
     """
     own = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
@@ -39,6 +39,7 @@ def load_local_state_dict(own: Mapping[str, Any], state: Mapping[str, Any], *, s
             f"these shards are not of this rank of this model: missing {missing}, unknown {unexpected}, of another "
             f"shape {differ}. Load them on as many ranks as saved them; state_dict() loads on any number"
         )
+    check_dtypes(own, state)
     for name in own.keys() & state.keys():
         own[name].copy_(state[name])
     return LoadedKeys(missing, unexpected)

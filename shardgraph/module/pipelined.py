@@ -113,6 +113,7 @@ class PipelinedModule(ShardedModule):
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         """The microbatches of a call; forward alone has one if it cannot be cut, or its outputs cannot be merged."""
+        self._watched()
         device, padded = self._state.device, self._padded(args, kwargs)
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), padded)
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1

@@ -24,6 +24,7 @@ from shardgraph import torch_api
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
+from shardgraph.emission import saved as emission
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.garbage import collected_later
 from shardgraph.module import checkpoint, local_state, training_step
@@ -34,6 +35,7 @@ from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import clip_grad_norm_
+from shardgraph.module.input_names import input_names
 from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
@@ -47,7 +49,7 @@ from shardgraph.module.shared_batch import check_shared
 from shardgraph.module.switches import Switches
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
-from shardgraph.passes.lowering import STAGES
+from shardgraph.passes.lowering import STAGES, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
@@ -56,11 +58,12 @@ from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
-from shardgraph.runtime.executor import Executor, State
+from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradient_statistics import GradientStatistics
 from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
+from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import pytree
 
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
@@ -116,6 +119,7 @@ class ShardedModule(nn.Module):
     _as_written: AsWritten
     _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
     _unsharded: ExitStack | None  # within, parameters are whole
+    _before_training: Callable[[], None] | None  # called before each call that is differentiated
     _programs: OrderedDict[ProgramKey, list[_Compiled]]
     _latest: tuple[list[ProgramKey], list[_Compiled]] | None
     _switches: Switches
@@ -140,7 +144,7 @@ class ShardedModule(nn.Module):
         self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
         self._own(_recompiled=Recompiled(model, self._decided, padded=setup.lengths is not None))
         self._own(_padding=Padding(setup.lengths, model, setup.device) if setup.lengths is not None else None)
-        self._own(gradient_norm=None, _shared=False)
+        self._own(gradient_norm=None, _shared=False, _before_training=None)
         _MODULES.add(self)
 
     def _own(self, **attributes: Any) -> None:
@@ -208,11 +212,32 @@ class ShardedModule(nn.Module):
         self.training = mode
         return self
 
+    @translated
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on this rank's part of the batch; returns its output."""
         return self._without_padding(self._run(args, kwargs, None)[-1], args, kwargs)
 
+    def rows_of(self, samples: int) -> slice:
+        """This rank's rows of a batch of ``samples``, which are those of all ranks together.
+
+        Ranks along data axes have parts as equal as can be, in their order, and ranks that share a batch have the same.
+        Where ``samples`` is no multiple, the first ones have a row more: ``compile(..., loss_weight="tokens")`` weighs
+        the losses of ``train_step`` by their rows.
+
+        Raises:
+            ShardGraphError: there are fewer samples than ranks along data axes.
+        """
+        count = self.plan.data_size * self.plan.copies
+        if samples < count:
+            raise ShardGraphError(f"{samples} samples are fewer than the {count} ranks that have batches of their own")
+        mesh = self._state.mesh
+        index = 0 if mesh is None else self._state.replica * self.plan.data_size + self.plan.data_rank(mesh_rank(mesh))
+        each, more = divmod(samples, count)
+        start = index * each + min(index, more)
+        return slice(start, start + each + (index < more))
+
     @torch_api.not_traced
+    @translated
     def train_step(self, *args: Any, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
         """Forward, the loss and backward; returns this rank's loss, detached.
 
@@ -240,6 +265,7 @@ class ShardedModule(nn.Module):
         return loss if scaler is None else scaler.scale(loss)
 
     @torch_api.not_traced
+    @translated
     def step(
         self,
         *args: Any,
@@ -336,6 +362,7 @@ class ShardedModule(nn.Module):
             )
         return self.loss_fn
 
+    @translated
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -479,6 +506,7 @@ class ShardedModule(nn.Module):
     def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
         """What runs the call, and its flattened inputs."""
         self.reshard()
+        self._watched()
         leaves, spec = pytree.tree_flatten(self._padded(args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
@@ -487,6 +515,15 @@ class ShardedModule(nn.Module):
                 check_shared(self.plan, self.mesh, leaves)
             self._own(_shared=True)
         return executor, self._numbers.lift(leaves, spec)
+
+    def _watched(self) -> None:
+        """Do what :meth:`before_training` was given, if this call trains."""
+        if self._before_training is not None and self.training and torch.is_grad_enabled():
+            self._before_training()
+
+    def before_training(self, check: Callable[[], None] | None) -> None:
+        """Have ``check`` called before every call that trains, on all ranks; None: nothing."""
+        self._own(_before_training=check)
 
     def _padded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The call with the lengths that inputs are to have."""
@@ -698,6 +735,7 @@ class ShardedModule(nn.Module):
             )
         return self._latest[1][0].executor
 
+    @translated
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own ``state_dict``, with its hooks.
 
@@ -711,6 +749,7 @@ class ShardedModule(nn.Module):
         """What of ``state`` this rank has: without a pipeline, all of it."""
         return state
 
+    @translated
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or full tensors into the shards, in place.
 
@@ -727,6 +766,7 @@ class ShardedModule(nn.Module):
                 return checkpoint.load_as_written(self.original, state_dict, strict)
         return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
 
+    @translated
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """The ``save_pretrained`` of a model of ``transformers`` or ``peft``, of the unsharded state, on rank 0.
 
@@ -759,6 +799,7 @@ class ShardedModule(nn.Module):
         here = tuple(self.mesh.get_local_rank(axis) for axis in range(self.mesh.ndim)) if self.mesh is not None else ()
         return local_state.description(self.original, self.plan, rank, here, self.local_state_dict().keys())
 
+    @translated
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
         return checkpoint.full_state_dict(self, self._whole)
@@ -767,9 +808,38 @@ class ShardedModule(nn.Module):
         """The unsharded tensor in CPU memory if ``keep``; all ranks must call it."""
         return checkpoint.gathered(tensor, keep)
 
+    @translated
     def save_safetensors(self, path: str | Path) -> None:
         """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
         checkpoint.save_safetensors(self, path, self._whole)
+
+    def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
+        """Write the program of the latest :meth:`train_step` as source. All ranks must call it, and rank 0 writes.
+
+        As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
+        that the call had: put your own in ``batch.safetensors``.
+
+        Raises:
+            ShardGraphError: nothing has been compiled, the latest program gives no loss, or it has what plain PyTorch
+                does not have.
+            CheckpointError: on every rank, if rank 0 could not write.
+        """
+        program = self._compiled().program
+        emission.check(program)
+        if self._setup.loss_weight != "ranks":
+            raise ShardGraphError(
+                f"loss_weight={self._setup.loss_weight!r} weighs the losses of ranks outside of the program: compile "
+                "with loss_weight='ranks' to write it"
+            )
+        whole, key = self.full_state_dict(), self._latest[0][0]  # type: ignore[index]
+        if not scheduled:
+            program = lower(program.joint, program.plan, program.shapes, scheduled=False)
+        parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
+        leaves = [emission.synthesized(kind, program.joint.rows, parts) for kind in key.inputs]
+        names, folder = input_names(self.original, key.structure), Path(directory)
+        checkpoint.written_by_first_rank(
+            folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole)
+        )
 
 
 _MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()

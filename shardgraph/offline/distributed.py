@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardgraph.errors import CheckpointError
 from shardgraph.offline.stored import Stored, StoredState
+from shardgraph.torch_api import read_metadata
 
 
 def is_distributed(path: Path) -> bool:
@@ -48,11 +49,11 @@ def state_of_folder(folder: Path, entry: str = "") -> StoredState:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads what all files have only once; every load of a tensor asks for it."""
+    """Reads what all files have only once, and nothing but plain data; every load of a tensor asks for it."""
 
     @cache  # noqa: B019 - a reader lives as long as it is read from
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return super().read_metadata(*args, **kwargs)
+        return read_metadata(Path(self.path))
 
 
 def _read(reader: _Reader, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from shardgraph.errors import ShardGraphError, expect
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.replicas import OfReplicas
+from shardgraph.runtime import watch
+from shardgraph.runtime.watch import translated
 from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor
 
@@ -60,6 +62,7 @@ class StochasticGradientPush(OfReplicas):
         self._offset: torch.Tensor | None = None
         self._hops = [2**i for i in range((self._count - 1).bit_length())]
 
+    @translated
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica, and mix it with another."""
         self.begin()
@@ -130,6 +133,8 @@ class StochasticGradientPush(OfReplicas):
 
     def _posted(self, half: torch.Tensor) -> _Message:
         group, tag = self._module.replicas, self._steps % 1024
+        assert group is not None
+        watch.place.with_messages.add(str(group.group_name))
         rank, hop = dist.get_rank(group), self._hops[self._steps % len(self._hops)]
         received = torch.empty_like(half)
         receiving = dist.irecv(received, group=group, group_src=(rank - hop) % self._count, tag=tag)

@@ -16,6 +16,7 @@ from shardgraph.errors import expect
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.optim.gossip import StochasticGradientPush
 from shardgraph.optim.replicas import OfReplicas
+from shardgraph.runtime.watch import translated
 from shardgraph.sizes import is_whole
 from shardgraph.torch_api import all_gather, local_tensor, reduce_scatter
 
@@ -69,6 +70,7 @@ class LocalSGD(OfReplicas):
         """Whether the replicas are equal: no step has been made since the latest outer step."""
         return self._steps % self.frequency == 0
 
+    @translated
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica and, when a round is complete, bring the replicas together."""
         self.begin()

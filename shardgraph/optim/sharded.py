@@ -20,6 +20,7 @@ from shardgraph.module.state_on_disk import keep_state_as_of
 from shardgraph.optim.consolidation import consolidated
 from shardgraph.optim.ownership import balanced_owners
 from shardgraph.optim.rows import gather_rows, in_rows, scatter_rows
+from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import local_tensor, ordered_group
 
 _OF_PARAMETERS = ("params", "param_names")  # what is no option of a parameter group
@@ -119,6 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own.update(_options(group))
 
     @torch.no_grad()
+    @translated
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's parameters, and take the others' from their owners. All ranks must call it.
 

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -18,10 +19,13 @@ import torch.distributed as dist
 
 from shardgraph import errors
 from shardgraph.errors import RankMismatchError
+from shardgraph.runtime import watch
 from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
-_LOOK = 0.5  # seconds until a rank that waits first looks whether the others come; then twice as many
+_LOOK = 0.5  # seconds between two looks of a rank that waits at whether the others come
+_ASKING = 3  # looks after which ranks that have not come are asked whether they are there
+_PAUSES = 0.001, 0.1  # the shortest and the longest seconds between two looks for a key
 _SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -46,6 +50,7 @@ class Agreement:
         self._rank = dist.get_rank()
         prefix = f"shardgraph/agreement/{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
+        watch.begin()
         # A separate connection: a long wait on the shared one would block the process group's own threads.
         self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # the stubs lack it
 
@@ -68,6 +73,8 @@ class Agreement:
             try:
                 verdict = self._verdict(self._store, topic, value or "", error, shown)
             except RuntimeError as lost:
+                if error is None and (cause := watch.failed(lost, f"the agreement on {topic}")) is not None:
+                    raise cause from lost
                 verdict = self._lost(topic, lost)
             self._since = 0
         if error is not None:
@@ -111,7 +118,7 @@ class Agreement:
 
     def _wait(self, store: dist.Store, key: str, topic: str) -> str:
         try:
-            store.wait([key], timedelta(seconds=self._timeout))
+            self._wait_watched(store, key, topic)
         except dist.DistError:  # a timeout, or the store is gone: the next line tells which
             late = (
                 f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
@@ -123,6 +130,13 @@ class Agreement:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
         return post
+
+    def _wait_watched(self, store: dist.Store, key: str, topic: str) -> None:
+        """Wait for a key of the first rank, and look now and then whether a rank has failed."""
+        with watch.agreeing(topic) as waiting:
+            waiting.absent = self._ranks[:1]
+            for look in _looks(store, key, self._timeout):
+                watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
 
     def go_on(self) -> None:
         """Post that this rank begins to communicate with the others, as all last agreed; not a round.
@@ -222,18 +236,13 @@ class Agreement:
         If some ranks have, one of those that wait here is before one of them, and posts the verdict for all.
         """
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
-        left, look = self._timeout, min(_LOOK, self._timeout)
-        while True:
-            with contextlib.suppress(dist.DistStoreError):  # a timeout
-                store.wait([key], timedelta(seconds=look))
-                return
-            left -= look
-            if self._has_gone_on(store, following):
-                store.compare_set(key, "", self._gone_on(store, topic, following))
-                return
-            if left <= 0:
-                raise dist.DistStoreError("no verdict in time")
-            look = min(2 * look, left)
+        with watch.agreeing(topic) as waiting:
+            for look in _looks(store, key, self._timeout):
+                watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
+                if self._has_gone_on(store, following):
+                    store.compare_set(key, "", self._gone_on(store, topic, following))
+                    return
+                waiting.absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
 
     def _has_gone_on(self, store: dist.Store, rank: int) -> bool:
         post = f"since/{rank}"
@@ -287,6 +296,26 @@ class Agreement:
     def _has_posted(self, store: dist.Store, rank: int) -> bool:
         post = f"post/{rank}"
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
+
+
+def _looks(store: dist.Store, key: str, timeout: float) -> Iterator[int]:
+    """Wait for a key; give the turn, by number, to the caller now and then. Torch warns of its own waits that end so.
+
+    Raises:
+        DistStoreError: it is not there after ``timeout`` seconds.
+    """
+    start = time.monotonic()
+    pause, longest = _PAUSES
+    look, number = start + min(_LOOK, timeout), 0
+    while not store.check([key]):
+        now = time.monotonic()
+        if now >= look:
+            yield (number := number + 1)
+            if now >= start + timeout:
+                raise dist.DistStoreError("not there in time")
+            look = min(now + _LOOK, start + timeout)
+        time.sleep(pause)
+        pause = min(1.2 * pause, longest)
 
 
 def _error_class(name: str) -> type[Exception] | None:

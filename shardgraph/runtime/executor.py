@@ -11,17 +11,16 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
-from shardgraph.errors import CollectiveError, RankMismatchError, ShardGraphError
+from shardgraph.errors import CollectiveError, RankFailedError, RankMismatchError, ShardGraphError
 from shardgraph.passes.analysis.liveness import own_results
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
-from shardgraph.runtime import host
+from shardgraph.runtime import host, watch
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.bind import bind
@@ -174,7 +173,7 @@ class Bound:
         agreement: Agreement | None = None,
         name: str = "",
     ) -> None:
-        self.module, self.model, self._name = bind(gm, mesh), model, name
+        self.module, self.model, self.name = bind(gm, mesh), model, name
         self._agreement = agreement if any(map(ir.is_collective, gm.graph.nodes)) else None
         self.inputs: list[tuple[ir.Role, Any]] = [
             (role, node.meta.get("val")) for role, node in ir.placeholders(self.module).items()
@@ -185,6 +184,7 @@ class Bound:
         ]
         self.own = own_results(self.module)
         self._call = backend(self.module)
+        watch.place.know(self._call, self.module)
         self._has_ranges = backend is eager.backend
         continues = any(isinstance(role, ir.Saved) for role, _ in self.results)
         copies = any(ir.is_copy(node) for each in (gm, after) if each is not None for node in each.graph.nodes)
@@ -193,17 +193,24 @@ class Bound:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._agreement is not None:
+            watch.begin_graph()
             self._agreement.go_on()
         try:
             with torch_api.below_autograd():
                 results = list(self._run(inputs) if Bound.observer is None else Bound.observer(self, inputs))
-        except RuntimeError as error:
+        except Exception as error:
             node = self._failing_collective(error)
-            if node is None or isinstance(error, ShardGraphError):
+            if node is None or not isinstance(error, RuntimeError) or isinstance(error, ShardGraphError):
+                if self._agreement is not None and not isinstance(error, RankFailedError):
+                    watch.abandon(error)  # others may wait in this graph
                 raise
             if self._agreement is not None and (verdict := self._agreement.verdict_against()) is not None:
                 raise RankMismatchError(verdict) from error
-            raise CollectiveError(f"{ir.describe_collective(node)} failed: {error}\n  {_whose(error)}") from error
+            what = ir.describe_collective(node)
+            if (cause := watch.failed(error, what)) is not None:
+                raise cause from error
+            said = watch.plain(error) if watch.is_of_others(error) else error
+            raise CollectiveError(f"{what} failed: {said}\n  {_whose(error)}") from error
         if self.settles:
             host.settle()
         return results
@@ -216,7 +223,7 @@ class Bound:
 
     @cached_property
     def _ranged(self) -> Callable[[list[Any]], Sequence[Any]]:
-        made: Callable[[list[Any]], Sequence[Any]] = in_ranges(self.module, self._name)
+        made: Callable[[list[Any]], Sequence[Any]] = in_ranges(self.module, self.name)
         return made
 
     def _failing_collective(self, error: BaseException) -> fx.Node | None:
@@ -232,18 +239,8 @@ class Bound:
         return node if node is not None and ir.is_collective(node) else None
 
 
-# Errors of gloo and NCCL for a missing or an unexpected message.
-_OF_OTHERS = re.compile(
-    r"gloo/transport|connection (was )?(closed|reset|refused)|closed by peer|broken pipe|timed? ?out|socket|"
-    r"remote process|communicator was aborted|NCCL error",
-    re.IGNORECASE,
-)
-_OF_THE_CALL = re.compile(r"invalid (usage|argument)", re.IGNORECASE)
-
-
 def _whose(error: RuntimeError) -> str:
     """Text that says whether a collective failed because of another rank or of this rank's own call."""
-    network = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
-    if (network or _OF_OTHERS.search(str(error))) and not _OF_THE_CALL.search(str(error)):
+    if watch.is_of_others(error):
         return "another rank died, left this step early or runs another program; look at its output first"
     return "this rank's own call was refused, for what it was called with: no other rank is the cause"

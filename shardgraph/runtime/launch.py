@@ -26,10 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessContext, start_processes
+from tqdm import tqdm
 
 from shardgraph.cost_models.detection import cpu_cores
-from shardgraph.errors import LaunchError
+from shardgraph.errors import LaunchError, RankFailedError
+from shardgraph.runtime import watch
+from shardgraph.torch_api import recorded_connections
 
+_GRACE = 5.0  # seconds for the other ranks to end after one has failed
 _NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on a busy machine
 
 _inside_rank = False
@@ -58,8 +62,10 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
         timeout: seconds for the whole run, and for each collective; under ``torchrun`` for each collective.
 
     Raises:
-        LaunchError: a rank raised (with its traceback), died (with the signal or exit code) or was still running
-            after ``timeout`` seconds; if several failed, the first in time. No rank is left running.
+        LaunchError: a rank raised (with the user's lines of its traceback; all of it is ``traceback`` of the error),
+            died (with the signal or exit code) or was still running after ``timeout`` seconds; if several failed, the
+            one that the others failed for, or the first in time. No rank is left running: the others are told, and
+            have some seconds for their ``finally``.
             Also: ``fn`` or ``args`` cannot be sent to another process, ``nproc`` is below 1, or ``launch``
             was called by a rank.
     """
@@ -136,8 +142,8 @@ def rank_environment(rank: int, nproc: int, port: int, environment: Mapping[str,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the launcher serves the store, not rank 0
     }
-    # A hostname that resolves elsewhere does no harm then.
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    # A hostname that resolves elsewhere does no harm then, and no other machine can connect.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return loopback | dict(environment) | own
 
 
@@ -164,8 +170,8 @@ def _wait(context: ProcessContext, folder: Path, deadline: float, timeout: float
         codes = {rank: process.exitcode for rank, process in running.items() if process.exitcode is not None}
         died = {rank: code for rank, code in codes.items() if code != 0 or not (folder / f"{rank}.result").exists()}
         if died:
-            _end(context)
-            raise LaunchError(_first_failure(died, noticed, len(context.processes), folder))
+            _end(context, _GRACE)
+            raise _first_failure(died, noticed, len(context.processes), folder)
         for rank in codes:
             del running[rank]
         if running and time.monotonic() >= deadline:
@@ -176,26 +182,32 @@ def _wait(context: ProcessContext, folder: Path, deadline: float, timeout: float
             )
 
 
-def _end(context: ProcessContext) -> None:
+def _end(context: ProcessContext, grace: float = 0.0) -> None:
+    deadline = time.monotonic() + grace
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
     for process in context.processes:
         process.kill()  # a rank inside a collective does not react to anything weaker
     for process in context.processes:
         process.join()
 
 
-def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> str:
-    """The first failure in full, and the last line of each later one, which is usually its consequence."""
+def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> LaunchError:
+    """The failure that others failed for, if they were told, or else the first, with its cause at the end."""
     failures = []
     for rank in range(nproc):
         if (file := folder / f"{rank}.error").exists():
             record = json.loads(file.read_text())
-            failures.append((record["time"], rank, f"raised:\n\n{record['traceback'].rstrip()}"))
-        elif rank in died:
-            failures.append((noticed - _NOTICE, rank, _cause_of_death(died[rank])))  # it may have died so long before
-    (_, rank, report), *later = sorted(failures)
-    lines = [f"rank {rank} of {nproc} {report}"]
-    lines += [f"Then rank {rank} failed: {report.splitlines()[-1]}" for _, rank, report in later]
-    return "\n\n".join(lines)
+            report = record["short"] if record["told"] else f"rank {rank} of {nproc} raised:\n\n{record['short']}"
+            failures.append((record["told"], record["time"], report, record["traceback"], rank))
+        elif rank in died:  # it may have died so long before
+            report = f"rank {rank} of {nproc} {_cause_of_death(died[rank])}"
+            failures.append((False, noticed - _NOTICE, report, "", rank))
+    _, _, report, full, _ = min(failures)
+    error = LaunchError(report)
+    error.traceback = full
+    error.failed = tuple(rank for told, _, _, _, rank in failures if not told)
+    return error
 
 
 def _cause_of_death(code: int) -> str:
@@ -213,6 +225,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
     global _inside_rank
     _inside_rank = True
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # torch uses it; its own lock is a semaphore, which a killed rank leaves behind
     try:
         os.environ.clear()
         os.environ.update(rank_environment(rank, nproc, port, environment))
@@ -221,11 +234,20 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
         _join_group(timeout)
         fn, args = torch.load(folder / "task", map_location="cpu", weights_only=False)
         torch.save(fn(*args), folder / f"{rank}.result")
+        watch.leave("has ended: its function returned")
         if dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException:
+    except BaseException as raised:
+        error = watch.seen(raised)
+        watch.fail(error)
         draft = folder / f"{rank}.draft"
-        draft.write_text(json.dumps({"time": time.time(), "traceback": traceback.format_exc()}))
+        record = {
+            "time": time.time(),
+            "told": isinstance(error, RankFailedError),
+            "short": str(error) if isinstance(error, RankFailedError) else watch.place.shown(error),
+            "traceback": traceback.format_exc(),
+        }
+        draft.write_text(json.dumps(record))
         draft.rename(folder / f"{rank}.error")  # atomic: this process may be killed at any moment
         sys.stdout.flush()
         sys.stderr.flush()
@@ -241,6 +263,7 @@ def _end_with_parent() -> None:
 
 def _leave_group() -> None:
     """A process that ends with threads of a group that it is in aborts now and then."""
+    watch.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -250,4 +273,6 @@ def _join_group(timeout: float) -> None:
     gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     if gpu_each:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
+    with recorded_connections():
+        dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
+    watch.begin()

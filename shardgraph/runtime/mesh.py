@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardgraph import torch_api
 from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.device import current_device, group_device_type
-from shardgraph.torch_api import ordered_gloo
 
 
 def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> Mesh:
@@ -50,23 +51,32 @@ def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> M
     return tuple(sizes.items())
 
 
-def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceMesh | None:
+def run_mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh, timeout: float = 300.0) -> DeviceMesh | None:
     """The device mesh of ``axes``: ``mesh``, if it is one; None without axes or process group. All ranks must call it.
+
+    Its groups wait ``timeout`` seconds for a collective.
 
     Its device is the accelerator if the process group communicates the accelerator's tensors, else the CPU. A mesh of
     all ranks over gloo gets groups of its own, and is equal to the one given.
     """
+    made = _mesh(mesh, axes)
+    for group in made.get_all_groups() if made is not None else ():
+        torch_api.limit_wait(group, timedelta(seconds=timeout))
+    return made
+
+
+def _mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceMesh | None:
     if isinstance(mesh, DeviceMesh):
         gloo = all(dist.get_backend(group) == "gloo" for group in mesh.get_all_groups())
         if mesh.device_type != "cpu" or not gloo or mesh.size() < dist.get_world_size():
             return mesh
-        backends = ((ordered_gloo(), None),) * mesh.ndim
+        backends = ((torch_api.ordered_gloo(), None),) * mesh.ndim
         return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, backend_override=backends)
     if not axes or not dist.is_initialized():
         return None
     names, sizes = zip(*axes, strict=True)
     device_type = group_device_type()
-    override: Any = dict.fromkeys(names, ordered_gloo()) if device_type == "cpu" else None
+    override: Any = dict.fromkeys(names, torch_api.ordered_gloo()) if device_type == "cpu" else None
     return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
 
 

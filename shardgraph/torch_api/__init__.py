@@ -21,6 +21,15 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from shardgraph.torch_api import releases
 from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
+from shardgraph.torch_api.checkpoints import box_of, read_metadata, storage_info
+from shardgraph.torch_api.connections import (
+    break_connections,
+    has_hung_up,
+    innermost_store,
+    members,
+    operation_counts,
+    recorded_connections,
+)
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value
 from shardgraph.torch_api.execution import (
     ENTER_RANGE,
@@ -45,9 +54,11 @@ from shardgraph.torch_api.groups import (
     group_along,
     has_backend,
     is_gloo,
+    limit_wait,
     ordered_gloo,
     ordered_group,
     reduce_scatter,
+    wait_of,
 )
 from shardgraph.torch_api.guarded_layers import Repeated
 from shardgraph.torch_api.guards import Guards

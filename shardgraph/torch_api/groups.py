@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardgraph.torch_api.connections import recorded_connections
+
 # Named so since torch 2.13, which warns of the names before.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,15 +38,32 @@ def ordered_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     made: Any = dist.new_group(ranks, backend=ordered_gloo(), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
+    limit_wait(made, wait_of(group))
     return made
+
+
+def limit_wait(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let a collective of ``group`` fail that takes longer than ``timeout``; torch gives groups half an hour."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def wait_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of ``group`` may take."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return dist.distributed_c10d.default_pg_timeout
 
 
 def group_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group along one axis of ``mesh`` or several, made the first time; all ranks must ask alike."""
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    backend = dist.get_backend(mesh.get_group(axes[0]))
-    return mesh[axes]._flatten("+".join(axes), backend).get_group()
+    part = mesh.get_group(axes[0])
+    group = mesh[axes]._flatten("+".join(axes), dist.get_backend(part)).get_group()
+    limit_wait(group, wait_of(part))
+    return group
 
 
 def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -55,7 +74,8 @@ def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta
     options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    with recorded_connections():
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def is_gloo(name: str) -> bool:

@@ -131,8 +131,9 @@ class FairScaleTrainingEngine(TorchTrainingEngine):
         """Load a checkpoint into the shards of this worker; returns its ``client_state``."""
 
         def saved(name: str, worker: int = 0) -> Any:
-            # Callbacks may have saved anything: a checkpoint is trusted, as the code of the run.
-            return torch.load(checkpoint_dir / f"worker{worker}_{name}.pt", map_location="cpu", weights_only=False)
+            # Callbacks may have saved anything with the trainer: that file is trusted, as the code of the run.
+            file, tensors = checkpoint_dir / f"worker{worker}_{name}.pt", name != "trainer"
+            return torch.load(file, map_location="cpu", weights_only=tensors)
 
         self.load_model_state(saved("model"))
         WholeOptimizer(self.optimizer).load_state_dict(saved("optimizer"))

@@ -14,6 +14,7 @@ from shardgraph.passes.analysis.overwrites import IN_PLACE
 from shardgraph.runtime.backends.gloo import suit_gloo
 from shardgraph.runtime.layouts import suit_layouts
 from shardgraph.runtime.side_by_side import read_where_stored
+from shardgraph.runtime.watch import flight
 
 
 def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -23,7 +24,7 @@ def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     read_where_stored(gm)
     suit_gloo(gm)
     suit_layouts(gm)
-    return torch_api.boxed(gm)
+    return torch_api.boxed(flight.recorded(gm))
 
 
 def check(device: torch.device) -> None:

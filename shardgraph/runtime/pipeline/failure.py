@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardgraph.errors import CollectiveError, RankMismatchError, ShardGraphError
+from shardgraph.runtime import watch
 from shardgraph.runtime.agreement import Agreement
 
 _PROBE = 1 << 20  # a tag of point-to-point messages that no schedule uses
@@ -32,7 +33,8 @@ def report_failure(agreement: Agreement, group: dist.ProcessGroup | None, neighb
     """
     agreement.go_on()
     try:
-        yield
+        with watch.stepping():
+            yield
     except Exception as error:
         rank = dist.get_rank() if dist.is_initialized() else 0
         if not _of_communication(error) or group is None:
@@ -40,6 +42,8 @@ def report_failure(agreement: Agreement, group: dist.ProcessGroup | None, neighb
             raise
         if (verdict := agreement.verdict_against()) is not None:
             raise RankMismatchError(verdict) from error
+        if (failure := watch.failed(error, "a step of the pipeline")) is not None:
+            raise failure from error
         agreement.post_presence()
         closed = [neighbour for neighbour in neighbours if _closed(neighbour, group)]
         lost = [neighbour for neighbour in closed if not agreement.is_present(neighbour, _GRACE)]

@@ -16,6 +16,7 @@ from shardgraph import ir, torch_api
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.plans.orders import find_schedule
 from shardgraph.plans.plan import Plan
+from shardgraph.runtime import watch
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradients import on_any_data_rank
 from shardgraph.runtime.loss_weight import weight_by_elements
@@ -50,6 +51,8 @@ class RunningPipeline:
         self.stages = [RunningStage(number, self.pipeline, state, self.group) for number in self.numbers]
         self._used: dict[str, None] = {}  # the parameters that losses depend on whose gradients are not reduced yet
         state.accumulated.append(self._used)
+        if self.group is not None:
+            watch.place.with_messages.add(str(self.group.group_name))
         self._schedules: dict[int, Any] = {}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -204,7 +207,9 @@ class RunningPipeline:
             elif len(ranks) > 1 and self.mesh is not None and ranks not in self._sharing:
                 columns = self.mesh.mesh.reshape(self.pipeline.ranks, -1).t()  # the pipeline's axis is the outermost
                 groups, backend = columns[:, list(ranks)].tolist(), dist.get_backend(self.group)
-                self._sharing[ranks], _ = dist.new_subgroups_by_enumeration(groups, backend=backend)
+                assert self.group is not None
+                timeout = torch_api.wait_of(self.group)
+                self._sharing[ranks], _ = dist.new_subgroups_by_enumeration(groups, timeout, backend)
 
     def infer(self, work: Sequence[Work]) -> list[dict[Any, Any]]:
         """Forward of all microbatches alone; returns the model's outputs for each, by role, on every rank."""

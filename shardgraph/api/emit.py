@@ -1,0 +1,87 @@
+"""``shardgraph.emit``: a program as source, for a model and a plan, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.capture.capture import own_loss
+from shardgraph.capture.captures import Captures
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.emission.saved import save
+from shardgraph.module.input_names import input_names
+from shardgraph.passes.lowering import lower
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.plans.plan import Plan
+from shardgraph.plans.precision import Precision
+from shardgraph.search.answer import answer
+from shardgraph.search.machine import resolve_axes
+from shardgraph.search.question import Question
+from shardgraph.torch_api import pytree
+
+
+def emit(
+    model: nn.Module,
+    directory: str | Path,
+    plan: str | Path | Plan = "fsdp",
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    pipeline: Pipeline | None = None,
+    precision: str | Precision | None = None,
+    cluster: Cluster | str | Path | None = None,
+    recompute: str | None = None,
+    memory: int | str | None = None,
+    loss_chunk: int | str | None = None,
+    scheduled: bool = False,
+) -> list[Path]:
+    """Write the program of ``model`` under ``plan`` as source that trains without shardgraph; returns its files.
+
+    ``program.py`` is plain PyTorch: it has a function for each module of the model, one for all equal layers, with
+    their backward and their collectives, and trains under ``torchrun`` with the losses of the compiled module to the
+    bit. Beside it are the weights, unsharded, and the batch of the example. Nothing runs, and no process group is
+    needed.
+
+    Args:
+        model: a module, which is unchanged. If it is on ``meta``, no weights are written.
+        directory: where to write; made if it does not exist, and files of the same names are replaced.
+        plan: as for :func:`shardgraph.compile`.
+        example_inputs: positional inputs of one rank's call.
+        example_kwargs: keyword inputs of the same call; ``target`` goes to ``loss_fn``.
+        loss_fn: ``loss_fn(output, target) -> scalar``; else the model returns its loss, alone or as ``output.loss``.
+        mesh: axis sizes by name; default: the plan's, else one rank for each device of ``cluster``, and for
+            ``"single"`` one.
+        pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
+        precision: likewise.
+        cluster: the hardware for which plans and stages are priced; None: this machine.
+        recompute: likewise.
+        memory: likewise.
+        loss_chunk: likewise.
+        scheduled: write the operations in the order in which the compiled module runs them, its collectives merged and
+            started early, instead of the order in which the model has them.
+
+    Raises:
+        CaptureError, PlanError: as ``shardgraph.compile``.
+        ShardGraphError: the program has no loss, or what plain PyTorch does not have: offloaded tensors, replicas that
+            an optimizer averages, or operators of the user's own.
+    """
+    kwargs, captures = dict(example_kwargs or {}), Captures(torch.device("cpu"))
+    mesh_of = partial(resolve_axes, mesh={} if mesh is None and plan == "single" else mesh, cluster=cluster)
+    options = precision, recompute, memory, loss_chunk, None, cluster
+    question = Question.of(model, plan, mesh_of, mesh is None, pipeline, *options)
+    loss = loss_fn if "target" in kwargs else None
+    # As compile decides it, for the call itself: a plan's placements depend on what is returned.
+    asked = question.about(example_inputs, kwargs, own_loss if loss is None and question.plan.pipeline else loss)
+    decided = answer(asked, captures)
+    question = question.about(example_inputs, kwargs, loss or own_loss).settled(decided)
+    joint = captures.take(question.captured, decided)
+    program = lower(joint, decided, question.shapes, scheduled=scheduled)
+    leaves, spec = pytree.tree_flatten((example_inputs, kwargs))
+    return save(program, model, directory, leaves, input_names(model, spec), scheduled)

@@ -1,0 +1,72 @@
+"""``shardgraph emit``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import shardgraph
+from shardgraph.cli.options import (
+    Batch,
+    ClusterName,
+    Json,
+    LossChunk,
+    Memory,
+    Mesh,
+    Model,
+    PlanName,
+    Precision,
+    Recompute,
+    Sequence,
+    Settings,
+    mesh_of,
+)
+from shardgraph.cli.output import result, working
+
+
+def emit(
+    model: Model,
+    out: Annotated[str, typer.Option("--out", "-o", help="The folder to write to.")] = "program",
+    plan: PlanName = "fsdp",
+    mesh: Mesh = None,
+    cluster: ClusterName = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    settings: Settings = None,
+    precision: Precision = None,
+    recompute: Recompute = None,
+    memory: Memory = None,
+    loss_chunk: LossChunk = None,
+    scheduled: Annotated[
+        bool, typer.Option("--scheduled", help="In the order in which the compiled module runs operations.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the program of a model under a plan as plain PyTorch, which trains without shardgraph.
+
+    The model returns its loss, and has random weights, which are written beside the program.
+    """
+    axes = mesh_of(mesh)
+    with working(f"write {model} under {plan}"):
+        from shardgraph.cli.model import job_of
+
+        job = job_of(model, batch, sequence, settings, weights=True)
+        files = shardgraph.emit(
+            job.module,
+            out,
+            plan,
+            **job.call,
+            mesh=axes,
+            cluster=cluster,
+            precision=precision,
+            recompute=recompute,
+            memory=memory,
+            loss_chunk=loss_chunk,
+            scheduled=scheduled,
+        )
+    program = next(file for file in files if file.name == "program.py")
+    lines = program.read_text(encoding="utf-8").splitlines()
+    command = next(line.strip() for line in lines if line.strip().endswith("program.py"))
+    text = f"Wrote {', '.join(file.name for file in files)} to {out}. Train there with: {command}"
+    result(text, {"wrote": [str(file) for file in files], "command": command}, as_json)

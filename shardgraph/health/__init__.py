@@ -1,0 +1,1 @@
+"""Faults in numbers: replicas that are not equal any more, and where a NaN or an infinity comes from."""

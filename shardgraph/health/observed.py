@@ -1,0 +1,173 @@
+"""A step whose graphs are run node by node, and what was not finite in it on this rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from shardgraph import ir, torch_api
+from shardgraph.runtime.executor import Bound
+from shardgraph.torch_api import pytree
+
+_UNWRITTEN = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+"""Operations whose values are whatever the memory held."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is not finite in a value: NaN, infinities, or both."""
+
+    nan: bool
+    inf: bool
+
+    def __bool__(self) -> bool:
+        return self.nan or self.inf
+
+
+FINITE = Value(False, False)
+
+
+@dataclass
+class Run:
+    """One graph as it ran: its number in the step, its name, and the nodes whose values were not finite.
+
+    ``sources`` are the nodes of earlier graphs that gave its inputs.
+    """
+
+    number: int
+    name: str
+    module: fx.GraphModule
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    sources: dict[fx.Node, Place] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> Value:
+        """What is not finite in the value of a node."""
+        return self.values.get(node, FINITE)
+
+    @cached_property
+    def positions(self) -> dict[fx.Node, int]:
+        """The place of each node in the graph."""
+        return {node: position for position, node in enumerate(self.module.graph.nodes)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node of a graph that ran."""
+
+    run: Run
+    node: fx.Node
+
+    def __hash__(self) -> int:
+        return hash((self.run.number, self.node))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and (self.run.number, self.node) == (other.run.number, other.node)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the step; the same on ranks that run the same program."""
+        return self.run.number, self.run.positions[self.node]
+
+    @property
+    def value(self) -> Value:
+        """What is not finite in it."""
+        return self.run.of(self.node)
+
+    def inputs(self) -> Iterator[Place]:
+        """Where it takes its values from."""
+        if self.node in self.run.sources:
+            yield self.run.sources[self.node]
+        for node in self.node.all_input_nodes:
+            yield Place(self.run, node)
+
+    def makes_nan(self) -> bool:
+        """Whether it has a NaN that none of its inputs has."""
+        return self.value.nan and not any(each.value.nan for each in self.inputs()) and not self._given()[0]
+
+    def makes_inf(self) -> bool:
+        """Whether it has an infinity and nothing that it is computed from has one."""
+        return self.value.inf and not any(each.value for each in self.inputs()) and not any(self._given())
+
+    def _given(self) -> tuple[bool, bool]:
+        """Whether a NaN, or an infinity, is among the numbers that it is called with."""
+        numbers = [each for each in pytree.tree_leaves((self.node.args, self.node.kwargs)) if isinstance(each, float)]
+        return any(map(math.isnan, numbers)), any(map(math.isinf, numbers))
+
+
+class Observer:
+    """Runs the graphs of one model node by node, in place of :class:`Bound`'s own way, and keeps what is not finite."""
+
+    def __init__(self, model: Any) -> None:
+        self.runs: list[Run] = []
+        self._model = model
+        self._given: dict[Any, Place] = {}
+
+    def __call__(self, bound: Bound, inputs: list[Any]) -> Sequence[Any]:
+        """As ``Bound.observer``."""
+        if bound.model is not self._model:
+            return torch_api.boxed(bound.module)(inputs)
+        run = Run(len(self.runs), bound.name, bound.module)
+        self.runs.append(run)
+        for given, node in ir.placeholders(bound.module).items():
+            if given in self._given:
+                run.sources[node] = self._given[given]
+        results: Sequence[Any] = _Interpreter(run).run(*inputs)
+        inputs.clear()
+        for result, value in ir.outputs(bound.module):
+            role: Any = result
+            if isinstance(value, fx.Node) and isinstance(role, (ir.Saved, ir.Gathered, ir.Forwarded, ir.Returned)):
+                self._given[role] = Place(run, value)
+        return results
+
+    def ends(self) -> list[Place]:
+        """The outputs and gradients that are not finite."""
+        return [
+            Place(run, value)
+            for run in self.runs
+            for role, value in ir.outputs(run.module)
+            if isinstance(role, (ir.Output, ir.Gradient)) and isinstance(value, fx.Node) and run.of(value)
+        ]
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph and looks at every value once it is there."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.module)
+        self._run = run
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.target in _UNWRITTEN:
+            return result.zero_()
+        if n.op == "output":
+            return result
+        if ir.is_collective(n) or ir.is_copy(n):  # its value is on its way: what this rank gives to it counts
+            given = [self._run.of(each) for each in n.all_input_nodes]
+            found = Value(any(each.nan for each in given), any(each.inf for each in given))
+        else:
+            found = _looked_at(result)
+        if found:
+            self._run.values[n] = found
+        return result
+
+
+def _looked_at(result: Any) -> Value:
+    tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    values = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    kinds = [each for each in values if each.is_floating_point() or each.is_complex()]
+    nan = any(bool(torch.isnan(each).any()) for each in kinds)
+    return Value(nan, any(bool(torch.isinf(each).any()) for each in kinds))

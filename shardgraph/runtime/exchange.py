@@ -1,0 +1,129 @@
+"""Texts between ranks, over connections of their own to the store where the process group met.
+
+Not collectives: for any backend, beside the training's own communication on another thread, also after the process
+group has ended; and a rank that fails can still say so. Texts are JSON or names: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardgraph.errors import RankMismatchError, ShardGraphError
+from shardgraph.torch_api import default_store
+
+_FAILED = b"!"
+_MARGIN = 5.0  # seconds that ranks allow the first one beyond the timeout, to say which rank is missing
+_numbers = itertools.count()  # all ranks make them in the same order
+
+
+class Ranks:
+    """The ranks that do something together. Each waits for the others ``timeout`` seconds at a time, and raises an
+    ``error`` of this class if one does not come.
+
+    All ranks make one and call its methods in the same order. Alone, without a process group, nothing is sent.
+    """
+
+    def __init__(self, timeout: float, error: type[ShardGraphError] = RankMismatchError) -> None:
+        self.rank, self.count, self._timeout, self._error = 0, 1, timeout, error
+        self._round = 0
+        self._store: Any = None
+        if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        prefix = f"shardgraph/exchange/{next(_numbers)}"
+        self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # stubs lack it
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what ranks have in common."""
+        return self.rank == 0
+
+    def to_first(self, topic: str, value: Any) -> list[Any]:
+        """What all ranks give, in JSON's types, on the first rank; empty on the others. Then comes :meth:`from_first`.
+
+        Raises:
+            ShardGraphError: a rank did not give anything in time; the others hear it in :meth:`from_first`.
+        """
+        self._round += 1
+        if self.count == 1:
+            return [value]
+        if self.rank:
+            self._reached(topic, lambda: self._store.compare_set(f"{self._round}/{self.rank}", "", _packed(value)))
+            return []
+        keys = [f"{self._round}/{rank}" for rank in range(1, self.count)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        except RuntimeError:
+            absent = [rank for rank, key in enumerate(keys, start=1) if not self._reached(topic, self._has(key))]
+            message = (
+                f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:12]))} did not come to {topic} "
+                f"within {self._timeout:g} s: it has ended, makes another call, or is busy: look at its output, or "
+                "allow more time with timeout="
+            )
+            self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
+            raise self._error(message) from None
+        given = [value, *(_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys)))]
+        read = [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]  # that one by all ranks
+        self._reached(topic, lambda: [self._store.delete_key(key) for key in read])
+        return given
+
+    def from_first(self, topic: str, value: Any = None) -> Any:
+        """What the first rank gives, on all ranks; called after :meth:`to_first`.
+
+        Raises:
+            ShardGraphError: it gave nothing in time, or has told what is wrong.
+        """
+        if self.count == 1:
+            return value
+        key = f"{self._round}/first"
+        if self.is_first:
+            self._reached(topic, lambda: self._store.compare_set(key, "", b"=" + _packed(value)))
+            return value
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout + _MARGIN))
+        except RuntimeError as error:
+            raise self._error(
+                f"rank 0 did not get as far as rank {self.rank} at {topic} within {self._timeout:g} s: it has ended or "
+                "is busy: look at its output, or allow more time with timeout="
+            ) from error
+        post = self._reached(topic, lambda: self._store.get(key))
+        if post.startswith(_FAILED):
+            raise self._error(post[1:].decode())
+        return _unpacked(post[1:])
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """What all ranks give, on all ranks.
+
+        Raises:
+            ShardGraphError: a rank did not come in time.
+        """
+        given = self.to_first(topic, value)
+        result: list[Any] = self.from_first(topic, given)
+        return result
+
+    def _has(self, key: str) -> Callable[[], bool]:
+        return lambda: self._store.check([key])
+
+    def _reached(self, topic: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self._error(
+                f"rank {self.rank} lost the store of the process group at {topic}: {error}. The process that serves it "
+                "has ended, usually rank 0 or the launcher: look at its output"
+            ) from error
+
+
+def _packed(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value).encode(), 1)
+
+
+def _unpacked(post: bytes) -> Any:
+    return json.loads(zlib.decompress(post))

@@ -1,0 +1,223 @@
+"""What this rank is doing, read off the frames of its threads: nothing is noted while it works."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardgraph import ir
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+_FUNCTIONAL = re.compile(r"_c10d_functional\.\w+")
+
+_PIPELINING = os.path.join("torch", "distributed", "pipelining")
+_LINES = 3  # of the user, in a traceback that is shown
+
+_COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "scatter_object_list"),
+    *("monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced"),
+}
+_GROUPS = ("group", "pg", "mesh", "device_mesh", "self", "input")  # variables of torch's functions
+_MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+
+_graphs: weakref.WeakValueDictionary[str, fx.GraphModule] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is: ``text`` for messages; ``operation`` and ``group`` if it communicates.
+
+    ``mark`` changes whenever it has gone on. ``absent`` are ranks that an agreement waits for,
+    ``run`` is the number of the graph, or of the step of a pipeline, that it is in. A ``message`` is between two ranks.
+    """
+
+    text: str
+    mark: tuple[Any, ...]
+    operation: str = ""
+    group: str = ""
+    absent: tuple[int, ...] = ()
+    run: int | None = None
+    message: bool = False
+
+
+@dataclass
+class Waiting:
+    """An agreement that a thread waits for: its topic, and who has not come."""
+
+    topic: str
+    absent: Sequence[int] = ()
+
+
+waiting: dict[int, Waiting] = {}
+"""By thread."""
+
+with_messages = set[str]()
+"""Groups in which ranks also send to one another, so that their counts of operations differ."""
+
+calls = 0
+"""Graphs with collectives, and steps of pipelines, that this rank has begun to run."""
+
+step: int | None = None
+"""The number of the step of a pipeline that this rank is in."""
+
+
+def know(code: Any, module: fx.GraphModule) -> None:
+    """Note which graph a generated function is of."""
+    file = getattr(getattr(code, "__code__", None), "co_filename", None)
+    if file is not None:
+        _graphs[file] = module
+
+
+@contextmanager
+def agreeing(topic: str) -> Iterator[Waiting]:
+    """Say that this thread waits at an agreement."""
+    thread, before = threading.get_ident(), waiting.get(threading.get_ident())
+    waiting[thread] = here = Waiting(topic)
+    try:
+        yield here
+    finally:
+        if before is None:
+            waiting.pop(thread, None)
+        else:
+            waiting[thread] = before
+
+
+def here() -> Place:
+    """The place of the thread that communicates, or else of the main thread."""
+    own, main = threading.get_ident(), threading.main_thread().ident
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
+    found: Place | None = None
+    for thread in sorted(frames, key=lambda each: each != main):
+        place = _of_thread(thread, frames[thread])
+        if place.operation or place.absent:
+            return place
+        found = found or (place if thread == main else None)
+    return found or Place("nothing that is known", ())
+
+
+def described(error: BaseException) -> str:
+    """The last line of an error's traceback, on one line, and the user's line where it was raised."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}){_raised_at(error)}"
+    text = " ".join(str(error).split())
+    text = f": {text[:300]}{'...' if len(text) > 300 else ''}" if text else ""
+    return f"{type(error).__name__}{text}{_raised_at(error)}"
+
+
+def shown(error: BaseException) -> str:
+    """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause."""
+    found = traceback.TracebackException.from_exception(error)
+    users = [frame for frame in found.stack if _is_users(frame.filename)]
+    frames = [*users[-_LINES:], *([] if found.stack[-1:] == users[-1:] else found.stack[-1:])]
+    lines = traceback.StackSummary.from_list(frames).format() if frames else []
+    return "".join([*lines, *found.format_exception_only()]).rstrip()
+
+
+def _raised_at(error: BaseException) -> str:
+    at, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not at or _is_users(code.co_filename):
+            at = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
+        trace = trace.tb_next
+    return at
+
+
+def _of_thread(thread: int, frame: FrameType) -> Place:
+    line = _users_line(frame)
+    if (agreement := waiting.get(thread)) is not None:
+        absent = tuple(agreement.absent)
+        text = f"waiting for all ranks at {agreement.topic}{line}"
+        return Place(text, (thread, agreement.topic, absent), "agreement", absent=absent)
+    mark = thread, id(frame), frame.f_lasti, calls
+    called: FrameType | None = None
+    functional = ""
+    each: FrameType | None = frame
+    while each is not None and each.f_code.co_filename.startswith(_TORCH):
+        file, name = each.f_code.co_filename, each.f_code.co_name
+        if file.endswith("distributed_c10d.py") and not name.startswith("_"):
+            called = each
+        elif file.endswith("_functional_collectives.py") or name == "full_tensor":
+            functional = name
+        each = each.f_back
+    if called is not None and (name := called.f_code.co_name) in _COLLECTIVES | _MESSAGES:
+        return Place(f"{name}{line}", mark, name, _group_of(called), run=step, message=name in _MESSAGES)
+    if functional:
+        return Place(f"{functional}{line}", mark, functional, _group_of(frame), run=step)
+    if _PIPELINING in frame.f_code.co_filename:
+        everyone = str(dist.group.WORLD.group_name) if dist.is_initialized() and dist.group.WORLD is not None else ""
+        return Place(
+            f"a message between stages of the pipeline{line}", mark, "message", everyone, run=step, message=True
+        )
+    if each is not None and (found := _in_graph(each)) is not None:
+        operation, text, group = found
+        return Place(f"{text}{line}", mark, operation, group, run=calls if step is None else step)
+    return Place(f"computing{line}", mark)
+
+
+def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
+    """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    if (module := _graphs.get(file)) is None:
+        found = _FUNCTIONAL.search(linecache.getline(file, number)) if "torchinductor" in file else None
+        return (found.group(), f"{found.group()} of a compiled graph", "") if found else None
+    if not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
+        return None
+    node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
+    if node is not None and node.target is ir.WAIT:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or not ir.is_collective(node):
+        return None
+    text = ir.describe_collective(node)
+    return text.partition(" (")[0], text, ir.group_of(node)
+
+
+def _group_of(frame: FrameType | None) -> str:
+    """The group that torch's functions communicate in, as the first of them that has one in its variables says."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        for value in map(frame.f_locals.get, _GROUPS):
+            mesh = value.device_mesh if isinstance(value, DTensor) else value
+            if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+                return str(mesh.get_group().group_name)
+            if isinstance(value, dist.ProcessGroup):
+                return str(value.group_name)
+        if frame.f_code.co_filename.endswith("distributed_c10d.py") and frame.f_code.co_name in _COLLECTIVES:
+            return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else ""
+        frame = frame.f_back
+    return ""
+
+
+def _is_users(file: str) -> bool:
+    python = file.startswith(_PYTHON) and "site-packages" not in file
+    return not python and not file.startswith((_TORCH, _OURS, "<"))
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """The innermost line that is of neither torch nor this package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return f", called at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,71 @@
+"""Whether ranks that wait can still go on, from what each of them says that it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank waits for, which has been at one place for some seconds.
+
+    ``members`` are the ranks of the ``group`` whose collective it waits for and ``counts`` how many collectives of each
+    group it has started; or ``absent`` are the ranks that it waits for at an agreement. ``run`` is the number of the
+    graph that it is in: ranks in the same one may wait for different collectives of it, which are in flight together.
+    A ``message`` is between two of the ``members``; where there are any, counts say nothing, and ``group`` is empty.
+    """
+
+    text: str
+    operation: str = ""
+    group: str = ""
+    members: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    run: int | None = None
+    message: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def verdict(waiting: Mapping[int, Status]) -> str | None:
+    """Why these ranks will never go on, or None if they may."""
+    return _mismatch(waiting) or _circle(waiting)
+
+
+def _mismatch(waiting: Mapping[int, Status]) -> str | None:
+    """Two ranks that wait for different collectives of one group, the same by number."""
+    for rank, one in waiting.items():
+        for other_rank, other in waiting.items():
+            if rank < other_rank and other_rank in one.members and rank in other.members and one.group == other.group:
+                same = one.counts.get(one.group) == other.counts.get(one.group)
+                together = one.run is not None and one.run == other.run
+                both = one.message and other.message  # the one may send what the other receives
+                if same and one.operation != other.operation and not together and not both:
+                    return (
+                        f"the ranks communicate different things: rank {rank} is in {one.text}; "
+                        f"rank {other_rank} is in {other.text}"
+                    )
+    return None
+
+
+def _circle(waiting: Mapping[int, Status]) -> str | None:
+    """Ranks of which each waits for the next, and the last for the first."""
+    for start in waiting:
+        path = [start]
+        while (after := _waited_for(path[-1], waiting)) is not None:
+            if after in path:
+                circle = sorted(path[path.index(after) :])
+                places = "; ".join(f"rank {rank} is in {waiting[rank].text}" for rank in circle)
+                return f"the ranks wait for each other, and none can go on: {places}"
+            path.append(after)
+    return None
+
+
+def _waited_for(rank: int, waiting: Mapping[int, Status]) -> int | None:
+    """Another waiting rank without which this one cannot go on."""
+    one = waiting[rank]
+    for other in one.absent or one.members:
+        if other != rank and other in waiting:
+            theirs = waiting[other]
+            if one.absent or (one.group and theirs.counts.get(one.group, 0) < one.counts.get(one.group, 0)):
+                return other
+    return None

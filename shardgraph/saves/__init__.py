@@ -1,0 +1,1 @@
+"""Checkpoints that outlive a crash: saved to the side, checksummed, renamed when whole; verified before loading."""

@@ -1,0 +1,141 @@
+"""The folders of a run's checkpoints: one for each step, there only once it is whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardgraph.errors import CheckpointError
+from shardgraph.saves.manifest import MANIFEST, METADATA, DamagedError, Index, read_manifest
+
+_FINISHED = re.compile(r"step-(\d+)(\.replaced)?")
+_WRITING, _REPLACED, _REMOVED = ".writing", ".replaced", ".removed"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder of checkpoints: its description, or what is wrong with it."""
+
+    step: int
+    folder: Path
+    index: Index | None
+    damage: str = ""
+
+
+def name_of(step: int) -> str:
+    """The folder of a step, inside of the run's."""
+    return f"step-{step:08}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder is called after; None for other names."""
+    match = _FINISHED.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, of ours or of ``torch.distributed.checkpoint``."""
+    return (path / MANIFEST).is_file() or (path / METADATA).is_file() or step_of(path) is not None
+
+
+def found_in(path: Path) -> list[Found]:
+    """The finished checkpoints in a folder, the one that was written last first; damaged ones at the end.
+
+    Files are looked for, and their sizes; their contents are not read.
+    """
+    found = [_looked_at(folder, step) for step, folder in _finished(path)]
+    return sorted(found, key=lambda each: (each.index is not None, _number(each), each.step), reverse=True)
+
+
+def next_number(path: Path) -> int:
+    """The place of a new checkpoint in the order in which those in a folder were written."""
+    return max((_number(each) for each in found_in(path)), default=0) + 1
+
+
+def make_draft(path: Path, step: int) -> Path:
+    """A new, empty folder that a checkpoint is written to, beside the finished ones. What was left of others that were
+    not finished is removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    _tidy(path)
+    draft = path / (name_of(step) + _WRITING)
+    draft.mkdir()
+    return draft
+
+
+def finish_draft(draft: Path, keep: int | None) -> Path:
+    """Give a complete draft its name, in one step and for good; then remove old ones but for the last ``keep``."""
+    path, final = draft.parent, draft.with_name(draft.name.removesuffix(_WRITING))
+    sync_folder(draft)
+    if final.exists():
+        os.rename(final, final.with_name(final.name + _REPLACED))
+    os.rename(draft, final)
+    sync_folder(path)
+    whole = [each.folder for each in found_in(path) if each.index is not None]
+    for old in whole[keep:] if keep is not None else ():
+        _remove(old)
+    _tidy(path)
+    return final
+
+
+def drop_draft(draft: Path) -> None:
+    """Remove a draft that will not be finished."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _finished(path: Path) -> Iterator[tuple[int, Path]]:
+    """Steps and folders. One that was about to be replaced when its run ended is still there under another name."""
+    names = {each.name for each in path.iterdir() if each.is_dir()} if path.is_dir() else set()
+    for name in sorted(names):
+        if (match := _FINISHED.fullmatch(name)) and not (match[2] and name.removesuffix(_REPLACED) in names):
+            yield int(match[1]), path / name
+
+
+def _looked_at(folder: Path, step: int) -> Found:
+    try:
+        index = read_manifest(folder)
+        if index.about["step"] != step:
+            raise DamagedError(f"{str(folder / MANIFEST)!r} is of step {index.about['step']}, not of {step}")
+        index.raise_if_incomplete()
+    except CheckpointError as error:
+        return Found(step, folder, None, str(error))
+    return Found(step, folder, index)
+
+
+def _number(found: Found) -> int:
+    return found.index.about["number"] if found.index is not None else 0
+
+
+def _tidy(path: Path) -> None:
+    """Remove what runs that ended left behind, and give a checkpoint that was about to be replaced its name again."""
+    for each in list(path.iterdir()):
+        if each.name.startswith("step-") and each.name.endswith((_WRITING, _REMOVED)):
+            shutil.rmtree(each, ignore_errors=True)
+        elif each.name.endswith(_REPLACED) and _FINISHED.fullmatch(each.name):
+            if (final := each.with_name(each.name.removesuffix(_REPLACED))).exists():
+                _remove(each)
+            else:
+                os.rename(each, final)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; at no moment is there half of one under its name."""
+    removed = folder.with_name(folder.name + _REMOVED)
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)

@@ -1,0 +1,205 @@
+"""``shardgraph.load_checkpoint``: a job goes on from a checkpoint, verified on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgraph.errors import CheckpointError
+from shardgraph.runtime.exchange import Ranks
+from shardgraph.saves import folders
+from shardgraph.saves.folders import found_in, is_checkpoint, name_of
+from shardgraph.saves.manifest import MANIFEST, DamagedError, Index, read_distributed, read_manifest
+from shardgraph.saves.restoring import Restored, own_of
+from shardgraph.saves.saving import wait_for_saves
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the ``step`` it was saved at (None if others wrote it), and its folder.
+
+    ``about`` is what the manifest says of it: the plan, the mesh, versions. ``extras`` are the ``extra`` of all ranks,
+    or one if they had the same.
+    """
+
+    step: int | None
+    folder: Path
+    about: Mapping[str, Any]
+    extras: list[Any]
+    _rank: int = 0
+    _ranks: int = 1
+
+    @property
+    def extra(self) -> Any:
+        """The ``extra`` that was saved; this rank's, if ranks had different ones.
+
+        Raises:
+            CheckpointError: ranks had different ones, and there were more or fewer: see ``extras``.
+        """
+        if not self.extras:
+            return None
+        if (own := own_of(self.extras, self._rank, self._ranks)) is None:
+            raise CheckpointError(
+                f"each of {len(self.extras)} ranks has saved another extra, and {self._ranks} ranks have loaded: "
+                "make what is needed of them from .extras"
+            )
+        return own[0]
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    objects: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    timeout: float = 300.0,
+) -> Loaded:
+    """Load the checkpoint that :func:`shardgraph.save_checkpoint` wrote last, under any plan, on any number of ranks.
+
+    All ranks must call it.
+
+    Every rank reads what it needs into new memory and compares checksums; when all ranks have told each other that all
+    of theirs are right, values are copied into the model. So after an error, nothing has been changed on any rank. A
+    damaged checkpoint is left out, with a warning that says what is damaged, if there is an older one that is whole.
+
+    Args:
+        path: the folder of the job's checkpoints; or one checkpoint, also of ``torch.distributed.checkpoint`` alone:
+            it has no checksums.
+        model: the model that was saved, compiled under any plan, or not.
+        optimizer: of the same class and parameter groups as the one saved. None: its state is not loaded.
+        objects: schedulers and others that were saved, by their names; their ``load_state_dict`` is called.
+        step: the one to load, which then must be whole.
+        timeout: seconds that ranks wait for each other at most.
+
+    Torch's generators get the state that they had, as far as as many ranks load, or all had the same.
+
+    Raises:
+        CheckpointError: on all ranks alike: there is none, files are damaged (the message names tensors and files), or
+            it is of another model, optimizer or dtype. Nothing has been changed.
+    """
+    wait_for_saves()
+    ranks, objects = Ranks(timeout, CheckpointError), {} if objects is None else objects
+    candidates, damage = _candidates(ranks, Path(os.path.abspath(path)), step)
+    for number, folder in enumerate(candidates):
+        restored, damaged = _read(ranks, Path(folder), model, optimizer, objects)
+        if restored is not None:
+            for each in damage:
+                warnings.warn(f"a damaged checkpoint was left out: {each}", stacklevel=2)
+            _apply(ranks, restored[1])
+            about = restored[0].about
+            return Loaded(about.get("step"), Path(folder), about, restored[1].extras, ranks.rank, ranks.count)
+        damage.append(damaged if number == len(candidates) - 1 else damaged.splitlines()[0])
+    raise CheckpointError("\n".join(["no whole checkpoint was found, and nothing has been changed:", *damage]))
+
+
+def _candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[list[str], list[str]]:
+    """The folders to try, in order, and what is wrong with others, as the first rank sees them.
+
+    Raises:
+        CheckpointError: on all ranks: there is none.
+    """
+    ranks.to_first("loading a checkpoint", None)
+    answer: Any = None
+    if ranks.is_first:
+        try:
+            answer = _listed(path, step)
+        except (CheckpointError, OSError) as error:
+            answer = str(error)
+    answer = ranks.from_first("loading a checkpoint", answer)
+    if isinstance(answer, str):
+        raise CheckpointError(answer)
+    return answer[0], answer[1]
+
+
+def _listed(path: Path, step: int | None) -> tuple[list[str], list[str]]:
+    if is_checkpoint(path):
+        return [str(path)], []
+    found = found_in(path)
+    if not found:
+        raise CheckpointError(
+            f"{str(path)!r} has no checkpoint: none was finished there. Give the path that save_checkpoint was given; "
+            "at the first start of a job, ask shardgraph.checkpoints(path) whether there is one"
+        )
+    if step is not None:
+        chosen = [each for each in found if each.step == step]
+        if not chosen:
+            known = ", ".join(str(each.step) for each in found)
+            raise CheckpointError(f"{str(path)!r} has no checkpoint {name_of(step)!r}; it has steps {known}")
+        return [str(each.folder) for each in chosen], []
+    whole = [str(each.folder) for each in found if each.index is not None]
+    return whole, [each.damage for each in found if each.index is None]
+
+
+def _read(
+    ranks: Ranks, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]
+) -> tuple[tuple[Index, Restored] | None, str]:
+    """What a checkpoint has for this rank, if all ranks could read theirs; else what is damaged.
+
+    Raises:
+        CheckpointError: on all ranks, if it is whole and cannot be loaded here.
+    """
+    outcome, made, cause = {"damaged": "", "refused": "", "saved": ""}, None, None
+    try:
+        index = opened(folder)
+        outcome["saved"] = str(index.about.get("metadata_sha256", ""))
+        if ranks.is_first:
+            index.raise_if_incomplete()
+            index.raise_if_metadata_differs()
+        made = index, Restored(index, model, optimizer, objects, ranks.rank, ranks.count)
+    except DamagedError as error:
+        outcome["damaged"] = str(error)
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
+        outcome["refused"], cause = str(error) if isinstance(error, CheckpointError) else repr(error), error
+    outcomes = ranks.gather("reading a checkpoint", outcome)
+    damaged = {each["damaged"]: None for each in outcomes if each["damaged"]}
+    if damaged:
+        return None, "\n".join(damaged)
+    if refused := [(rank, each["refused"]) for rank, each in enumerate(outcomes) if each["refused"]]:
+        rank, told = refused[0]
+        raise CheckpointError(told if len(refused) == ranks.count else f"rank {rank}: {told}") from cause
+    if len({each["saved"] for each in outcomes}) > 1:
+        return None, f"{str(folder)!r} is not the same on all ranks: give a path on a file system that they share"
+    return made, ""
+
+
+def opened(folder: Path) -> Index:
+    """The description of one checkpoint.
+
+    Raises:
+        DamagedError: it is not as it was written.
+    """
+    if (folder / MANIFEST).is_file() or folders.step_of(folder) is not None:
+        index = read_manifest(folder)
+        if (step := folders.step_of(folder)) not in (None, index.about["step"]):
+            raise DamagedError(f"{str(folder / MANIFEST)!r} is of step {index.about['step']}, not of {step}")
+        return index
+    return read_distributed(folder)
+
+
+def _apply(ranks: Ranks, restored: Restored) -> None:
+    failure, told = None, ""
+    try:
+        restored.apply()
+    except Exception as error:  # of any kind, likewise
+        failure, told = error, f"{type(error).__name__}: {error}"
+    failures = [(rank, each) for rank, each in enumerate(ranks.gather("loading a checkpoint", told)) if each]
+    if failures:
+        rank, told = failures[0]
+        raise CheckpointError(
+            f"rank {rank} could not take what was read, and some of it has been loaded ({told}): what is given to load "
+            "has another state than what was given to save"
+        ) from failure
+
+
+def checkpoints(path: str | Path) -> list[tuple[int, Path]]:
+    """The steps and folders of the checkpoints in ``path`` that have all their files, the one that was written last at
+    the end; empty if there are none. Contents are not verified: :func:`load_checkpoint` does it."""
+    return [(each.step, each.folder) for each in reversed(found_in(Path(path))) if each.index is not None]

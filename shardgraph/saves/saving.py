@@ -1,0 +1,182 @@
+"""``shardgraph.save_checkpoint``: a checkpoint of a training job, which is there only once it is whole."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph.errors import CheckpointError
+from shardgraph.module.local_state import tied
+from shardgraph.module.sharded import ShardedModule
+from shardgraph.runtime.exchange import Ranks
+from shardgraph.saves.contents import Contents, contents_of
+from shardgraph.saves.optimizers import kind_of
+from shardgraph.saves.writing import Job, prepared
+from shardgraph.sizes import is_whole
+
+
+class Save:
+    """A checkpoint that is being written, or is there."""
+
+    def __init__(self, job: Job) -> None:
+        self.step, self._job = job.step, job
+        self._folder: Path | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        # Not a daemon: a process that ends finishes it first.
+        self._thread = threading.Thread(target=self._run, name=f"shardgraph save {job.step}")
+
+    def start(self) -> None:
+        """Write on a thread of its own."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._folder = self._job.write()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._job  # and its copies of tensors
+
+    def done(self) -> bool:
+        """Whether nothing is waited for any more: it is there, or has failed."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait until the checkpoint of all ranks is whole and on the disk; returns its folder.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks alike; older ones are untouched.
+        """
+        self._thread.join()
+        if self._error is not None:
+            self._told = True
+            raise CheckpointError(str(self._error)) from self._error
+        assert self._folder is not None
+        return self._folder
+
+    def raise_untold(self) -> None:
+        """Wait, and raise the error that no one has been told."""
+        self._thread.join()
+        if not self._told:
+            self.result()
+
+
+_latest: Save | None = None
+
+
+def save_checkpoint(
+    path: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    objects: Mapping[str, Any] | None = None,
+    extra: Any = None,
+    keep: int | None = 3,
+    background: bool = False,
+    timeout: float = 300.0,
+) -> Save:
+    """Save a training job in a new folder ``path/step-00000120``. All ranks must call it.
+
+    It is written beside, with a checksum for every tensor, synchronized to the disk, and gets its name in one step when
+    all ranks have written their parts: at any moment, the folders under such names are whole. The folder is one of
+    ``torch.distributed.checkpoint``, with a description, ``manifest.json``, beside:
+    :func:`shardgraph.load_checkpoint` loads it under any plan, on any number of ranks.
+
+    Args:
+        path: the folder of the job's checkpoints, on a file system that all ranks share.
+        step: the number of steps done. A checkpoint of the same step is replaced once the new one is whole.
+        model: what ``shardgraph.compile`` returned, or any module, also without a process group.
+        optimizer: that of ``model``, with its state.
+        objects: others that have ``state_dict()`` and ``load_state_dict()``, by name: schedulers, a ``GradScaler``.
+        extra: numbers, texts, tensors, lists and dictionaries: where in the data the job is. Ranks may have different
+            ones; the state of torch's generators is saved anyway.
+        keep: how many checkpoints there are afterwards; older ones are removed once the new one is whole. None: all.
+        background: return as soon as this rank's part is copied to host memory, and write it on a thread. The next save
+            waits for it, and uses the same memory.
+        timeout: seconds that ranks wait for each other at most.
+
+    Returns:
+        a handle, whose ``result()`` waits until the checkpoint is whole, and returns its folder.
+
+    Raises:
+        CheckpointError: on all ranks alike: a rank cannot write, there is no room, what is to be saved cannot be read
+            again, or an earlier one in the background has failed, with its cause. Older ones are untouched.
+    """
+    global _latest
+    wait_for_saves()
+    _check(step, keep, timeout)
+    objects = {} if objects is None else objects
+    ranks, folder = Ranks(timeout, CheckpointError), Path(os.path.abspath(path))
+    contents: Contents | Exception
+    try:
+        contents = contents_of(model, optimizer, objects, extra)
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
+        contents = error
+    about = _about(step, ranks.count, model, optimizer, objects)
+    saving = Save(prepared(ranks, folder, step, keep, contents, about, copy=background))
+    saving.start()
+    if not background:
+        saving.result()
+    else:
+        _latest = saving
+    return saving
+
+
+def wait_for_saves() -> None:
+    """Return when nothing is written in the background any more.
+
+    Raises:
+        CheckpointError: the latest could not be written, and ``result()`` has not said so yet.
+    """
+    global _latest
+    latest, _latest = _latest, None
+    if latest is not None:
+        latest.raise_untold()
+
+
+def _check(step: int, keep: int | None, timeout: float) -> None:
+    if not is_whole(step, 0):
+        raise CheckpointError(f"step is {step!r}; it may be a whole number from 0, the steps that were done")
+    if keep is not None and not is_whole(keep, 1):
+        raise CheckpointError(f"keep is {keep!r}; it may be a whole number from 1, or None to keep all")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        raise CheckpointError(f"timeout is {timeout!r}; it may be a number of seconds above 0")
+
+
+def _about(
+    step: int, ranks: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint is of."""
+    plan = model.plan if isinstance(model, ShardedModule) else None
+    original = model.original if isinstance(model, ShardedModule) else model
+    return {
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ranks": ranks,
+        "versions": {
+            "shardgraph": shardgraph.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "model": _name(original),
+        "plan": None if plan is None else plan.to_yaml(),
+        "mesh": None if plan is None else dict(plan.whole_mesh),
+        "optimizer": None if optimizer is None else kind_of(optimizer),
+        "objects": {name: _name(each) for name, each in objects.items()},
+        "tied": tied(original),
+    }
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

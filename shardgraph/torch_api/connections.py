@@ -1,0 +1,99 @@
+"""The connections of gloo's groups, which nothing in gloo ends: what waits for one waits until its timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PROBE = (1 << 20) + 1  # a tag of messages that nobody takes
+_probes: list[object] = []
+_connections = set[tuple[int, int]]()  # file descriptor and inode of those to other ranks
+
+
+@contextlib.contextmanager
+def recorded_connections() -> Iterator[None]:
+    """Note the connections that are made inside, by one thread at a time: those of a process group."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        _connections.update(_sockets() - before)
+
+
+def break_connections() -> None:
+    """Let whatever waits for a collective fail, now and from now on, on this rank.
+
+    Gloo's connections are shut down, as if the other ranks had closed them, and NCCL's groups are aborted.
+    """
+    for descriptor, _ in _connections & _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies if it cannot listen
+                connection.shutdown(socket.SHUT_RDWR)
+    _connections.clear()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_backend(group) == "nccl":
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+
+def has_hung_up(rank: int) -> bool:
+    """Whether the default group's connection to ``rank`` over gloo is closed, as it is to a process that has ended.
+
+    A message to a rank that lives is not awaited, and that rank need not take it.
+    """
+    if dist.get_backend() != "gloo":
+        return False
+    try:
+        _probes.append(dist.isend(torch.zeros(1), rank, tag=_PROBE))
+    except RuntimeError:
+        return True
+    return False
+
+
+def members(group_name: str) -> tuple[int, ...]:
+    """The global ranks of a process group; none if there is no such group."""
+    return next((tuple(dist.get_process_group_ranks(group)) for group in _groups() if _name(group) == group_name), ())
+
+
+def operation_counts(without: set[str]) -> dict[str, int]:
+    """How many operations of each group this rank has started, by the group's name, as far as groups count them."""
+    counts = {}
+    for group in _groups():
+        with contextlib.suppress(RuntimeError, AttributeError):
+            device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+            backend: Any = group._get_backend(device)
+            counts[_name(group)] = int(backend._get_sequence_number_for_group())
+    return {name: count for name, count in counts.items() if name not in without}
+
+
+def innermost_store(store: dist.Store) -> dist.Store:
+    """The store below its prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _name(group: dist.ProcessGroup) -> str:
+    return str(group.group_name)
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """The sockets of this process, by number and inode, so that a number that is used again is another."""
+    found = set()
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
+        with contextlib.suppress(OSError, ValueError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found

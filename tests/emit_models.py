@@ -1,0 +1,157 @@
+"""Small models of three kinds under every preset, to be emitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardgraph.nn import MoE
+from tests.emitted import Case
+
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.1)
+        self.ln_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.drop(self.proj(mixed.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    """A small GPT that gives its loss: tied embedding, a vocabulary that nothing divides, dropout."""
+
+    def __init__(self, layers: int = 4, width: int = 16, vocabulary: int = 37, length: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), labels.flatten())
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm, whose running statistics forward writes, and a frozen layer."""
+
+    def __init__(self, batch_norm: bool = True) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6) if batch_norm else nn.GroupNorm(2, 6)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU()) for _ in range(3)))
+        self.frozen = nn.Conv2d(6, 5, 3, stride=2).requires_grad_(False)
+        self.norm_2 = nn.BatchNorm2d(5) if batch_norm else nn.GroupNorm(5, 5)
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.enter(x)))
+        for layer in self.layers:
+            x = x + layer(x)
+        x = F.relu(self.norm_2(self.frozen(x)))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Mixture(nn.Module):
+    """A language model whose layers have experts."""
+
+    def __init__(self, vocabulary: int = 32, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.experts = nn.ModuleList(MoE(width, 24, 4, k=2) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, extra = self.tokens(ids), 0.0
+        for norm, experts in zip(self.norms, self.experts, strict=True):
+            mixed = experts(norm(x))
+            mixed, auxiliary = mixed if isinstance(mixed, tuple) else (mixed, 0.0)
+            x, extra = x + mixed, extra + auxiliary
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.01 * extra
+
+
+def gpt() -> Made:
+    ids = torch.randint(0, 37, (4, 8))
+    return GPT(), (ids, ids), {}
+
+
+def llama() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 40, (4, 8))
+    return LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids}
+
+
+def conv() -> Made:
+    return ConvNet(), (torch.randn(4, 3, 8, 8), torch.randint(0, 4, (4,))), {}
+
+
+def grouped() -> Made:
+    return ConvNet(batch_norm=False), (torch.randn(4, 3, 8, 8), torch.randint(0, 4, (4,))), {}
+
+
+def mixture() -> Made:
+    ids = torch.randint(0, 32, (4, 8))
+    return Mixture(), (ids, ids), {}
+
+
+_MODELS = {"gpt": gpt, "llama": llama, "conv": conv, "grouped": grouped, "mixture": mixture}
+_PLANS: dict[str, dict[str, int]] = {
+    "single": {},
+    "ddp": {"dp": 2},
+    "zero1": {"dp": 2},
+    "zero2": {"dp": 2},
+    "fsdp": {"dp": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "tp": {"tp": 2},
+    "tp+sp": {"tp": 2},
+    "cp": {"cp": 2},
+    "ep": {"ep": 2},
+    "fsdp+tp": {"dp": 2, "tp": 2},
+    "pp": {"pp": 2},
+    "pp+fsdp": {"pp": 2, "dp": 2},
+}
+_OF = {  # the third model of each plan
+    **dict.fromkeys(("single", "ddp", "zero1", "zero2", "fsdp", "hsdp"), "conv"),
+    **dict.fromkeys(("pp", "pp+fsdp"), "grouped"),
+    **dict.fromkeys(("tp", "tp+sp", "cp", "ep", "fsdp+tp"), "mixture"),
+}
+CASES = [
+    Case(f"{name}:{plan}", _MODELS[name], plan, mesh)
+    for plan, mesh in _PLANS.items()
+    for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture",))
+]

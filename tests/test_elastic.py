@@ -1,0 +1,75 @@
+"""A job whose ranks fail goes on with those that are left, with the losses of one that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardgraph
+from shardgraph import LaunchError, ShardGraphError
+from tests import elastic_jobs
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def undisturbed(steps: int) -> dict[int, float]:
+    """The loss of each step on one device."""
+    model, losses = elastic_jobs.model(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, steps + 1):
+        inputs, targets = elastic_jobs.batch_of(step)
+        loss = elastic_jobs.loss_of(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.item()
+    return losses
+
+
+def run(folder: Path, steps: int, nproc: int, faults: dict[int, Any], **options: Any) -> list[tuple[int, int, float]]:
+    """The step, number of ranks and loss of each step that was done, in order; the job ends well."""
+    shardgraph.elastic(elastic_jobs.train, nproc, args=(str(folder / "saved"), steps, faults), timeout=120, **options)
+    return [tuple(json.loads(line)) for line in (folder / "losses.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_job_goes_on_without_the_rank_that_failed(tmp_path, how):
+    done = run(tmp_path, 8, 3, {3: (6, 1, how)})
+    assert [(step, ranks) for step, ranks, _ in done] == [(1, 3), (2, 3), (3, 3), (4, 3), (5, 3)] + [
+        (step, 2) for step in (5, 6, 7, 8)
+    ]
+    expected = undisturbed(8)
+    assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
+
+
+def test_a_job_that_too_few_ranks_are_left_for_fails_with_the_cause(tmp_path):
+    with pytest.raises(LaunchError, match="a bad sample") as error:
+        run(tmp_path, 4, 2, {2: (1, 1, "raise")}, least=2)
+    assert error.value.failed == (1,)
+
+
+def test_a_batch_is_cut_as_equally_as_can_be():
+    sharded = shardgraph.compile(elastic_jobs.model(), "single")
+    assert sharded.rows_of(5) == slice(0, 5)
+    with pytest.raises(ShardGraphError, match="fewer than the 1 ranks"):
+        sharded.rows_of(0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_losses_are_those_of_an_undisturbed_job_whichever_ranks_fail(tmp_path):
+    drawn = random.Random(0)
+    expected = undisturbed(12)
+    for number in range(8):
+        faults = {n: (drawn.randint(1, 12), drawn.randrange(n), drawn.choice(["kill", "raise"])) for n in (4, 3, 2)}
+        print(number, faults)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = run(folder, 12, 4, faults)
+        assert done[-1][0] == 12
+        assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)

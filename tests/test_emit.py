@@ -1,0 +1,237 @@
+"""Programs as source: they train without shardgraph, with the compiled module's losses to the bit, and can be read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph.emission.lines import generalized, wrapped
+from tests.emit_models import CASES, GPT, gpt, grouped
+from tests.emitted import Case, batch_of, compiled_losses, emitted_losses, losses_of_both, written
+from tests.standing import on_ranks
+
+
+def _case(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def _equal(cases: list[Case], folder: Path, **options: Any) -> None:
+    """Assert that emitted programs have the losses of compiled modules, on all ranks."""
+    emitted = emitted_losses(cases, folder, **options)
+    ranks = cases[0].ranks
+    for case in cases:
+        compiled = [compiled_losses(case)] if ranks == 1 else on_ranks(compiled_losses, ranks, args=(case,))
+        assert [losses[case.name] for losses in emitted] == compiled, case.name
+
+
+def _text(folder: Path, plan: str = "fsdp", layers: int = 4, **options: Any) -> str:
+    """The program of a small GPT on two ranks."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 37, (4, 8))
+    mesh = options.pop("mesh", {"dp": 2})
+    shardgraph.emit(GPT(layers), folder, plan, example_inputs=(ids, ids), mesh=mesh, cluster="H100", **options)
+    return (folder / "program.py").read_text(encoding="utf-8")
+
+
+def test_an_emitted_program_has_the_losses_of_the_compiled_module_to_the_bit(tmp_path: Path) -> None:
+    case = _case("conv:fsdp")
+    for emitted, compiled in on_ranks(losses_of_both, case.ranks, args=(case, written(case, tmp_path))):
+        assert emitted == compiled
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_processes_of_their_own_have_them_under_every_preset_on_three_models(ranks: int, tmp_path: Path) -> None:
+    _equal([case for case in CASES if case.ranks == ranks], tmp_path)
+
+
+@pytest.mark.slow
+def test_it_has_them_in_the_order_of_the_schedule(tmp_path: Path) -> None:
+    _equal([_case(name) for name in ("gpt:fsdp", "gpt:ddp", "llama:tp", "mixture:ep")], tmp_path, scheduled=True)
+
+
+@pytest.mark.slow
+def test_merged_reductions_over_four_ranks_are_added_up_as_in_the_compiled_module(tmp_path: Path) -> None:
+    _equal([Case("gpt:ddp4", gpt, "ddp", {"dp": 4})], tmp_path, scheduled=True)
+
+
+@pytest.mark.slow
+def test_half_precision_and_recomputation_are_in_the_program(tmp_path: Path) -> None:
+    bf16 = Case("gpt:bf16", gpt, "fsdp", {"dp": 2}, {"precision": "bf16"})
+    full = Case("gpt:full", gpt, "fsdp", {"dp": 2}, {"recompute": "full"})
+    _equal([bf16, full], tmp_path)
+
+
+class Odd(nn.Module):
+    """Sizes that nothing divides, a scalar, an unused, a frozen, a transposed and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 3, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.transposed = nn.Parameter(torch.randn(3, 2).t())
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        out = self.down(torch.tanh(self.up(x))) * self.scale + self.frozen + shift
+        return (out @ self.transposed.t()).square().mean() + self.empty.sum()
+
+
+def odd() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return Odd(), (torch.randn(4, 5),), {"shift": torch.randn(4, 3)}
+
+
+@pytest.mark.slow
+def test_parameters_of_odd_sizes_and_kinds_are_stored_as_in_the_compiled_module(tmp_path: Path) -> None:
+    _equal([Case("odd:fsdp", odd, "fsdp", {"dp": 2}), Case("odd:zero1", odd, "zero1", {"dp": 2})], tmp_path)
+
+
+@pytest.mark.slow
+def test_stages_of_one_rank_pass_values_on_without_messages(tmp_path: Path) -> None:
+    pipeline = shardgraph.Pipeline(schedule="interleaved-1f1b", microbatches=4)
+    _equal([Case("gpt:interleaved", gpt, "pp", {"pp": 2}, {"pipeline": pipeline})], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_file_runs_as_a_script(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, args, _ = grouped()
+    shardgraph.emit(model, tmp_path, "single", example_inputs=args, mesh={}, cluster="H100")
+    run = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert [line.split()[3] for line in run.stdout.splitlines()] == ["0", "1", "2", "3", "4"]
+
+
+def test_equal_layers_are_one_function_called_in_a_loop(tmp_path: Path) -> None:
+    few, many = (_text(tmp_path / str(layers), layers=layers) for layers in (4, 12))
+    assert few.count("def block_forward") == few.count("def block_backward") == 1
+    assert len(many.splitlines()) == len(few.splitlines())
+    assert "for i in range(12):" in many and "for i in reversed(range(12)):" in many
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "pp"])
+def test_files_are_clean_and_name_what_they_use(plan: str, tmp_path: Path) -> None:
+    _text(tmp_path, plan, mesh={"pp" if plan == "pp" else "dp": 2})
+    for file in tmp_path.glob("*.py"):
+        ast.parse(file.read_text(encoding="utf-8"))
+        assert max(map(len, file.read_text(encoding="utf-8").splitlines())) <= 120
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed")
+    checked = subprocess.run([ruff, "check", "--isolated", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_each_collective_says_what_it_moves_and_for_which_line(tmp_path: Path) -> None:
+    lines = _text(tmp_path).split("# -- the model")[1].split("# -- training")[0].splitlines()
+    calls = [i for i, line in enumerate(lines) if "all_gather(" in line or "reduce_scatter(" in line]
+    assert calls
+    for i in calls:
+        assert "over dp (" in lines[i - 1] and "emit_models.py:" in lines[i - 1], lines[i]
+
+
+def test_values_have_names_of_modules_and_operations(tmp_path: Path) -> None:
+    text = _text(tmp_path)
+    assert 'qkv_weight = all_gather(p["qkv.weight"], "dp")' in text
+    assert "grad_ln_1_weight = reduce_scatter(grad_ln_1_weight_local" in text
+    assert "primals" not in text and "getitem" not in text and "_default" not in text
+
+
+def test_the_table_of_parameters_says_how_each_is_stored(tmp_path: Path) -> None:
+    text = _text(tmp_path, "fsdp+tp", mesh={"dp": 2, "tp": 2})
+    assert '"qkv.weight": Layout((48, 16), split={"tp": (0, 3)})' in text.replace('f"blocks.{i}.', '"')
+
+
+def test_a_compiled_module_writes_its_latest_training_step(tmp_path: Path) -> None:
+    model, args, _ = gpt()
+    sharded = shardgraph.compile(model, "single")
+    sharded.train_step(*args)
+    sharded.save_program(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"program.py", "batch.safetensors", "weights.safetensors"}
+    assert "def block_forward" in (tmp_path / "program.py").read_text(encoding="utf-8")
+
+
+def test_a_model_on_meta_is_written_without_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = GPT(2)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    files = shardgraph.emit(model, tmp_path, "fsdp", example_inputs=(ids, ids), mesh={"dp": 2}, cluster="H100")
+    assert {file.name for file in files} == {"program.py", "batch.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "model, options, message",
+    [
+        (nn.Linear(4, 2), {}, "train_step needs a loss"),
+        (GPT(2), {"plan": "pp", "pipeline": shardgraph.Pipeline(schedule="zbv"), "mesh": {"pp": 2}}, "schedule='1f1b'"),
+        (GPT(2), {"plan": "pp", "pipeline": shardgraph.Pipeline(checkpoint="always"), "mesh": {"pp": 2}}, "recompute="),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_what_would_work(
+    model: nn.Module, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    ids = torch.randint(0, 37, (8, 8))
+    call = (torch.randn(4, 4),) if isinstance(model, nn.Linear) else (ids, ids)
+    with pytest.raises(shardgraph.ShardGraphError, match=message):
+        shardgraph.emit(
+            model, tmp_path / "none", **{"plan": "fsdp", "mesh": {"dp": 2}, "cluster": "H100", **options},
+            example_inputs=call,
+        )  # fmt: skip
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_compiled_module_without_a_loss_is_refused(tmp_path: Path) -> None:
+    sharded = shardgraph.compile(nn.Linear(4, 2), "single")
+    sharded(torch.randn(3, 4))
+    with pytest.raises(shardgraph.ShardGraphError, match="use train_step before save_program"):
+        sharded.save_program(tmp_path)
+
+
+def test_numbers_of_layers_become_an_index() -> None:
+    assert generalized(['state["h.2.w"]', 'state["h.3.w"]'], [2, 3], "i") == 'state[f"h.{i}.w"]'
+    assert generalized(["saved.h[1].x", "saved.h[2].x"], [2, 3], "i") == "saved.h[i - 1].x"
+    assert generalized(["a", "b"], [0, 1], "i") is None
+
+
+def test_long_lines_are_broken_at_their_arguments() -> None:
+    line = f"value = function({', '.join(f'argument_{i}' for i in range(20))})"
+    assert ast.dump(ast.parse("\n".join(wrapped(line)))) == ast.dump(ast.parse(line))
+    assert max(map(len, wrapped(line))) <= 110
+
+
+def test_the_batch_of_the_example_is_beside_the_program(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    _text(tmp_path)
+    batch = load_file(tmp_path / "batch.safetensors")
+    assert set(batch) == {"ids", "labels"} and batch["ids"].shape == (4, 8)
+    assert not torch.equal(batch_of(batch["ids"], 0), batch_of(batch["ids"], 1))
+
+
+def test_the_command_says_how_to_train(tmp_path: Path) -> None:
+    from tests.test_cli import GPT2, run
+
+    done = run("emit", *GPT2, "--plan", "fsdp", "--mesh", "dp=2", "--cluster", "H100", "-o", tmp_path, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["command"] == "torchrun --nproc-per-node 2 program.py"
+
+
+def test_the_command_refuses_a_model_without_a_loss() -> None:
+    from tests.test_cli import run
+
+    done = run("emit", "tests.test_cli:mlp", "--mesh", "dp=2", "--cluster", "H100")
+    assert done.exit_code == 2
+    assert "needs a loss" in done.stderr

@@ -1,0 +1,147 @@
+"""A rank that dies, stops, raises, ends or makes other calls is told of within seconds; a slow one is waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgraph
+from tests import standing
+from tests.faulted import LIMIT, Case, draw, run
+
+pytestmark = pytest.mark.timeout(120)
+
+STOPPED = Case(0, "stop", "forward", 1, victim=1, ranks=2, plan="fsdp", way="plain")
+HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain", seconds=6.0)
+SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way="launch")
+RAISES = Case(0, "raise", "save", 0, victim=1, ranks=3, plan="fsdp", way="plain")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_other_ranks() -> None:
+    standing.end_all()
+
+
+def test_a_stopped_rank_is_told_to_the_others_by_name_and_by_what_it_was_doing() -> None:
+    outcome = run(STOPPED)
+    assert not outcome.problem and outcome.took < LIMIT
+    assert "RankFailedError: rank 1 was stopped (SIGSTOP) and no longer answers" in outcome.output
+    assert "Rank 0 was in all_gather_into_tensor of" in outcome.output
+    assert len(outcome.output.splitlines()) <= 10
+
+
+def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
+    outcome = run(HOLDS_THE_LOCK)
+    assert outcome.finished == 2, outcome.output
+
+
+def test_ranks_in_different_collectives_are_told_so() -> None:
+    outcome = run(SKIPS_CLIPPING)
+    assert not outcome.problem and outcome.took < LIMIT
+    assert "the ranks communicate different things: rank 0 is in all_reduce" in outcome.output
+    assert "rank 1 is in" in outcome.output
+
+
+def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_finally() -> None:
+    outcome = run(RAISES)
+    assert not outcome.problem and outcome.finals == 3
+    assert "rank 1 raised _Injected: injected at save (faulted.py:" in outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_faults_drawn_at_random() -> None:
+    """As many as FAULTS says (20), of which those in the file FAULTS_FILE have been."""
+    from tests.faulted import inject
+
+    done = inject(int(os.environ.get("FAULTS", "20")), Path(os.environ.get("FAULTS_FILE", "faults.jsonl")))
+    assert not [record for record in done if record["problem"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_minutes_of_computation_that_hold_pythons_lock_are_no_death() -> None:
+    outcome = run(replace(HOLDS_THE_LOCK, seconds=120.0))
+    assert outcome.finished == 2, outcome.output
+
+
+def test_a_case_is_drawn_by_its_number() -> None:
+    assert draw(7) == draw(7) != draw(8)
+
+
+# -- other ways in which ranks part
+
+
+def _other_mesh() -> None:
+    shardgraph.compile(nn.Linear(4, 4), "fsdp", mesh={"a" if dist.get_rank() else "b": 2}, timeout=600)
+
+
+def _other_version() -> None:
+    if dist.get_rank() == 1:
+        shardgraph.__version__ = "0.0.9"
+    shardgraph.compile(nn.Linear(4, 4), "fsdp", timeout=600)
+
+
+def _live_on(folder: str) -> None:
+    """Rank 0 catches the failure of rank 1, and calls again."""
+    sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp", timeout=600)
+    sharded(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        raise ValueError("no data")
+    for number in range(2):
+        try:
+            sharded(torch.ones(2, 4)).sum().backward()
+        except shardgraph.RankFailedError as error:
+            Path(folder, str(number)).write_text(str(error))
+
+
+def _record(folder: str) -> list[dict[str, object]]:
+    sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp")
+    for _ in range(70):
+        sharded(torch.ones(2, 4)).sum().backward()
+    return shardgraph.flight_record(Path(folder, "record.json"))
+
+
+def _wait_of_groups() -> list[float]:
+    from shardgraph.torch_api import wait_of
+
+    example = {"example_inputs": (torch.ones(2, 4),)}
+    sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp+tp", mesh={"dp": 1, "tp": 2}, timeout=77, **example)
+    assert sharded.mesh is not None
+    return [wait_of(group).total_seconds() for group in sharded.mesh.get_all_groups()]
+
+
+@pytest.mark.parametrize(("fn", "line"), [(_other_mesh, "-mesh: {b: 2}"), (_other_version, "shardgraph 0.0.9")])
+def test_ranks_agree_on_mesh_and_versions_before_they_make_groups(fn, line) -> None:
+    started = time.monotonic()
+    with pytest.raises(shardgraph.LaunchError, match="the ranks differ in the model and the plan") as failure:
+        shardgraph.launch(fn, 2, timeout=600)
+    assert line in str(failure.value)
+    assert time.monotonic() - started < 60
+
+
+def test_a_rank_that_catches_the_failure_of_another_and_calls_again_is_told_again(tmp_path: Path) -> None:
+    with pytest.raises(shardgraph.LaunchError, match=r"ValueError: no data$"):
+        shardgraph.launch(_live_on, 2, args=(str(tmp_path),), timeout=600)
+    assert all("rank 1 raised ValueError: no data" in (tmp_path / name).read_text() for name in "01")
+
+
+def test_the_timeout_of_compile_is_that_of_every_group() -> None:
+    assert all(set(waits) == {77.0} for waits in standing.on_ranks(_wait_of_groups))
+
+
+def test_the_record_has_the_last_hundred_collectives_of_all_ranks_in_one_file(tmp_path: Path) -> None:
+    own, _ = standing.on_ranks(_record, args=(str(tmp_path),))
+    merged = json.loads((tmp_path / "record.json").read_text())["ranks"]
+    assert merged.keys() == {"0", "1"} and merged["0"] == own and len(own) == 100
+    last = own[-2]
+    assert last["kind"].startswith("all_gather") and last["axis"] == "dp" and "weight" in last["value"]
+    assert last["started"] < last["finished"] and {each["call"] for each in merged["1"]} == {e["call"] for e in own}

@@ -1,0 +1,102 @@
+"""What follows from what ranks wait for, and from the last collectives of all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardgraph.cli.main import main
+from shardgraph.runtime.watch.compared import findings
+from shardgraph.runtime.watch.stuck import Status, verdict
+
+BOTH = (0, 1)
+
+
+def test_ranks_in_one_collective_may_go_on() -> None:
+    same = Status("all_reduce", "all_reduce", "dp", BOTH, counts={"dp": 5})
+    assert verdict({0: same, 1: same}) is None
+
+
+def test_ranks_at_the_same_number_in_different_collectives_will_not() -> None:
+    one = Status("all_reduce at a.py:1", "all_reduce", "dp", BOTH, counts={"dp": 5})
+    other = Status("all_gather at a.py:2", "all_gather", "dp", BOTH, counts={"dp": 5})
+    assert verdict({0: one, 1: other}) == (
+        "the ranks communicate different things: rank 0 is in all_reduce at a.py:1; rank 1 is in all_gather at a.py:2"
+    )
+
+
+def test_ranks_in_one_graph_may_wait_for_different_collectives_of_it() -> None:
+    one = Status("gather of a", "gather of a", "dp", BOTH, run=3, counts={"dp": 5})
+    other = Status("gather of b", "gather of b", "dp", BOTH, run=3, counts={"dp": 5})
+    assert verdict({0: one, 1: other}) is None
+
+
+def test_a_rank_that_is_behind_may_catch_up() -> None:
+    ahead = Status("all_reduce", "all_reduce", "dp", BOTH, counts={"dp": 5})
+    assert verdict({0: ahead}) is None  # rank 1 computes
+
+
+def test_a_rank_in_a_step_of_a_pipeline_and_one_beside_it_will_not_meet() -> None:
+    inside = Status("a message between stages", "message", "", BOTH, run=4, message=True)
+    beside = Status("all_reduce", "all_reduce", "", BOTH)
+    assert verdict({0: beside, 1: inside}) is not None
+    assert verdict({0: inside, 1: Status("broadcast", "broadcast", "", BOTH, run=4)}) is None
+
+
+def test_ranks_that_send_to_one_another_may_go_on() -> None:
+    sends, receives = (Status(name, name, "", BOTH, message=True) for name in ("send", "recv"))
+    assert verdict({0: sends, 1: receives}) is None
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told_both_places() -> None:
+    one = Status("all_reduce over dp", "all_reduce", "dp", BOTH, counts={"dp": 5, "tp": 2})
+    other = Status("all_gather over tp", "all_gather", "tp", BOTH, counts={"dp": 4, "tp": 3})
+    found = verdict({0: one, 1: other})
+    assert found is not None and found.startswith("the ranks wait for each other, and none can go on: rank 0 is in")
+
+
+def test_a_rank_at_an_agreement_and_one_in_a_collective_wait_for_each_other() -> None:
+    agreeing = Status("waiting at the inputs", "agreement", absent=(1,), counts={"dp": 4})
+    other = Status("all_gather over dp", "all_gather", "dp", BOTH, counts={"dp": 5})
+    assert verdict({0: agreeing, 1: other}) is not None
+    assert verdict({0: agreeing}) is None
+
+
+def collective(call: int, place: int, value: str, started: float) -> dict[str, object]:
+    return {
+        **{"kind": "all_gather", "axis": "dp", "bytes": 8, "value": value, "line": "a.py:3"},
+        **{"call": call, "place": place, "started": started, "finished": started + 0.001},
+    }
+
+
+def test_the_rank_that_was_late_is_found() -> None:
+    first = [collective(1, 1, "a", 1.0), collective(1, 2, "b", 2.0)]
+    second = [collective(1, 1, "a", 1.5)]
+    late, latest = findings({0: first, 1: second})
+    assert late.startswith(
+        "Rank 1 had last started all_gather of a, 8 bytes over 'dp' (a.py:3), when rank 0 had started"
+    )
+    assert latest.startswith("Rank 1 was the latest by most, 500.0 ms after the first, at all_gather of a")
+
+
+def test_the_rank_that_was_different_is_found() -> None:
+    ranks = {rank: [collective(1, 1, "b" if rank == 1 else "a", 1.0)] for rank in range(3)}
+    different, *_ = findings(ranks)
+    assert "differ at collective 1 of graph 1: Ranks 0, 2: all_gather of a" in different
+    assert "Rank 1: all_gather of b" in different
+
+
+def test_the_command_shows_what_was_found_and_the_last_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "record.json"
+    ranks = {"0": [collective(1, 1, "a", 1.0), collective(1, 2, "b", 2.0)], "1": [collective(1, 1, "a", 1.0)]}
+    file.write_text(json.dumps({"failure": "rank 1 was killed", "ranks": ranks}))
+    assert main(["flight", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "Failure: rank 1 was killed" in shown and "Rank 1 had last started" in shown and "1.00 ms" in shown
+    file.write_text("{}")
+    assert main(["flight", str(file)]) == 2
+    assert "is no flight record" in capsys.readouterr().err
