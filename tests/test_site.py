@@ -95,7 +95,8 @@ def test_every_page_is_in_the_navigation():
 def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path):
     pytest.importorskip("mkdocstrings")
     pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    # Not --quiet, which hides warnings from --strict too.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=270)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     broken = []
