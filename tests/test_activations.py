@@ -165,7 +165,7 @@ def test_a_call_of_other_shapes_takes_what_applies_and_solves_nothing(no_solver)
 
 
 def test_a_step_for_the_loss_alone_takes_what_applies_of_a_plan_for_all_outputs():
-    model = llama(1, hidden_size=16, vocab_size=32)
+    model = llama(3, hidden_size=WIDTH, vocab_size=64)
     model.config.use_cache = True  # keys and values are outputs too
     plan = decided(model, captured(model, (), text(2, 16)), "tp", (("tp", 2),))
     loss = capture(model, (), text(2, 16), device=CPU, loss_fn=own_loss)

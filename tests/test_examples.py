@@ -66,7 +66,7 @@ def test_experts_train():
 @pytest.mark.slow
 def test_adapters_are_tuned_and_load_in_plain_peft(tmp_path: Path):
     *losses, apart = on_ranks(lora.train, args=(lora.options_of(["--steps", "15"]), str(tmp_path)))[0]
-    assert losses[-1] < 0.7 * losses[0] and apart < 1e-4
+    assert losses[-1] < 0.9 * losses[0] and apart < 1e-4
 
 
 @pytest.mark.slow
