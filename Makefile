@@ -10,7 +10,7 @@ PART ?= 1/1
 # Two processes, the second of which takes over tests of the first when it has none left.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint package bench groundtruth clean
+.PHONY: demo test test-all lint package docs bench groundtruth clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py
@@ -30,6 +30,10 @@ lint: $(VENV)/.lint
 	rm -rf build $(VENV)/wheel && $(BIN)/pip install --quiet --no-deps --target $(VENV)/wheel .
 	cd $(VENV) && MYPYPATH=wheel bin/mypy --config-file ../pyproject.toml -p shardgraph
 	cd $(VENV) && PYTHONPATH=wheel bin/lint-imports --config ../pyproject.toml
+
+# The documentation, in build/site; a broken link ends it.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel and the source distribution, in dist; tests/test_packaging.py tries both in an environment of their own.
 package: $(VENV)/.lint
@@ -60,6 +64,10 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[lint]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 clean:

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Plan, PlanError
-from shardgraph.capture.capture import capture
+from shardgraph.capture.capture import capture, own_loss
 from shardgraph.ir import JointGraph
 from shardgraph.mesh import Mesh
 from shardgraph.nn import MoE
@@ -162,6 +162,15 @@ def test_a_call_of_other_shapes_takes_what_applies_and_solves_nothing(no_solver)
     program = lower(evaluated, plan, named_shapes(model))
     assert program.backward is None
     assert any("were decided for forward and backward of int64[2, 16]" in note for note in program.notes)
+
+
+def test_a_step_for_the_loss_alone_takes_what_applies_of_a_plan_for_all_outputs():
+    model = llama(3, hidden_size=WIDTH, vocab_size=64)
+    model.config.use_cache = True  # keys and values are outputs too
+    plan = decided(model, captured(model, (), text(2, 16)), "tp", (("tp", 2),))
+    loss = capture(model, (), text(2, 16), device=CPU, loss_fn=own_loss)
+    program = lower(loss, plan, named_shapes(model))
+    assert any("these do not apply" in note for note in program.notes), program.notes
 
 
 def test_a_call_of_other_shapes_trains_as_the_unsharded_model():

@@ -24,7 +24,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError, nearest
-from shardgraph.ir import Gradient, Input, Parameter, Tangent, outputs, placeholders
+from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
 from shardgraph.passes.base import Context
 from shardgraph.passes.sharding.choose import Placements
 from shardgraph.passes.sharding.classes import pattern_of, written_names
@@ -77,14 +77,17 @@ def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Conte
 def call_of(gm: fx.GraphModule) -> str:
     """The call that a joint graph was captured for, as text: which halves it has (forward, backward), and inputs.
 
-    And if not all parameters have gradients, which do: layers may be frozen and trained again.
+    And how many outputs, if there are several: a step for the loss alone computes fewer. And if not all parameters
+    have gradients, which do: layers may be frozen and trained again.
     """
     roles = placeholders(gm)
     halves = "forward and backward" if any(isinstance(role, Tangent) for role in roles) else "forward"
     inputs = sorted((role.index, node.meta.get("val")) for role, node in roles.items() if isinstance(role, Input))
     tensors = [value for _, value in inputs if isinstance(value, torch.Tensor)]
     forms = [f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in tensors]
-    return f"{halves} of {', '.join(forms) or 'no tensors'}{_trained(gm)}"
+    count = sum(isinstance(role, Output) for role, _ in outputs(gm))
+    results = f", {count} outputs" if count > 1 else ""
+    return f"{halves} of {', '.join(forms) or 'no tensors'}{results}{_trained(gm)}"
 
 
 def _trained(gm: fx.GraphModule) -> str:

@@ -54,7 +54,8 @@ def split(
     Raises:
         CheckpointError: the file cannot be read, does not fit the model, or the folder is not empty.
         PlanError: the plan does not fit the model or mesh, is not decided, or has a pipeline.
-        Nothing has been written.
+
+    Nothing has been written then.
     """
     chosen = _decided(plan, mesh, model)
     state, folder = of_model(read_whole(Path(path), entry), model), Path(folder)

@@ -128,7 +128,8 @@ def _lines(whole: str, each: Sequence[Mapping[str, float]], form: Callable[[floa
     """A line for a sum and one for each of its parts, the largest first."""
     sums = [sum(parts.values()) for parts in each]
     yield _line(whole, sums, form)
-    kinds = sorted({kind for parts in each for kind in parts}, key=lambda kind: -max(p.get(kind, 0) for p in each))
+    named = sorted({kind for parts in each for kind in parts})
+    kinds = sorted(named, key=lambda kind: -max(parts.get(kind, 0) for parts in each))
     for kind in kinds:
         values = [parts.get(kind, 0) for parts in each]
         if max(values) > _SHOWN * max(sums):
