@@ -195,6 +195,15 @@ def test_missing_and_unknown_arguments_are_pythons_own_errors():
         S.annotate(linear())
 
 
+def test_every_public_function_has_a_door():
+    functions = [each for name in (*S.__all__, "compile") if inspect.isfunction(each := getattr(S, name))]
+    assert [each.__name__ for each in functions if not hasattr(each, "__wrapped__")] == [
+        "clip_grad_norm_",  # called in every step: it looks at its arguments by itself
+        "constrain",  # the tracer follows it
+        "wait_for_saves",  # has none
+    ]
+
+
 def test_signatures_are_as_written():
     assert list(inspect.signature(S.launch).parameters) == ["fn", "nproc", "args", "timeout"]
     assert inspect.signature(S.preset).return_annotation == "Plan" and "Presets are" in (S.compile.__doc__ or "")
