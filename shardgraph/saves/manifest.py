@@ -138,7 +138,13 @@ def read_manifest(folder: Path) -> Index:
     data, checksum = _read(folder / MANIFEST), _read(folder / CHECKSUM)
     if checksum_text(data).encode() != checksum:
         raise DamagedError(f"{str(folder / MANIFEST)!r} is not as it was written: {CHECKSUM} is of another text")
-    content = json.loads(data)
+    try:
+        return _index_of(folder, json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # nobody wrote it like that
+        raise DamagedError(f"{str(folder / MANIFEST)!r} is no description of a checkpoint: {error}") from error
+
+
+def _index_of(folder: Path, content: Any) -> Index:
     if content.get("format") != FORMAT:
         raise CheckpointError(
             f"{str(folder / MANIFEST)!r} is of the format {content.get('format')!r}, and this version of shardgraph "
