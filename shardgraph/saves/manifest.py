@@ -160,7 +160,8 @@ def _index_of(folder: Path, content: Any) -> Index:
     }
     values = {key: Region(*region) for key, region in content.pop("values").items()}
     paths = {key: tuple(path) for key, path in content.pop("paths").items()}
-    return Index(folder, tensors, values, paths, content.pop("files"), content)
+    files = {str(name): int(size) for name, size in content.pop("files").items()}
+    return Index(folder, tensors, values, paths, files, content)
 
 
 def read_distributed(folder: Path) -> Index:
