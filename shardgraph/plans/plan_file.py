@@ -155,8 +155,10 @@ def _nested(data: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _recompute(data: str | dict[Any, Any]) -> str | tuple[tuple[str, tuple[str, ...]], ...]:
-    if isinstance(data, str) or not data:
+    if isinstance(data, str):
         return data or "none"
+    if not data:
+        return "none"
     for pattern, names in _pairs(data):
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise PlanError(f"recompute.{pattern} is {names!r}; it may be a list of operations, such as [silu, mul]")
