@@ -331,7 +331,7 @@ def test_without_example_inputs_there_is_nothing_to_find():
 
 
 def test_a_budget_that_is_no_size_is_an_error():
-    with pytest.raises(ShardGraphError, match="is no size"):
+    with pytest.raises(ShardGraphError, match="memory is 'much'; it may be a positive number of bytes"):
         shardgraph.analyze(Deep(), (rows(),), mesh=DP, cluster=toy_cluster(), memory="much")
 
 

@@ -14,9 +14,7 @@ from shardgraph.plans.plan import RECOMPUTE, Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.runtime.loss_weight import LOSS_WEIGHTS
 
-PLAN = arguments.of_plan(
-    arguments.instance("the name of a plan, such as 'fsdp', a Plan, or the path of a plan file", Plan) | PATH
-)
+PLAN = arguments.of_plan(arguments.instance("the name of a plan, such as 'fsdp', a Plan", Plan) | PATH)
 RUN_MESH = MESH | arguments.instance("a DeviceMesh", DeviceMesh)
 
 OPTIONS = {
