@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph import PlanError
+from shardgraph import ShardGraphError
 from shardgraph.calibration.remembered import measured_file
 from tests import shared_batches
 from tests.standing import on_ranks
@@ -40,5 +40,5 @@ def test_tuning_takes_the_candidate_that_is_measured_fastest_and_corrects_the_pr
 
 @pytest.mark.parametrize(("plan", "tune"), [("single", 1.0), ("auto", -1), ("auto", "long")])
 def test_tuning_needs_a_choice_and_a_time(plan, tune):
-    with pytest.raises(PlanError, match="tune is"):
+    with pytest.raises(ShardGraphError, match="tune is"):
         shardgraph.compile(nn.Linear(2, 2), plan, example_inputs=(torch.ones(1, 2),), tune=tune)
