@@ -20,10 +20,9 @@ from shardgraph.cli.options import (
     Recompute,
     Sequence,
     Settings,
-    mesh_of,
 )
 from shardgraph.cli.output import result, working
-from shardgraph.cli.pricing import measured_machine
+from shardgraph.cli.pricing import priced
 from shardgraph.errors import ShardGraphError
 
 
@@ -45,23 +44,10 @@ def visualize(
     as_json: Json = False,
 ) -> None:
     """Draw a plan applied to a model, and the memory of a rank over a step."""
-    axes = mesh_of(mesh)
-    measured_machine(cluster)
+    sizes = {"batch": batch, "sequence": sequence, "settings": settings}
+    options = {"precision": precision, "optimizer": optimizer, "backend": backend, "recompute": recompute}
+    job, analysis = priced(f"analyze {model} under {plan}", model, plan, mesh, cluster, sizes, **options)
     with working(f"draw {model} under {plan}"):
-        from shardgraph.cli.model import job_of
-
-        job = job_of(model, batch, sequence, settings)
-        analysis = shardgraph.analyze(
-            job.module,
-            plan=plan,
-            **job.call,
-            cluster=cluster,
-            mesh=axes,
-            precision=precision,
-            optimizer=optimizer,
-            backend=backend,
-            recompute=recompute,
-        )
         shardgraph.visualize(analysis, out, model=job.module, **job.call)
     result(f"Wrote {out}", {"wrote": out}, as_json)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +28,9 @@ from shardgraph.cli.options import (
 )
 from shardgraph.cli.output import result, working
 
+if TYPE_CHECKING:
+    from shardgraph.cli.model import Job
+
 
 def analyze(
     model: Model,
@@ -46,26 +50,10 @@ def analyze(
     as_json: Json = False,
 ) -> None:
     """Predict the memory and time of a training step; ends with 1 if it does not fit."""
-    axes = mesh_of(mesh)
-    measured_machine(cluster)
-    with working(f"analyze {model} under {plan}"):
-        from shardgraph.cli.model import job_of
-
-        job = job_of(model, batch, sequence, settings)
-        analysis = shardgraph.analyze(
-            job.module,
-            plan=plan,
-            **job.call,
-            cluster=cluster,
-            mesh=axes,
-            precision=precision,
-            optimizer=optimizer,
-            backend=backend,
-            recompute=recompute,
-            memory=memory,
-            loss_chunk=loss_chunk,
-            offload=offload,
-        )
+    sizes = {"batch": batch, "sequence": sequence, "settings": settings}
+    options = {"precision": precision, "optimizer": optimizer, "backend": backend, "recompute": recompute}
+    limits = {"memory": memory, "loss_chunk": loss_chunk, "offload": offload}
+    _, analysis = priced(f"analyze {model} under {plan}", model, plan, mesh, cluster, sizes, **options, **limits)
     result(analysis, analysis.summary(), as_json)
     if not analysis.fits:
         raise typer.Exit(1)
@@ -84,7 +72,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show what two plans decide differently, and what that costs."""
-    measured_machine(cluster)
+    _measure_machine(cluster)
     with working(f"compare {first} and {second}"):
         from shardgraph.cli.model import job_of
         from shardgraph.plans.plan import Plan
@@ -98,7 +86,20 @@ def compare(
     result(comparison, data, as_json)
 
 
-def measured_machine(cluster: str | None) -> None:
+def priced(
+    what: str, model: str, plan: str, mesh: str | None, cluster: str | None, sizes: Mapping[str, Any], **options: Any
+) -> tuple[Job, Any]:
+    """The job of a command line, whose ``sizes`` are those of :func:`job_of`, and its analysis; ``what`` is shown."""
+    axes = mesh_of(mesh)
+    _measure_machine(cluster)
+    with working(what):
+        from shardgraph.cli.model import job_of
+
+        job = job_of(model, **sizes)
+        return job, shardgraph.analyze(job.module, plan=plan, **job.call, cluster=cluster, mesh=axes, **options)
+
+
+def _measure_machine(cluster: str | None) -> None:
     """Have the prices of this machine, if they are needed: the first time they are measured, with a line of its own."""
     if cluster is None:
         with working("start"):

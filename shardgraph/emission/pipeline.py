@@ -17,7 +17,7 @@ from shardgraph.emission.functions import Text, Writer
 from shardgraph.emission.graphs import Both, Signature
 from shardgraph.emission.lines import generalized, indented, quoted, wrapped
 from shardgraph.emission.names import Names
-from shardgraph.emission.program import Emission, assembled, check, random_helpers
+from shardgraph.emission.program import TRAINING_LOOP, Emission, assembled, check, random_helpers
 from shardgraph.emission.segments import Units
 from shardgraph.emission.sources import Copied
 from shardgraph.errors import ShardGraphError
@@ -205,7 +205,8 @@ class Pipelined:
         stages = ", ".join(f"stage{i}" for i in numbers)
         (term,) = program.losses[0].terms
         tail = (
-            _MAIN.replace("{seeded}", _SEEDED if random else _UNSEEDED)
+            (_MAIN + TRAINING_LOOP)
+            .replace("{seeded}", _SEEDED if random else _UNSEEDED)
             .replace("{axis}", quoted(pipeline.axis))
             .replace("{last}", str(pipeline.rank_of(pipeline.count - 1)))
             .replace("{count}", str(pipeline.count))
@@ -416,19 +417,4 @@ def main(steps: int = 5) -> list[float]:
     state = load_state()
     trained = [name for name in PARAMETERS if name in state and name not in FROZEN]
     optimizer = torch.optim.AdamW([state[name] for name in trained], lr=1e-3)
-    torch.manual_seed(0)
-    losses = []
-    for step in range(steps):
-        loss = train_step(state, batch(step))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        print(f"rank {dist.get_rank() if dist.is_initialized() else 0} step {step} loss {losses[-1]}", flush=True)
-    return losses
-
-
-if __name__ == "__main__":
-    join_ranks(AXES)
-    main()
-    leave_ranks()
 '''

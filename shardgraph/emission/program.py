@@ -84,7 +84,7 @@ class Emission:
             *(text for _, text in backward_functions),
             "\n".join(backward),
         ]
-        tail = _TAIL.replace("{seeded}", _SEEDED if random else _UNSEEDED)
+        tail = (_TAIL + TRAINING_LOOP).replace("{seeded}", _SEEDED if random else _UNSEEDED)
         training, start = tail.strip().split(_START)
         begin, layout, end = self.tables(copied)
         code = "\n\n\n".join(
@@ -358,7 +358,8 @@ def main(steps: int = 5) -> list[float]:
     """Train; returns this rank's losses."""
     state = load_state()
     optimizer = torch.optim.AdamW([state[name] for name in PARAMETERS if name not in FROZEN], lr=1e-3)
-    torch.manual_seed(0)
+'''
+TRAINING_LOOP = """    torch.manual_seed(0)
     losses = []
     for step in range(steps):
         loss = train_step(state, batch(step))
@@ -373,7 +374,8 @@ if __name__ == "__main__":
     join_ranks(AXES)
     main()
     leave_ranks()
-'''
+"""
+"""The end of ``main``, and what runs it."""
 _SEEDED = """    with seeded(rank_seed(common_draw(), place_among(DATA_AXES))):  # batches of all ranks draw apart
         loss, saved = forward(state, *inputs)"""
 _UNSEEDED = "    loss, saved = forward(state, *inputs)"

@@ -102,7 +102,7 @@ def _random(program: Program) -> Iterator[Finding]:
 
 def _uneven(program: Program) -> Iterator[Finding]:
     """Parameters whose shards differ, so that the first ranks hold more than the last."""
-    context, worst = program.context, ("", 0, 0.0)
+    context, worst = program.context, (0.0, "")
     held, even = 0, 0.0
     for name, entry in program.parameters.items():
         if entry.shard_axis is None:
@@ -111,9 +111,9 @@ def _uneven(program: Program) -> Iterator[Finding]:
         whole = context.shapes[name].numel() * context.stored[name].itemsize
         share = whole / program.plan.mesh[entry.shard_axis][1]
         held, even = held + largest, even + share
-        worst = max(worst, (name, largest, largest - share), key=lambda each: each[2])
+        worst = max(worst, (largest - share, name))
     if even and held > _UNEVEN * even:
-        name, _, _ = worst
+        _, name = worst
         yield Finding(
             "uneven-shards",
             "note",

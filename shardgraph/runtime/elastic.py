@@ -42,13 +42,12 @@ def elastic(
             last failure. What ``launch`` refuses is refused.
     """
     left = nproc
-    for again in range(restarts, -1, -1):
+    while True:
         try:
             return launch(fn, left, args=args, timeout=timeout)
         except LaunchError as error:
             remain = left - len(error.failed)
-            if not error.failed or remain < max(1, least) or not again:
+            if not error.failed or remain < max(1, least) or not restarts:
                 raise
             log.warning("%d of %d ranks failed, and %d go on: %s", len(error.failed), left, remain, error)
-            left = remain
-    raise AssertionError("the last start has returned or raised")
+            left, restarts = remain, restarts - 1

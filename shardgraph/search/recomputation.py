@@ -193,8 +193,7 @@ def with_recomputation(candidates: Recomputations, budget: int) -> Plan:
     in chunks if the plan leaves that open and it is faster or needed to fit. Raises as :meth:`fastest_within`.
     """
     candidates, choice = nearest_to(budget, candidates)
-    if candidates.peak(choice) > budget:
-        raise PlanError(_beyond(candidates, choice, budget))
+    candidates.fastest_within(budget)
     plan, peak = candidates.chosen(choice), candidates.peak(choice)
     note = f"recomputation for {format_bytes(budget)}: predicted peak {format_bytes(peak)}"
     note += f", time within {choice.gap:.2%} of the least" if choice.gap else ""
