@@ -42,7 +42,7 @@ def demo(
         analysis = shardgraph.analyze(large, (inputs,), "fsdp", mesh={"dp": 8}, cluster="H100", precision="bf16")
         path = shardgraph.visualize(analysis, Path(out), model=large, example_inputs=(inputs,))
     _say(as_json, f"3. The same architecture with {_count(large):.1f} B parameters, predicted on 8 H100:\n{analysis}\n")
-    text = f"Open {path} in a browser. Next: `shardgraph doctor`, and the README's tutorial."
+    text = f"Open {path} in a browser. Next: `shardgraph doctor`, and docs/tutorial.md."
     result(text, {"verified": verified.ok, "difference": difference, "wrote": str(path)}, as_json)
     if not verified.ok:
         raise typer.Exit(1)
