@@ -250,9 +250,9 @@ def features() -> dict[str, Any]:
     facts["eval"] = not any(module.training for module in (*sharded.modules(), *model.modules()))
     sharded.train()
     facts["train"] = all(module.training for module in (*sharded.modules(), *model.modules()))
-    programs = len(sharded._programs)
+    programs = len(sharded._programs.kept)
     sharded(*args, **kwargs)
-    facts["cached"] = len(sharded._programs) == programs
+    facts["cached"] = len(sharded._programs.kept) == programs
 
     sharded(*args, **kwargs)
     facts["graphs print"] = "all_gather_into_tensor" in sharded.forward_graph.code and isinstance(
@@ -289,7 +289,7 @@ def numbers_that_change() -> int:
     x = torch.randn(2, 4)
     for step in range(20):
         torch.testing.assert_close(sharded(x, 0.1 * step), original(x, 0.1 * step))
-    return len(sharded._programs)
+    return len(sharded._programs.kept)
 
 
 def save(folder: str, plan: str) -> dict[str, torch.Tensor]:
@@ -411,7 +411,7 @@ def ranks_change_an_attribute_together(plan: str) -> list[float]:
             each.zero_grad()
             each(x).sum().backward()
         differences.append(difference(sharded, original, gradients=True))
-    assert [len(variants) for variants in sharded._programs.values()] == [3]
+    assert [len(variants) for variants in sharded._programs.kept.values()] == [3]
     return differences
 
 

@@ -140,7 +140,7 @@ def test_what_forward_does_not_read_may_change_freely():
     for value in range(3):
         model.unread, model.new = value, value
         sharded(X)
-    assert [len(variants) for variants in sharded._programs.values()] == [1]
+    assert [len(variants) for variants in sharded._programs.kept.values()] == [1]
 
 
 def test_hooks_are_seen_on_modules_whose_precision_is_hooked_too():
@@ -149,7 +149,7 @@ def test_hooks_are_seen_on_modules_whose_precision_is_hooked_too():
     sharded = shardgraph.compile(model, "single", precision=annotated, progress=False)
     before = sharded(X)
     assert torch.equal(sharded(X), before)
-    assert [len(variants) for variants in sharded._programs.values()] == [1]
+    assert [len(variants) for variants in sharded._programs.kept.values()] == [1]
     model.register_forward_hook(lambda module, args, output: output * 2)
     torch.testing.assert_close(sharded(X), before * 2)
 
@@ -162,7 +162,7 @@ def test_a_hook_is_seen_on_a_module_that_has_taken_the_place_of_another():
     assert torch.equal(sharded(X), before)
     model[1][0] = nn.ReLU()
     model[1][0].register_forward_hook(lambda module, args, output: output * 2)
-    first = next(iter(sharded._programs.values()))[0]
+    first = next(iter(sharded._programs.kept.values()))[0]
     assert first.guards.failing == "not model.1.0._forward_hooks"
     torch.testing.assert_close(sharded(X), before * 2)
 
@@ -173,7 +173,7 @@ def test_a_value_that_comes_back_gets_its_program_back():
     for scale in (2.0, 3.0, 2.0, 3.0):
         model.scale = scale
         sharded(X)
-    assert [len(variants) for variants in sharded._programs.values()] == [2]
+    assert [len(variants) for variants in sharded._programs.kept.values()] == [2]
 
 
 def test_an_attribute_that_never_stays_the_same_is_warned_of_by_its_name():

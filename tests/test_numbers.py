@@ -67,7 +67,7 @@ def test_an_index_or_a_size_that_changes_is_a_constant_of_each_program(body):
     sharded, model, x = compiled(body)
     for n in (0, 1, 2, 1):
         torch.testing.assert_close(sharded(x, n), model(x, n))
-    assert len(sharded._programs) == 3
+    assert len(sharded._programs.kept) == 3
 
 
 @pytest.mark.parametrize("body", ["times a tensor", "times a sum", "arithmetic of its own", "divides"])
@@ -75,7 +75,7 @@ def test_values_of_a_float_that_changes_share_a_program(body):
     sharded, _, x = compiled(BODIES[body])
     for n in FLOATS:
         sharded(x, n)
-    assert len(sharded._programs) == 2  # of the first value, and of all
+    assert len(sharded._programs.kept) == 2  # of the first value, and of all
 
 
 def test_gradients_are_those_of_the_original():
@@ -90,7 +90,7 @@ def test_numbers_of_equal_value_and_other_types_have_other_programs():
     sharded, model, x = compiled(lambda h, n: (h > 0).long() * n)
     for n in (1, 1.0, True):
         assert same(sharded(x, n), model(x, n))
-    assert len(sharded._programs) == 3
+    assert len(sharded._programs.kept) == 3
 
 
 def test_a_tensor_in_the_place_of_a_number_has_a_program_of_its_own():
@@ -103,4 +103,4 @@ def test_a_number_that_is_not_a_number_is_compiled_once():
     sharded, _, x = compiled(lambda h, n: h * n)
     for _ in range(2):
         sharded(x, float("nan"))
-    assert len(sharded._programs) == 1
+    assert len(sharded._programs.kept) == 1

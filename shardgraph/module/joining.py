@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardgraph import torch_api
 from shardgraph.errors import RankMismatchError, ShardGraphError
-from shardgraph.module.switches import Switches
+from shardgraph.module.programs import Programs
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.executor import State
@@ -34,10 +34,8 @@ class Module(Protocol):
 
     plan: Plan
     _state: State
-    _switches: Switches
+    _programs: Programs
 
-    @property
-    def _programs(self) -> Mapping[Any, list[Any]]: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
     def zero_grad(self) -> None: ...
     def clip_grad_norm_(
@@ -159,7 +157,7 @@ class Joining:
     def _perform(self, event: Event) -> None:
         module, (kind, *given) = self._module, event
         if kind == "switch":
-            module._switches.agreed = given[0]
+            module._programs.switches.agreed = given[0]
         elif kind == "forward":
             self._known(given[0]).shadow_forward()
         elif kind in ("backward", "local"):
@@ -178,7 +176,7 @@ class Joining:
 
     def _program(self, communication: str) -> Differentiable | None:
         """A program of this rank that communicates so."""
-        compiled = (each.executor for variants in self._module._programs.values() for each in variants)
+        compiled = (each.executor for variants in self._module._programs.kept.values() for each in variants)
         known = (each for each in compiled if each.program.communication == communication)
         return next((each for each in known if isinstance(each, Differentiable)), None)
 

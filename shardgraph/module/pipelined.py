@@ -122,7 +122,7 @@ class PipelinedModule(ShardedModule):
             check_decided_alike([item.executor.program.joint for item in work], pytree.tree_leaves(call))
         if loss_fn is None and count > 1 and not self._can_merge(call, [item.executor for item in work]):
             work = self._cut([call], loss_fn)
-        self._set_attributes()
+        self._programs.set_attributes()
         return work
 
     def _can_merge(self, call: tuple[tuple[Any, ...], dict[str, Any]], executors: list[Executor]) -> bool:
@@ -144,7 +144,7 @@ class PipelinedModule(ShardedModule):
     def _cut(self, parts: list[Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         calls, (spec, *_) = zip(*map(pytree.tree_flatten, parts), strict=True)
         executors = self._executables(calls, spec, loss_fn)
-        return [Work(e, self._numbers.lift(leaves, spec)) for e, leaves in zip(executors, calls, strict=True)]
+        return [Work(e, self._programs.lift(leaves, spec)) for e, leaves in zip(executors, calls, strict=True)]
 
     def declare_owners(self) -> None:
         """Set the stages of parameters as the model's text has them, before a call of it is captured."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import types
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +22,12 @@ from shardgraph import torch_api
 from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, STATE, checked, instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
-from shardgraph.capture.numbers import input_key
 from shardgraph.emission import saved as emission
-from shardgraph.errors import ArgumentError, CaptureError, ShardGraphError, shown
-from shardgraph.garbage import collected_later
+from shardgraph.errors import ArgumentError, ShardGraphError, shown
 from shardgraph.module import checkpoint, local_state, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.as_written import AsWritten, without_gradients
 from shardgraph.module.copying import copied_model
-from shardgraph.module.decided import Decided
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import check_clipping, clip_grad_norm_
@@ -41,21 +35,17 @@ from shardgraph.module.input_names import input_names
 from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
-from shardgraph.module.numbers import Numbers
-from shardgraph.module.program_key import ProgramKey
-from shardgraph.module.recompiled import Recompiled
+from shardgraph.module.programs import Programs
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
 from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
-from shardgraph.module.switches import Switches
 from shardgraph.module.update_in_backward import updates_of
 from shardgraph.module.whole import whole_parameters
-from shardgraph.passes.lowering import STAGES, lower
+from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
-from shardgraph.progress import Progress
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
 from shardgraph.runtime.backends import Backend, eager
@@ -68,18 +58,9 @@ from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import pytree
 
-_MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
 _REDUCED_BY = {"allreduce_hook": "", "fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
-_MAX_VARIANTS = 8  # programs of one key, for different attributes of the model
 
 _SCALER = instance("a torch.amp.GradScaler, such as shardgraph.GradScaler()", torch.amp.GradScaler)
-
-
-class _Compiled(NamedTuple):
-    """A program that can run, and the conditions on the model under which it is the model's."""
-
-    executor: Executor
-    guards: Any
 
 
 @dataclass(frozen=True)
@@ -116,18 +97,13 @@ class ShardedModule(nn.Module):
     loss_fn: Callable[..., torch.Tensor] | None
     _setup: Setup
     _state: State
-    _numbers: Numbers
-    _decided: Decided
     _sync: bool
     gradient_norm: torch.Tensor | None  # of all gradients, before the latest clipping by ``step``
     _as_written: AsWritten
     _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
     _unsharded: ExitStack | None  # within, parameters are whole
     _before_training: Callable[[], None] | None  # called before each call that is differentiated
-    _programs: OrderedDict[ProgramKey, list[_Compiled]]
-    _latest: tuple[list[ProgramKey], list[_Compiled]] | None
-    _switches: Switches
-    _recompiled: Recompiled
+    _programs: Programs
     _padding: Padding | None
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
@@ -144,9 +120,9 @@ class ShardedModule(nn.Module):
         replica = 0 if replicas is None else dist.get_rank(replicas)
         state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement)
         clear_with_optimizers(state)
-        self._own(_setup=setup, _state=state, _numbers=Numbers(), _decided=Decided(), _sync=True)
-        self._own(_programs=OrderedDict(), _latest=None, _switches=Switches(plan, setup.agreement))
-        self._own(_recompiled=Recompiled(model, self._decided, padded=setup.lengths is not None))
+        padded = setup.lengths is not None
+        programs = Programs(model, plan, state, setup.agreement, self._program, self._bound, padded, setup.progress)
+        self._own(_setup=setup, _state=state, _programs=programs, _sync=True)
         self._own(_padding=Padding(setup.lengths, model, setup.device) if setup.lengths is not None else None)
         self._own(gradient_norm=None, _shared=False, _before_training=None)
         _MODULES.add(self)
@@ -349,11 +325,11 @@ class ShardedModule(nn.Module):
         updates = updates_of(flat, executor, leaves) if max_norm is None and scaler is None else None
         if updates is not None:
             loss = updates.step(executor, leaves, tangent)
-            self._set_attributes()
+            self._programs.set_attributes()
             self._own(gradient_norm=None)
             return loss
         loss, gradients = loss_and_gradients(executor, leaves, tangent)
-        self._set_attributes()
+        self._programs.set_attributes()
         try:
             norm = training_step.update(flat, gradients, self._state, max_norm, scaler)
         except NotFlatError:
@@ -519,7 +495,7 @@ class ShardedModule(nn.Module):
         """What ran the call, its flattened inputs, and the output."""
         executor, inputs = self._executor(args, kwargs, loss_fn)
         output = executor(inputs, lambda: self._sync)
-        self._set_attributes()
+        self._programs.set_attributes()
         return executor, inputs, output
 
     def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
@@ -533,7 +509,7 @@ class ShardedModule(nn.Module):
             with self._setup.agreement.communicating():
                 check_shared(self.plan, self.mesh, leaves)
             self._own(_shared=True)
-        return executor, self._numbers.lift(leaves, spec)
+        return executor, self._programs.lift(leaves, spec)
 
     def _watched(self) -> None:
         """Do what :meth:`before_training` was given, if this call trains."""
@@ -552,19 +528,6 @@ class ShardedModule(nn.Module):
         """What forward returned for the padded call, with the lengths of this one."""
         return output if self._padding is None else self._padding.cut(output, args, kwargs)
 
-    def _set_attributes(self) -> None:
-        """Set the attributes that the latest programs' forward sets to constants, as the original would have by now.
-
-        The next call expects these, and those that were set to results.
-        """
-        for compiled in {*self._latest[1]} if self._latest is not None else ():
-            joint = compiled.executor.program.joint
-            for attribute in joint.attributes:
-                attribute.repeat(self.original)
-            compiled.guards.follow()
-            if joint.results or joint.replaced:
-                self._state.layout.follow()
-
     def settle(self) -> None:
         """Record that the model's tensors are sharded now; programs from before are for these."""
         self._state.layout.settle()
@@ -573,11 +536,7 @@ class ShardedModule(nn.Module):
         self._state.arrange()
         if self.mesh is not None or self._why_not_as_written() is not None:
             self._as_written.intercept(self.original)
-        buffers = self._state.layout.buffers
-        self._programs = OrderedDict((key._replace(buffers=buffers), made) for key, made in self._programs.items())
-        if self._latest is not None:
-            keys, made = self._latest
-            self._latest = [key._replace(buffers=buffers) for key in keys], made
+        self._programs.moved()
 
     def _shard_added(self, names: Sequence[str]) -> None:
         """Shard parameters that were added to the model, or replaced, since it was compiled: on all ranks, alike."""
@@ -597,8 +556,7 @@ class ShardedModule(nn.Module):
 
     def forget(self) -> None:
         """Drop all programs."""
-        self._programs.clear()
-        self._latest = self._switches.agreed = None
+        self._programs.forget()
 
     def compile_for(self, call: Call) -> None:
         """Compile for a call now, without running; only the shapes, dtypes and numbers of its inputs matter."""
@@ -609,124 +567,19 @@ class ShardedModule(nn.Module):
         """The executables for calls with these flattened inputs, all of one structure, compiled if they are not yet."""
         for leaves in calls:
             _check_local(leaves)
-            self._numbers.see(leaves, spec)
         self._state.layout.refresh()
         if self._state.layout.strange:
             self._shard_added(self._state.layout.strange)
-        keys = self._keys(calls, spec, loss_fn)
-        latest, compiled = self._latest or (None, [])
-        if latest == keys and all(each.guards.hold for each in {*compiled}):
-            return [each.executor for each in compiled]
-        shown = [key.described(self._changed(key)) for key in dict.fromkeys(keys)]
-        agreement, switches = self._setup.agreement, self._switches
-        try:
-            keys, compiled = self._programs_of(keys, calls, spec, loss_fn)
-        except Exception as error:  # of any kind: the other ranks must not wait for this one
-            agreement.agree("the compiled program", "\n".join(shown), error)
-            raise
-        told = (line for key in dict.fromkeys(keys) for line in self._decided.told(key))
-        text = "\n".join([*shown, *told])
-        programs = [each.executor.program for each in compiled]
-        communication = switches.communication(keys, programs)
-        if communication and communication != switches.agreed:
-            if not announce(self._state, lambda: ("switch", communication)):
-                compiled = self._replaced(compiled, switches.agree(keys, programs, text))
-            switches.agreed = switches.communication(keys, [each.executor.program for each in compiled])
-        agreement.show(text)
-        self._latest = keys, compiled
-        return [each.executor for each in compiled]
-
-    def _replaced(self, compiled: list[_Compiled], programs: list[Program]) -> list[_Compiled]:
-        """The same with these programs in the places of theirs, also where they are kept."""
-        changed = {
-            each: _Compiled(self._bound(program), each.guards)
-            for each, program in {*zip(compiled, programs, strict=True)}
-            if each.executor.program is not program
-        }
-        for variants in self._programs.values():
-            variants[:] = [changed.get(each, each) for each in variants]
-        return [changed.get(each, each) for each in compiled]
-
-    def _programs_of(
-        self, keys: list[ProgramKey], calls: Sequence[list[Any]], spec: Any, loss_fn: Callable[..., Any] | None
-    ) -> tuple[list[ProgramKey], list[_Compiled]]:
-        """A program for each call, compiled if it is not yet, on this rank alone; and their keys, which may have
-        changed by that."""
-        made = dict[ProgramKey, _Compiled]()
-        for key, leaves in zip(keys, calls, strict=True):
-            if key not in made and (valid := self._valid(key)) is not None:
-                made[key] = valid
-            elif key not in made:
-                start = time.perf_counter()
-                made[key] = self._compile(leaves, spec, loss_fn)
-                self._decided.learn(key, made[key].executor.program.joint.conditions)
-                (after,) = self._keys([leaves], spec, loss_fn)
-                self._recompiled.tell(after, time.perf_counter() - start, self._programs, self._changed(after))
-                self._recompiled.look(made[key].executor.program)
-                self._keep(after, made[key])
-                if after != key:  # it has more conditions, or its numbers cannot be lifted, and all keys have changed
-                    return self._programs_of(self._keys(calls, spec, loss_fn), calls, spec, loss_fn)
-            self._programs.move_to_end(key)
-        return keys, [made[key] for key in keys]
-
-    def _valid(self, key: ProgramKey) -> _Compiled | None:
-        """The program of this key for the model as it is now, if it has been compiled."""
-        return next((each for each in self._programs.get(key, ()) if each.guards.hold), None)
-
-    def _changed(self, key: ProgramKey) -> str:
-        """What has changed on the model since the latest program of this key was compiled."""
-        return self._programs[key][-1].guards.failing if key in self._programs else ""
-
-    def _keep(self, key: ProgramKey, compiled: _Compiled) -> None:
-        """Add a program to the cache."""
-        variants = self._programs.setdefault(key, [])
-        if len(variants) == _MAX_VARIANTS:
-            warnings.warn(
-                f"{_MAX_VARIANTS} programs have been compiled for the same inputs, since the model changes between "
-                f"calls (lately {variants.pop(0).guards.failing}). Give what changes to forward as an input",
-                stacklevel=2,
-            )
-        variants.append(compiled)
-        if len(self._programs) > _MAX_PROGRAMS:
-            dropped, _ = self._programs.popitem(last=False)
-            self._recompiled.evicted(dropped, _MAX_PROGRAMS)
-
-    @collected_later()
-    def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> _Compiled:
-        self._state.layout.look_up()
-        with Progress(self.plan.name, STAGES + 1, self._setup.progress) as show:
-            program = self._build(leaves, spec, loss_fn, show)
-        guards = program.joint.take_guards(self.original)
-        self._state.layout.note(program.joint)
-        return _Compiled(self._bound(self._switches.following(program)), guards)
-
-    def _bound(self, program: Program) -> Executor:
-        return Differentiable(program, self._state)
-
-    def _build(self, leaves: list[Any], spec: Any, loss_fn: Any, show: Callable[[str], None]) -> Program:
-        """The program of a call, in which as many numbers are inputs as can be."""
-        while True:
-            args, kwargs = pytree.tree_unflatten(self._numbers.lift(leaves, spec), spec)
-            call = Call(self.original, args, kwargs, loss_fn, torch.is_grad_enabled())
-            try:
-                return self._program(call, show)
-            except CaptureError:
-                if not self._numbers.give_up(spec):
-                    raise
+        return self._programs.of(calls, spec, loss_fn)
 
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
+        """The program of a call, not bound to this rank."""
         show("capture")
         joint = self._setup.captures.take(call, self.plan)
         return lowered(joint, self.plan, named_shapes(call.model), show)
 
-    def _keys(self, calls: Sequence[list[Any]], spec: Any, loss_fn: Any) -> list[ProgramKey]:
-        """For each call, all that its program depends on."""
-        layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
-        ambient = torch.is_grad_enabled(), autocast, torch.get_default_dtype(), torch_api.global_hooks()
-        state = layout.modes, layout.trained, *ambient, loss_fn is not None
-        inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
-        keys = (ProgramKey(layout.buffers, spec, each, *state) for each in inputs)
-        return [self._decided.completed(key, leaves) for key, leaves in zip(keys, calls, strict=True)]
+    def _bound(self, program: Program) -> Executor:
+        return Differentiable(program, self._state)
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -739,20 +592,14 @@ class ShardedModule(nn.Module):
         return self._graph("backward")
 
     def _graph(self, half: str) -> Any:
-        executor = self._compiled()
+        _, executor = self._programs.latest
         return executor.graph(half).module if half in executor.program.graphs else None
 
     @property
     def program(self) -> Program:
         """The latest program: its plan and its graphs, unbound and for all stages of a pipeline."""
-        return self._compiled().program
-
-    def _compiled(self) -> Executor:
-        if self._latest is None:
-            raise ShardGraphError(
-                "nothing has been compiled yet: call the module once, or give example_inputs to shardgraph.compile"
-            )
-        return self._latest[1][0].executor
+        _, executor = self._programs.latest
+        return executor.program
 
     @translated
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -848,14 +695,15 @@ class ShardedModule(nn.Module):
                 does not have.
             CheckpointError: on every rank, if rank 0 could not write.
         """
-        program = self._compiled().program
+        key, executor = self._programs.latest
+        program = executor.program
         emission.check(program)
         if self._setup.loss_weight != "ranks":
             raise ShardGraphError(
                 f"loss_weight={self._setup.loss_weight!r} weighs the losses of ranks outside of the program: compile "
                 "with loss_weight='ranks' to write it"
             )
-        whole, key = self.full_state_dict(), self._latest[0][0]  # type: ignore[index]
+        whole = self.full_state_dict()
         if not scheduled:
             program = lower(program.joint, program.plan, program.shapes, scheduled=False)
         parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
