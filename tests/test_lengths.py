@@ -12,7 +12,8 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Lengths, Pipeline, PlanError, ShardGraphError
-from shardgraph.module import sharded as module
+from shardgraph.module import programs as module
+from shardgraph.module.programs import Programs
 from tests import padded
 from tests.standing import on_ranks
 from tests.uneven import apart
@@ -146,10 +147,8 @@ def test_batches_of_twenty_lengths_train_as_without_padding_by_two_programs(mode
     lengths = random.Random(0).sample(range(4, 33), 20)
     batches = [padded.texts(length, seed) for seed, length in enumerate(lengths)]
     compilations = []
-    compile_one = shardgraph.ShardedModule._compile
-    monkeypatch.setattr(
-        shardgraph.ShardedModule, "_compile", lambda *call: compilations.append(call) or compile_one(*call)
-    )
+    compile_one = Programs._compile
+    monkeypatch.setattr(Programs, "_compile", lambda *call: compilations.append(call) or compile_one(*call))
     sharded, losses = padded.stepped(compiled(model(), lengths=padded.SIXTEENS), batches)
     original, expected = padded.stepped(model(), batches)
     assert losses == pytest.approx(expected, abs=tolerance) and apart(sharded, original) < tolerance
@@ -162,7 +161,7 @@ def test_train_step_and_step_pad_as_forward_does(monkeypatch):
     sharded = compiled(padded.bert(), lengths=padded.SIXTEENS)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     sharded.train_step(**batches[0])
-    monkeypatch.setattr(type(sharded), "_compile", None)
+    monkeypatch.setattr(Programs, "_compile", None)
     optimizer.step()
     optimizer.zero_grad()
     for batch in batches[1:]:
@@ -173,7 +172,7 @@ def test_train_step_and_step_pad_as_forward_does(monkeypatch):
 def test_example_inputs_are_padded_as_calls_are(monkeypatch):
     batch = padded.texts(9, 0)
     sharded = compiled(padded.bert(), lengths=padded.SIXTEENS, example_kwargs=batch)
-    monkeypatch.setattr(type(sharded), "_compile", None)
+    monkeypatch.setattr(Programs, "_compile", None)
     assert sharded(**batch).logits.shape == (3, 9, 50)
 
 
@@ -198,7 +197,7 @@ def test_outputs_of_two_lengths_are_cut_each_to_its_own(monkeypatch):
     for lengths in [(5, 5), (6, 7), (8, 4), (3, 8), (8, 8)]:
         inputs = [torch.randn(2, length, 4) for length in lengths]
         torch.testing.assert_close(sharded(*inputs), TwoLengths()(*inputs))
-        monkeypatch.setattr(type(sharded), "_compile", None)
+        monkeypatch.setattr(Programs, "_compile", None)
 
 
 def test_gradients_reach_inputs_that_are_padded():
