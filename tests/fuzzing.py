@@ -342,7 +342,7 @@ class Lists(Block):
         self.options = {"offset": 0.5, "layers": random.randint(1, 2)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights[: self.options["layers"]]:
+        for weight in list(self.weights)[: self.options["layers"]]:  # torch 2.12 traces no slice of a ParameterList
             x = x * weight + self.options["offset"]
         return torch.cat([self.named["b"], x.flatten(0, 1)])[1:].view(x.shape) @ self.named["a"].tril()
 

@@ -162,9 +162,7 @@ def export(
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, error, decisions)) from error
     except (RuntimeError, AssertionError, AttributeError, NotImplementedError, SyntaxError) as error:
-        if isinstance(error, SyntaxError) or "backend_input must not be None" in str(
-            error
-        ):  # as torch's tracer says it
+        if isinstance(error, (SyntaxError, torch_api.NothingTracedError)):  # torch's tracer ends so where all is unused
             raise CaptureError(
                 f"forward of {name} returns no tensor that it computes, so that there is no program to make of it: "
                 "return what it computes from its inputs, or its loss"

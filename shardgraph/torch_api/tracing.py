@@ -74,11 +74,16 @@ class Trace(NamedTuple):
     called: list[Any]
 
 
+class NothingTracedError(RuntimeError):
+    """A forward that computes no tensor that it returns."""
+
+
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Trace ``model`` through Python.
 
     Raises:
         DynamoError: the model's Python cannot be traced in one piece.
+        NothingTracedError: there is nothing to trace.
     """
     # Shapes and numbers are constants of a program: a new one is a new program, chosen by its key.
     static = dynamo.config.patch(
@@ -98,6 +103,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         warnings.simplefilter("always")
         with get_metrics_context(), as_compiling():
             captured = fullgraph_capture(model, args, kwargs)
+        if captured.backend_input is None:
+            raise NothingTracedError("forward returns no tensor that it computes")
         graph = create_fx_graph_from_captured_output(captured, model, args, kwargs)
     # Bytecode packs the inputs and outputs, and may call any builtin. torch 2.11 runs it with the globals of the
     # model's forward alone, and refuses a name that is not among them.
