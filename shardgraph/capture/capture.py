@@ -32,6 +32,7 @@ from shardgraph.capture.recurrent import check_recurrent, with_own_weights
 from shardgraph.capture.refused import check_arguments, check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
+from shardgraph.capture.scaled_products import scale_products
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
 from shardgraph.errors import CaptureError, ShardGraphError
@@ -116,6 +117,8 @@ def capture(
     with rewritten(model):
         few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
         joint = few or _traced(model, asked)[0]
+    if precision.products is not None:
+        scale_products(joint, annotations)
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     joint.row_numbers = later_rows(joint.rows, model, asked)
