@@ -34,7 +34,8 @@ class ShardParameters(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for role, node in placeholders(gm).items():
-            if isinstance(role, Parameter) and context.parameters[role.fqn].shard_axis is not None:
+            whole = node.meta["val"].shape == context.shapes.get(getattr(role, "fqn", ""))
+            if isinstance(role, Parameter) and whole and context.parameters[role.fqn].shard_axis is not None:
                 _shard(gm, context, role.fqn, node)
 
 
