@@ -164,6 +164,7 @@ def lower(
     """
     if plan.pipeline is not None:
         _check_attributes(joint)
+        _check_products(plan)
     show("rewrite")
     gm, context = place(joint, plan, shapes)
     if note := unscaled(gm):
@@ -185,4 +186,13 @@ def _check_attributes(joint: JointGraph) -> None:
             f"forward sets the attribute {attribute.fqn!r} of the model{attribute.source} to a value of the call, and "
             "a pipeline calls it for each microbatch: return the value as an output, write a buffer in place, or "
             "choose a plan without a pipeline"
+        )
+
+
+def _check_products(plan: Plan) -> None:
+    """Raise PlanError if products would have the scales of microbatches."""
+    if plan.precision.products is not None:
+        raise PlanError(
+            f"products of float8 values have one scale for each tensor of a batch, and under {plan.name!r} it would be "
+            "the scale of a microbatch: use precision 'bf16', or a plan without a pipeline"
         )

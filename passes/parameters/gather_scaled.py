@@ -99,8 +99,7 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, parameter: fx.Node, c
         if _is_largest(node):
             value = build.all_reduce(value, axis, "max")
         elif _is_coarse(node):
-            whole = build.all_gather(build.call(aten.view.dtype, value, torch.uint8), axis)
-            value = build.call(aten.view.dtype, whole, node.meta["val"].dtype)
+            value = build.all_gather(value, axis)
             value = value if longest * size == rows else build.rows(value, rows)
         else:
             continue

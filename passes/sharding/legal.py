@@ -59,8 +59,8 @@ def draws(node: fx.Node) -> bool:
 
 
 def _is_coarse(node: fx.Node) -> bool:
-    """Whether an operation casts to 8 bits, whose sum over ranks would be far from the sum in more."""
-    value = node.meta["val"]
+    """Whether an operation gives numbers of 8 bits, whose sum over ranks would be far from the sum in more."""
+    value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
 
 
@@ -142,7 +142,7 @@ class Legal:
             # Sets are unordered, and all ranks must list the options in the same order.
             return sorted({cut for value in values for cut in self.cuts[value]}, key=cut_of)
 
-        if results(node)[0].is_floating_point():
+        if results(node)[0].is_floating_point() and not _is_coarse(node):
             yield Option(all_operands(PARTIAL), (PARTIAL,) * produced)
         for cut in cuts_of(self._sources[node]):
             if (out := layout.down(operation, cut)) is not None:
