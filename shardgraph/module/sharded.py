@@ -42,6 +42,7 @@ from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
 from shardgraph.module.numbers import Numbers
+from shardgraph.module.other_wrappers import instead_of
 from shardgraph.module.program_key import ProgramKey
 from shardgraph.module.recompiled import Recompiled
 from shardgraph.module.remembered import lowered
@@ -160,7 +161,10 @@ class ShardedModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             original = self.__dict__["original"]
-            value = getattr(original, name)  # config, and other attributes of the model
+            try:
+                value = getattr(original, name)  # config, and other attributes of the model
+            except AttributeError as absent:
+                raise instead_of(name, type(original).__name__) or absent from None
             own = isinstance(value, types.MethodType) and value.__self__ is original
             return self._as_written.method(name, value) if own and self.mesh is not None else value
 
@@ -409,6 +413,10 @@ class ShardedModule(nn.Module):
             )
         self._own(_sync=requires_gradient_sync)
 
+    @checked(is_last_backward=BOOL)
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """As of ``FSDPModule``, where it saves waits; a backward pass of a program waits for all that it has started."""
+
     @checked(hook=CALLABLE)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients as this hook of ``DistributedDataParallel`` would: in float16 or bfloat16, or as they are.
@@ -460,15 +468,18 @@ class ShardedModule(nn.Module):
         for gradients in self._state.accumulated:
             gradients.clear()
 
-    def unshard(self) -> None:
+    @checked(async_op=BOOL)
+    def unshard(self, async_op: bool = False) -> None:
         """Put whole, plain parameters in the places of shards, until :meth:`reshard`. All ranks must call it.
 
         Submodules and methods of the model then compute without communication, and what is written to parameters, or
         into their places, is kept: each rank takes its part. Nothing is differentiated meanwhile.
 
         Raises:
-            ShardGraphError: the plan has a pipeline, whose stages are on several ranks.
+            ShardGraphError: the plan has a pipeline, whose stages are on several ranks; or ``async_op`` is True.
         """
+        if async_op:
+            raise ShardGraphError("unshard() gathers before it returns: unshard(async_op=False), without a handle")
         if (reason := self._why_not_as_written()) is not None:
             raise ShardGraphError(reason)
         if self._unsharded is not None or self.mesh is None:
