@@ -46,9 +46,26 @@ def test_communication_hooks_that_say_a_dtype_are_those_of_ddp():
         assert errors["bf16_compress_hook"] < 1e-2 and errors["fp16_compress_hook"] < 1e-3
 
 
-def test_other_communication_hooks_are_refused_with_what_works():
+@pytest.mark.parametrize(("accumulate", "width"), [(False, 16), (True, 16), (False, 30_000)])
+def test_power_sgd_trains_as_under_ddp_with_one_bucket_and_with_two(accumulate, width):
+    for error, from_plain in on_ranks(coming_from.powers, args=(accumulate, width)):
+        assert error < EXACT < from_plain
+
+
+def test_a_hook_of_the_user_gets_buckets_of_this_rank_s_gradients_and_says_what_parameters_get():
+    for seen, error in on_ranks(coming_from.own_hook):
+        shapes = [(3,), (3, 16), (16,), (16,), (16,), (16, 6)]
+        assert seen == [(0, True, shapes, shapes)]
+        assert error < EXACT
+
+
+def test_a_whole_step_with_a_hook_is_that_step():
+    assert max(on_ranks(coming_from.stepped_with_a_hook)) < EXACT
+
+
+def test_other_communication_hooks_are_refused_under_other_plans_with_what_works():
     for told in on_ranks(coming_from.refused_hook):
-        assert "'powerSGD_hook'" in told and "LocalSGD" in told
+        assert "'powerSGD_hook'" in told and "use plan 'ddp'" in told and "LocalSGD" in told
 
 
 def test_dtensors_of_the_user_are_refused_by_name():

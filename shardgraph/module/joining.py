@@ -58,6 +58,11 @@ def joined(module: Module, over_all: bool, throw: bool) -> Iterator[None]:
     if state.mesh is None or plan.data_size == 1:
         yield
         return
+    if state.hook is not None:
+        raise ShardGraphError(
+            "join() cannot be with a communication hook, which ranks without data would have to call with the others: "
+            "give all ranks equally many batches, or reduce without a hook"
+        )
     if state.joining is not None:
         raise ShardGraphError("join() is inside of another join() of the same module")
     joining = Joining(module, over_all, throw)

@@ -63,6 +63,7 @@ from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradient_statistics import GradientStatistics
+from shardgraph.runtime.hooked import CommunicationHook, check_hookable
 from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
@@ -419,25 +420,26 @@ class ShardedModule(nn.Module):
 
     @checked(hook=CALLABLE)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients as this hook of ``DistributedDataParallel`` would: in float16 or bfloat16, or as they are.
+        """Reduce gradients as this hook of ``DistributedDataParallel`` does, such as PowerSGD.
 
-        It takes the hooks of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype, and sets
-        ``precision.reduce`` of the plan. All ranks must call it. Programs are compiled anew.
+        Those of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype set ``precision.reduce``
+        of the plan, and programs are compiled anew. Any other is called after each backward that reduces gradients,
+        with this rank's in buckets as those of ``DistributedDataParallel``; what it remembers is in ``state``, to be
+        saved with checkpoints. All ranks must call it.
 
         Raises:
-            ShardGraphError: it is another hook: the program reduces gradients, and calls no Python for them.
+            ShardGraphError: it is another hook, and the plan is not ``ddp``, or measures gradients.
         """
-        dtype = _REDUCED_BY.get(getattr(hook, "__name__", ""))
-        if dtype is None or getattr(hook, "__module__", "") != default_hooks.__name__:
-            raise ShardGraphError(
-                f"the communication hook {getattr(hook, '__name__', hook)!r} is Python for every bucket of gradients, "
-                "and the program reduces them by itself. fp16_compress_hook and bf16_compress_hook work, and are "
-                "Precision(reduce='float16') and 'bfloat16'. To send less, as PowerSGD does, use shardgraph.LocalSGD "
-                "or no_sync(); to change gradients, do so between backward and the optimizer's step"
-            )
-        if dtype and self.plan.precision.reduce != dtype:
-            self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
-            self.forget()
+        name = getattr(hook, "__name__", "")
+        if name in _REDUCED_BY and getattr(hook, "__module__", "") == default_hooks.__name__:
+            self._state.hook = None
+            dtype = _REDUCED_BY[name]
+            if dtype and self.plan.precision.reduce != dtype:
+                self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
+                self.forget()
+        else:
+            check_hookable(self.plan, name or repr(hook))
+            self._state.hook = CommunicationHook(state, hook)
 
     @checked(divide_by_initial_world_size=BOOL, enable=BOOL, throw_on_early_termination=BOOL)
     def join(
