@@ -128,11 +128,11 @@ def hooked() -> dict[str, float]:
     return found
 
 
-def powers(accumulate: bool, width: int) -> tuple[float, float]:
+def powers(accumulate: bool) -> tuple[float, float]:
     """How far weights trained with PowerSGD are from those of DDP with it, and from those without it."""
     found = {}
     for kind in ("DDP", "ddp", "without"):
-        wrapped, optimizer = made("ddp" if kind == "without" else kind, width=width)
+        wrapped, optimizer = made("ddp" if kind == "without" else kind)
         if kind != "without":
             state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
@@ -170,6 +170,25 @@ def own_hook() -> tuple[list[Any], float]:
         F.mse_loss(module(x), torch.ones(4, 3).double()).backward()
     own = [parameter.grad.to_local() for parameter in sharded.parameters()]
     return seen, apart(own, [parameter.grad for parameter in plain.parameters()])
+
+
+def buckets() -> list[Any]:
+    """What a hook of DDP, and of a compiled module, sees of two buckets at the last of three steps."""
+    found = []
+    for kind in ("DDP", "ddp"):
+        wrapped, _ = made(kind, width=30_000)
+        seen: list[Any] = []
+
+        def noted(state, bucket):  # DDP reads annotations
+            shapes = sorted(tuple(each.shape) for each in bucket.gradients())
+            state.append((bucket.index(), bucket.is_last(), shapes, bucket.buffer().shape))
+            return default_hooks.allreduce_hook(None, bucket)
+
+        wrapped.register_comm_hook(seen, noted)
+        for _ in range(3):
+            wrapped(torch.ones(4, 6).double()).square().mean().backward()
+        found.append(seen[-2:])
+    return found
 
 
 class Mean(nn.Module):

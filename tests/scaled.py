@@ -15,7 +15,7 @@ SCALED = Precision(products="float8")
 
 
 class Net(nn.Module):
-    """Linear layers that can be scaled, around a norm; the first shares its input with another; the head is too narrow."""
+    """Linear layers that can be scaled, two of one input, around a norm; and a head that is too narrow."""
 
     def __init__(self) -> None:
         super().__init__()

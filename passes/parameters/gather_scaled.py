@@ -38,9 +38,9 @@ class GatherScaled(Pass):
         if context.plan.precision.products is None:
             return
         for role, node in placeholders(gm).items():
-            if isinstance(role, Parameter) and context.parameters[role.fqn].shard_axis is not None:
-                if chain := _scaling(node):
-                    _shard(gm, context, role.fqn, node, chain)
+            sharded = isinstance(role, Parameter) and context.parameters[role.fqn].shard_axis is not None
+            if sharded and (chain := _scaling(node)):
+                _shard(gm, context, role.fqn, node, chain)
 
 
 def _scaling(parameter: fx.Node) -> list[fx.Node]:

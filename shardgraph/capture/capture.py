@@ -34,6 +34,7 @@ from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.scaled_products import scale_products
 from shardgraph.capture.stacks import Stack
+from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
@@ -112,6 +113,7 @@ def capture(
             has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
+    check_inputs(pytree.tree_leaves((args, kwargs)))
     check_arguments(model, args, {k: v for k, v in kwargs.items() if loss_fn is None or k != "target"})
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
     with rewritten(model):

@@ -8,7 +8,7 @@ tensorwise recipe. A product in forward and the two of its derivative are scaled
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.capture.casting import annotated_precision
-from shardgraph.ir.attributes import SEQUENCE, SOURCE, UNSCALED, VALUE, Change, carried, write
+from shardgraph.ir.attributes import SEQUENCE, UNSCALED, VALUE, Change, carried, write
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.plans.annotations.match import Annotated
 

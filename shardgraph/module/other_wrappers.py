@@ -7,14 +7,18 @@ _RESHARDING = (
     "or annotate(model, {name: keep_gathered()})"
 )
 _PREFETCH = "the program starts gathers early, as many as Plan.prefetch says: dataclasses.replace(plan, prefetch=2)"
-_MEAN = "gradients are means over data ranks: scale the loss, or the gradients between backward and the optimizer's step"
+_MEAN = (
+    "gradients are means over data ranks: scale the loss, or the gradients between backward and the optimizer's step"
+)
 _COLLECTIVES = "collectives are nodes of the program, and memory for them is torch's: leave this call out"
 _CHANGED = "a program calls no Python for its collectives: change gradients between backward and the optimizer's step"
 _CLASSES = (
     "sharded.full_state_dict() has whole values, state_dict() DTensors, and torch.distributed.checkpoint.state_dict "
     "both"
 )
-_FILES = "torch.distributed.checkpoint writes and reads sharded.state_dict() with the optimizer's, on any number of ranks"
+_FILES = (
+    "torch.distributed.checkpoint writes and reads sharded.state_dict() with the optimizer's, on any number of ranks"
+)
 
 INSTEAD = {
     # FSDPModule of FSDP2
@@ -60,7 +64,7 @@ INSTEAD = {
 
 
 def instead_of(name: str, model: str) -> AttributeError | None:
-    """The error for a name that neither a compiled module nor its ``model``, a class, has, if another wrapper has it."""
+    """The error for a name that a compiled module of a ``model`` has not, if another wrapper has it."""
     if name not in INSTEAD:
         return None
     return AttributeError(f"neither a compiled module nor {model} has {name!r}; instead: {INSTEAD[name]}")

@@ -26,6 +26,7 @@ from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, ST
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.numbers import input_key
+from shardgraph.capture.subclasses import check_inputs
 from shardgraph.emission import saved as emission
 from shardgraph.errors import ArgumentError, CaptureError, ShardGraphError, shown
 from shardgraph.garbage import collected_later
@@ -416,7 +417,7 @@ class ShardedModule(nn.Module):
 
     @checked(is_last_backward=BOOL)
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """As of ``FSDPModule``, where it saves waits; a backward pass of a program waits for all that it has started."""
+        """As of ``FSDPModule``, where it saves waits; backward of a program waits for all that it has started."""
 
     @checked(hook=CALLABLE)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -899,6 +900,7 @@ def module_of(parameter: torch.Tensor) -> ShardedModule:
 
 
 def _check_local(leaves: Sequence[Any]) -> None:
+    check_inputs(leaves)
     for i, leaf in enumerate(leaves):
         if type(leaf) is DTensor:
             raise ShardGraphError(

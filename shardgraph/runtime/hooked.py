@@ -62,8 +62,9 @@ def check_hookable(plan: Plan, hook: str) -> None:
     Raises:
         ShardGraphError: the plan shards something, or measures the gradients that programs reduce.
     """
-    replicated = all(entry.shard_axis is None and entry.gradient == "all_reduce" for _, entry in plan.parameters)
-    if plan.is_of_data and replicated and plan.copies == 1 and not plan.gradient_statistics and not plan.offload.parameters:
+    whole = all(entry.shard_axis is None and entry.gradient == "all_reduce" for _, entry in plan.parameters)
+    own = plan.gradient_statistics or plan.offload.parameters or plan.copies > 1
+    if plan.is_of_data and whole and not own:
         return
     raise ShardGraphError(
         f"the communication hook {hook!r} takes whole gradients of every rank, and the program of plan {plan.name!r} "
