@@ -23,7 +23,7 @@ _FILES = (
 INSTEAD = {
     # FSDPModule of FSDP2
     "reset_iter_state": "a backward that fails leaves nothing behind: call the module again",
-    "set_requires_all_reduce": "set_requires_gradient_sync(False) keeps gradients back along all data axes, for the same sum",
+    "set_requires_all_reduce": "set_requires_gradient_sync(False) keeps gradients back along all data axes",
     "set_reshard_after_forward": _RESHARDING,
     "set_reshard_after_backward": _RESHARDING,
     "set_modules_to_forward_prefetch": _PREFETCH,
@@ -48,7 +48,7 @@ INSTEAD = {
     "_set_static_graph": "the program is static by itself: leave this call out",
     "_set_params_and_buffers_to_ignore_for_model": "annotate(model, {name: ignored()}) before compile",
     "_register_fused_optim": "sharded.step(..., optimizer=optimizer) updates parameters in backward",
-    "_register_builtin_comm_hook": "register_comm_hook(None, default_hooks.fp16_compress_hook), or Precision(reduce=...)",
+    "_register_builtin_comm_hook": "register_comm_hook with fp16_compress_hook or another of default_hooks",
     "_register_buffer_comm_hook": "buffers that forward writes are averaged; synchronise others between steps",
     # FullyShardedDataParallel of FSDP1
     "summon_full_params": "with sharded.unsharded(): ...",
