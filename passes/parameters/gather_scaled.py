@@ -38,8 +38,9 @@ class GatherScaled(Pass):
         if context.plan.precision.products is None:
             return
         for role, node in placeholders(gm).items():
-            sharded = isinstance(role, Parameter) and context.parameters[role.fqn].shard_axis is not None
-            if sharded and (chain := _scaling(node)):
+            if not isinstance(role, Parameter) or context.parameters[role.fqn].shard_axis is None:
+                continue
+            if chain := _scaling(node):
                 _shard(gm, context, role.fqn, node, chain)
 
 
