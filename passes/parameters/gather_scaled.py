@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Parameter, placeholders
-from shardgraph.ir.attributes import EQUALS, MEMORY_KIND, RECOMPUTE, SOURCE, SUBJECT, Labels
+from shardgraph.ir.attributes import EQUALS, MADE_BY, MEMORY_KIND, RECOMPUTE, SOURCE, SUBJECT, Labels
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
 
@@ -42,6 +42,11 @@ class GatherScaled(Pass):
                 continue
             if chain := _scaling(node):
                 _shard(gm, context, role.fqn, node, chain)
+
+
+def is_gathered(parameter: fx.Node) -> bool:
+    """Whether the pass has made a parameter's placeholder its shard."""
+    return any(MADE_BY.get(user) == GatherScaled.name for user in parameter.users)
 
 
 def _scaling(parameter: fx.Node) -> list[fx.Node]:
