@@ -135,8 +135,9 @@ class ShardedModule(nn.Module):
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
-        # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
-        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        # The original's own dictionaries: one set of names, no prefix, nothing to synchronise; and of hooks of its
+        # state, which it makes and loads.
+        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *checkpoint.STATE_HOOKS):
             self.__dict__[shared] = getattr(model, shared)
         self._own(_whole_mesh=mesh, _unsharded=None, _as_written=AsWritten(setup.device, self._why_not_as_written()))
         replicas = mesh.get_group(plan.replicas[0][0]) if mesh is not None and plan.replicas else None
