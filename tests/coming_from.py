@@ -219,6 +219,16 @@ def stepped_with_a_hook() -> float:
     return apart(*found)
 
 
+def joined_with_a_hook() -> str:
+    sharded, _ = made("ddp")
+    sharded.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(state, bucket))
+    try:
+        sharded.join().__enter__()
+    except ShardGraphError as error:
+        return str(error)
+    return ""
+
+
 def refused_hook() -> str:
     sharded, _ = made("fsdp")
     try:

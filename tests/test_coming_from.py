@@ -68,6 +68,11 @@ def test_a_whole_step_with_a_hook_is_that_step():
     assert max(on_ranks(coming_from.stepped_with_a_hook)) < EXACT
 
 
+def test_join_is_refused_beside_a_hook():
+    for told in on_ranks(coming_from.joined_with_a_hook):
+        assert "join() cannot be with a communication hook" in told
+
+
 def test_other_communication_hooks_are_refused_under_other_plans_with_what_works():
     for told in on_ranks(coming_from.refused_hook):
         assert "'powerSGD_hook'" in told and "use plan 'ddp'" in told and "LocalSGD" in told
