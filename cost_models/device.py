@@ -24,8 +24,11 @@ BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "o
 VIEW = "view"
 """Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
 
-_CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4}
-"""Parts of a CPU's rate in float32: half as many numbers are in a vector, and those of 16 bits are converted."""
+_CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4, "float8_e4m3fn": 2 / 5}
+"""Parts of a CPU's rate in float32: half as many numbers are in a vector, and those of 16 and 8 bits are converted."""
+
+_ALIKE = {"float8_e5m2": "float8_e4m3fn"}
+"""Dtypes that are multiplied as fast as others, with which they are."""
 
 MEMORY = "memory"
 """All of ``BYTE_KINDS``, in :attr:`Device.sustained`."""
@@ -169,6 +172,7 @@ class Device:
         if kind == VIEW:
             return self.rates.get(VIEW, Rate(1.0))
         if kind in FLOP_KINDS:
+            dtype = _ALIKE.get(dtype, dtype)
             part = kind if f"{kind}/{dtype}" in self.rates else "matmul"
             rate = self.rates.get(f"{part}/{dtype}")
             if rate is None and self.is_cpu and dtype in _CPU_RATES and (measured := self.rate(kind, "float32")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,7 +99,16 @@ class Builder:
 
     def all_gather(self, shard: fx.Node, axis: str) -> fx.Node:
         """The shards of all ranks of ``axis``, concatenated along dim 0."""
-        return self.wait(self.call(ir.ALL_GATHER, shard, self.values.ranks(axis), axis))
+        return self.as_bytes(
+            shard, lambda sent: self.wait(self.call(ir.ALL_GATHER, sent, self.values.ranks(axis), axis))
+        )
+
+    def as_bytes(self, tensor: fx.Node, move: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """``move(tensor)``, as bytes if its numbers have 8 bits: not all backends know such a dtype."""
+        dtype = tensor.meta["val"].dtype
+        if not (dtype.is_floating_point and dtype.itemsize == 1):
+            return move(tensor)
+        return self.call(aten.view.dtype, move(self.call(aten.view.dtype, tensor, torch.uint8)), dtype)
 
     def reduce_scatter(self, full: fx.Node, axis: str) -> fx.Node:
         """This rank's rows (dim 0) of the sum over ``axis``."""

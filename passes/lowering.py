@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardgraph.capture.captures import Call, Captures
+from shardgraph.capture.scaled_products import unscaled
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.collective_order import check_program, check_waits
@@ -22,6 +23,7 @@ from shardgraph.passes.offload.offload_activations import OffloadActivations
 from shardgraph.passes.offload.offload_parameters import OffloadGradients, OffloadParameters
 from shardgraph.passes.parameters.accumulate_gradients import KeepGradientsLocal
 from shardgraph.passes.parameters.average_buffers import AverageBuffers
+from shardgraph.passes.parameters.gather_scaled import GatherScaled
 from shardgraph.passes.parameters.measure_gradients import MeasureGradients
 from shardgraph.passes.parameters.mixed_precision import MixedPrecision
 from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
@@ -68,6 +70,7 @@ WHOLE_PASSES: tuple[Pass, ...] = (
 )
 RANK_PASSES: tuple[Pass, ...] = (
     SynchronizeBatchNorms(),  # some batch norms are over the rows of all ranks
+    GatherScaled(),  # parameters that products take in 8 bits become shards, and gathers of bytes
     ShardParameters(),  # whole parameters become shards and gathers
     MixedPrecision(),  # stored parameters are cast before they are gathered, gradients before they are reduced
     OffloadParameters(),  # offloaded parameters are copied to the device before that
@@ -161,8 +164,11 @@ def lower(
     """
     if plan.pipeline is not None:
         _check_attributes(joint)
+        _check_products(plan)
     show("rewrite")
     gm, context = place(joint, plan, shapes)
+    if note := unscaled(gm):
+        context.notes.append(note)
     graphs: Graphs = {"joint": gm}
     for step, passes in passes_of(plan).items():
         if step != "rewrite":  # shown already, before placing
@@ -180,4 +186,13 @@ def _check_attributes(joint: JointGraph) -> None:
             f"forward sets the attribute {attribute.fqn!r} of the model{attribute.source} to a value of the call, and "
             "a pipeline calls it for each microbatch: return the value as an output, write a buffer in place, or "
             "choose a plan without a pipeline"
+        )
+
+
+def _check_products(plan: Plan) -> None:
+    """Raise PlanError if products would have the scales of microbatches."""
+    if plan.precision.products is not None:
+        raise PlanError(
+            f"products of float8 values have one scale for each tensor of a batch, and under {plan.name!r} it would be "
+            "the scale of a microbatch: use precision 'bf16', or a plan without a pipeline"
         )

@@ -12,7 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
@@ -240,6 +242,60 @@ def renamed(plan: str) -> float:
         original[0].weight.fill_(0.5)
     sharded.load_state_dict({"0.kernel": original[0].weight.detach(), "0.bias": original[0].bias.detach()})
     return difference(sharded, original, gradients=False)
+
+
+class Grown(nn.Linear):
+    """A layer that loads a checkpoint of before, which had half of its values."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def grown(plan: str) -> float:
+    """The error after loading into a layer that overrides how it loads."""
+    sharded, original = pair(plan, lambda: nn.Sequential(Grown(6, 7)))
+    state = {name: 0.25 * value for name, value in original.state_dict().items()}
+    for model in (sharded, original):
+        model.load_state_dict(dict(state))
+    return difference(sharded, original, gradients=False)
+
+
+def hooked(plan: str) -> tuple[list[str], list[str]]:
+    """What hooks of the root see, and the names of a state whose hook renames them, of a compiled module and of the
+    original."""
+    found = []
+    for model, x in zip(pair(plan, lambda: nn.Sequential(nn.Linear(6, 7))), batch(), strict=True):
+        seen: list[str] = []
+        model.register_forward_pre_hook(lambda module, args, seen=seen: seen.append("before"))
+        model.register_forward_hook(lambda module, args, output, seen=seen: seen.append("after"))
+        model.register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update({f"{prefix}kernel": state.pop(f"{prefix}0.weight")})
+        )
+        model(x)
+        found.append(seen + sorted(model.state_dict()))
+    return found[0], found[1]
+
+
+def as_a_vector(plan: str) -> float:
+    """The error of all parameters as one vector, that is set again at twice its size."""
+    sharded, original = pair(plan)
+    with sharded.unsharded(), torch.no_grad():
+        vector = parameters_to_vector(sharded.parameters())
+        error = float((vector - parameters_to_vector(original.parameters())).abs().max())
+        for parameter, value in zip(sharded.parameters(), original.parameters(), strict=True):
+            parameter.copy_(2 * value)
+    with torch.no_grad():
+        vector_to_parameters(2 * parameters_to_vector(original.parameters()), original.parameters())
+    return max(error, difference(sharded, original, gradients=False))
+
+
+def registered_as_with_fsdp2(plan: str) -> float:
+    """The error of a method that was registered as FSDP2's users do."""
+    sharded, original = pair(plan)
+    register_fsdp_forward_method(sharded, "encode")
+    part, _ = batch()
+    return float((sharded.encode(part) - original.encode(part)).abs().max())
 
 
 def text() -> torch.Tensor:

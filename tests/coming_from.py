@@ -29,14 +29,14 @@ from shardgraph.errors import ShardGraphError
 from tests.ranks import whole
 
 
-def model(seed: int = 0) -> nn.Module:
+def model(seed: int = 0, width: int = 16) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+    return nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 3)).double()
 
 
-def made(kind: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+def made(kind: str, seed: int = 0, width: int = 16) -> tuple[Any, torch.optim.Optimizer]:
     """A model under a plan, or under FSDP2 or DDP, and its optimizer."""
-    plain = model(seed)
+    plain = model(seed, width)
     if kind == "FSDP2":
         for layer in (plain[0], plain[3]):
             fully_shard(layer)
@@ -128,8 +128,109 @@ def hooked() -> dict[str, float]:
     return found
 
 
-def refused_hook() -> str:
+def powers(accumulate: bool) -> tuple[float, float]:
+    """How far weights trained with PowerSGD are from those of DDP with it, and from those without it."""
+    found = {}
+    for kind in ("DDP", "ddp", "without"):
+        wrapped, optimizer = made("ddp" if kind == "without" else kind)
+        if kind != "without":
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        numbers = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(6):
+            batches = [torch.randn(4, 6, generator=numbers, dtype=torch.float64) for _ in range(1 + accumulate)]
+            with wrapped.no_sync():
+                for x in batches[1:]:
+                    F.mse_loss(wrapped(x), torch.ones(4, 3).double()).backward()
+            F.mse_loss(wrapped(batches[0]), torch.ones(4, 3).double()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[kind] = [whole(parameter).detach() for parameter in wrapped.parameters()]
+    return apart(found["ddp"], found["DDP"]), apart(found["ddp"], found["without"])
+
+
+def own_hook() -> tuple[list[Any], float]:
+    """What a hook of the user sees of a bucket, and how far gradients that it leaves alone are from the rank's own."""
     sharded, _ = made("ddp")
+    seen: list[Any] = []
+
+    def alone(state: list[Any], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        shapes = [[tuple(each.shape) for each in of] for of in (bucket.gradients(), bucket.parameters())]
+        state.append((bucket.index(), bucket.is_last(), *shapes))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    sharded.register_comm_hook(seen, alone)
+    plain = model()
+    x = torch.full((4, 6), 1.0 + dist.get_rank(), dtype=torch.float64)
+    for module in (sharded, plain):
+        F.mse_loss(module(x), torch.ones(4, 3).double()).backward()
+    own = [parameter.grad.to_local() for parameter in sharded.parameters()]
+    return seen, apart(own, [parameter.grad for parameter in plain.parameters()])
+
+
+def buckets() -> list[Any]:
+    """What a hook of DDP, and of a compiled module, sees of two buckets at the last of three steps."""
+    found = []
+    for kind in ("DDP", "ddp"):
+        wrapped, _ = made(kind, width=30_000)
+        seen: list[Any] = []
+
+        def noted(state, bucket):  # DDP reads annotations
+            shapes = sorted(tuple(each.shape) for each in bucket.gradients())
+            state.append((bucket.index(), bucket.is_last(), shapes, bucket.buffer().shape))
+            return default_hooks.allreduce_hook(None, bucket)
+
+        wrapped.register_comm_hook(seen, noted)
+        for _ in range(3):
+            wrapped(torch.ones(4, 6).double()).square().mean().backward()
+        found.append(seen[-2:])
+    return found
+
+
+class Mean(nn.Module):
+    """The mean of all elements, as a loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def stepped_with_a_hook() -> float:
+    """How far weights are from those of plain steps after whole steps with a hook that averages."""
+    found = []
+    for hooked_ in (True, False):
+        scalar = nn.Sequential(*model(), Mean())
+        sharded = shardgraph.compile(scalar, "ddp")
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        if hooked_:
+            sharded.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(state, bucket))
+        x = torch.full((4, 6), 1.0 + dist.get_rank(), dtype=torch.float64)
+        for _ in range(2):
+            if hooked_:
+                sharded.step(x, optimizer=optimizer)
+            else:
+                sharded(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([whole(parameter).detach() for parameter in sharded.parameters()])
+    return apart(*found)
+
+
+def joined_with_a_hook() -> str:
+    sharded, _ = made("ddp")
+    sharded.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(state, bucket))
+    try:
+        sharded.join().__enter__()
+    except ShardGraphError as error:
+        return str(error)
+    return ""
+
+
+def refused_hook() -> str:
+    sharded, _ = made("fsdp")
     try:
         sharded.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     except ShardGraphError as error:

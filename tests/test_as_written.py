@@ -83,6 +83,23 @@ def test_hooks_that_translate_names_of_a_checkpoint_are_called():
     assert max(on_ranks(as_written.renamed, args=("fsdp",))) < EXACT
 
 
+def test_a_layer_that_overrides_how_it_loads_does_so():
+    assert max(on_ranks(as_written.grown, args=("fsdp",))) < EXACT
+
+
+def test_hooks_of_the_root_and_of_its_state_are_called_as_of_the_original():
+    for ours, theirs in on_ranks(as_written.hooked, args=("fsdp",)):
+        assert ours == theirs
+
+
+def test_whole_parameters_are_read_as_a_vector_and_written():
+    assert max(on_ranks(as_written.as_a_vector, args=("fsdp",))) < EXACT
+
+
+def test_a_method_may_be_registered_as_with_fsdp2():
+    assert max(on_ranks(as_written.registered_as_with_fsdp2, args=("fsdp",))) < EXACT
+
+
 @pytest.mark.quick("llama-fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 @pytest.mark.parametrize("name", as_written.LANGUAGE)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import shardgraph
 from shardgraph import Plan, ignored, preset
@@ -43,9 +46,36 @@ def test_communication_hooks_that_say_a_dtype_are_those_of_ddp():
         assert errors["bf16_compress_hook"] < 1e-2 and errors["fp16_compress_hook"] < 1e-3
 
 
-def test_other_communication_hooks_are_refused_with_what_works():
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_power_sgd_trains_as_under_ddp(accumulate):
+    for error, from_plain in on_ranks(coming_from.powers, args=(accumulate,)):
+        assert error < EXACT < from_plain
+
+
+def test_a_hook_of_the_user_gets_buckets_of_this_rank_s_gradients_and_says_what_parameters_get():
+    for seen, error in on_ranks(coming_from.own_hook):
+        shapes = [(3,), (3, 16), (16,), (16,), (16,), (16, 6)]
+        assert seen == [(0, True, shapes, shapes)]
+        assert error < EXACT
+
+
+def test_buckets_of_a_hook_are_those_of_ddp():
+    for theirs, ours in on_ranks(coming_from.buckets):
+        assert len(ours) == 2 and ours == theirs
+
+
+def test_a_whole_step_with_a_hook_is_that_step():
+    assert max(on_ranks(coming_from.stepped_with_a_hook)) < EXACT
+
+
+def test_join_is_refused_beside_a_hook():
+    for told in on_ranks(coming_from.joined_with_a_hook):
+        assert "join() cannot be with a communication hook" in told
+
+
+def test_other_communication_hooks_are_refused_under_other_plans_with_what_works():
     for told in on_ranks(coming_from.refused_hook):
-        assert "'powerSGD_hook'" in told and "LocalSGD" in told
+        assert "'powerSGD_hook'" in told and "use plan 'ddp'" in told and "LocalSGD" in told
 
 
 def test_dtensors_of_the_user_are_refused_by_name():
@@ -89,3 +119,74 @@ def test_a_profile_has_ranges_of_modules_and_collectives():
         assert {"shardgraph forward", "shardgraph backward", "0", "3"} <= {*names}
         assert any(name.startswith("all_gather") and " of 2.weight" in name for name in names)
         assert any(name.startswith("wait for") and " of gradient of 2.weight" in name for name in names)
+
+
+# -- every method that FSDP2 and DDP have ------------------------------------------------------------
+
+THEIRS = {  # of nn.Module's own kind, or of use inside of the wrapper alone
+    *("_apply", "_get_fsdp_state", "_orig_cls_mro_index", "_set_unshard_async_op"),
+    *("gather", "scatter", "to_kwargs"),
+}
+
+
+def public(kind: type) -> set[str]:
+    """What a wrapper has for its users beyond ``nn.Module``."""
+    methods = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
+    return methods - set(dir(nn.Module)) - THEIRS
+
+
+@pytest.mark.parametrize("kind", [FSDPModule, nn.parallel.DistributedDataParallel])
+def test_every_method_of_other_wrappers_is_there_or_says_what_to_do_instead(kind):
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single")
+    for name in sorted(public(kind)):
+        if not hasattr(type(sharded), name):
+            with pytest.raises(AttributeError, match=f"has '{name}'; instead: ") as told:
+                getattr(sharded, name)
+            assert len(str(told.value).splitlines()) == 1
+
+
+def test_what_is_there_has_the_arguments_of_fsdp2_and_ddp():
+    sharded = type(shardgraph.compile(nn.Linear(4, 4), "single"))
+    for kind in (FSDPModule, nn.parallel.DistributedDataParallel):
+        for name in public(kind) & set(vars(sharded)):
+            theirs, ours = (inspect.signature(getattr(each, name)).parameters for each in (kind, sharded))
+            assert set(theirs) <= set(ours), name
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("set_modules_to_forward_prefetch", "Plan.prefetch"),
+        ("set_reshard_after_forward", "keep_gathered()"),
+        ("set_gradient_divide_factor", "scale the loss"),
+        ("set_all_reduce_hook", "between backward and the optimizer's step"),
+        ("_set_static_graph", "leave this call out"),
+        ("module", "leave out '.module'"),
+        ("summon_full_params", "sharded.unsharded()"),
+        ("save_checkpoint", "torch.distributed.checkpoint"),
+    ],
+)
+def test_a_method_that_is_not_there_says_what_to_do_instead(name, told):
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single")
+    with pytest.raises(AttributeError, match=rf"neither a compiled module nor Linear has '{name}'.*") as error:
+        getattr(sharded, name)
+    assert told in str(error.value)
+    assert not hasattr(sharded, name)
+
+
+def test_an_attribute_of_the_model_goes_before_a_name_of_other_wrappers():
+    model = nn.Linear(4, 4)
+    model.module = "mine"
+    assert shardgraph.compile(model, "single").module == "mine"
+
+
+def test_what_no_wrapper_has_is_told_as_of_any_module():
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'nothing'"):
+        _ = shardgraph.compile(nn.Linear(4, 4), "single").nothing
+
+
+def test_unshard_has_no_handle_and_the_last_backward_needs_no_word():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single")
+    sharded.set_is_last_backward(False)
+    with pytest.raises(shardgraph.ShardGraphError, match=r"unshard\(async_op=False\)"):
+        sharded.unshard(async_op=True)

@@ -98,6 +98,11 @@ def test_ranks_with_unequally_many_batches_train_inside_of_join_as_ddp_does(plan
         assert max(errors.values()) < EXACT, errors
 
 
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_rank_without_any_batch_follows_from_the_first_step_on(plan):
+    assert max(on_ranks(uneven.without_any, 2, args=(plan,))) < EXACT
+
+
 @pytest.mark.slow
 def test_ranks_with_unequally_many_batches_train_inside_of_join_under_hybrid_sharding():
     for errors in on_ranks(uneven.unequally_many, 4, args=("hsdp", {"dp_replicate": 2, "dp_shard": 2})):

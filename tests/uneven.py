@@ -306,6 +306,25 @@ def unequally_many(plan: str, mesh: dict[str, int] | None = None) -> dict[str, f
     return found
 
 
+def without_any(plan: str) -> float:
+    """The largest difference of a weight from the unsharded model's after training of which the last rank has no batch
+    at all: it has compiled for an example, and has an optimizer."""
+    sharded = shardgraph.compile(model(), plan, loss_fn=F.mse_loss, example_inputs=(torch.ones(4, 6).double(),))
+    alone = model()
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (sharded, alone)]
+    with sharded.join():
+        for step in range(3 if dist.get_rank() == 0 else 0):
+            F.mse_loss(sharded(batches(step, (4, 3))[0][0]), batches(step, (4, 3))[0][1]).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    for step in range(3):
+        x, y = batches(step, (4, 3))[0]
+        (F.mse_loss(alone(x), y) / dist.get_world_size()).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    return apart(sharded, alone)
+
+
 def evaluated_beside(plan: str) -> tuple[float, float]:
     """The largest difference of a weight, and of a statistic between ranks, where ranks train a batch norm, and
     evaluate after each step, unequally often."""

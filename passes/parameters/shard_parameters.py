@@ -12,6 +12,7 @@ from torch import fx
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
+from shardgraph.passes.parameters.gather_scaled import is_gathered
 from shardgraph.passes.parameters.rewrite import insert_before_use
 
 
@@ -34,7 +35,9 @@ class ShardParameters(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for role, node in placeholders(gm).items():
-            if isinstance(role, Parameter) and context.parameters[role.fqn].shard_axis is not None:
+            if not isinstance(role, Parameter) or context.parameters[role.fqn].shard_axis is None:
+                continue
+            if not is_gathered(node):
                 _shard(gm, context, role.fqn, node)
 
 

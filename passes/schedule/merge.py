@@ -58,10 +58,11 @@ class MergeCollectives(GraphsPass):
 
 
 def _is_gather(start: fx.Node) -> bool:
-    """Whether a collective gathers a parameter that is on the device from the start."""
+    """Whether a collective gathers a parameter that is on the device from the start, and needs no gather before."""
     if start.target is not ir.ALL_GATHER or MEMORY_KIND.get(start) != "gathered":
         return False
-    return not any(ir.is_wait(node) for node in made_ready(start))
+    waits = (node for node in made_ready(start) if ir.is_wait(node))
+    return all(wait.args[0].target is ir.ALL_REDUCE for wait in waits)  # of a scale
 
 
 def _is_reduction(start: fx.Node) -> bool:

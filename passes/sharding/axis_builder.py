@@ -42,7 +42,9 @@ class AxisBuilder(Builder):
     def exchange(self, tensor: fx.Node) -> fx.Node:
         """All-to-all over dim 0, which has one row per rank: row ``r`` of the input goes to rank ``r``."""
         splits = [1] * self.parts
-        return self.wait(self.call(ir.ALL_TO_ALL, self.contiguous(tensor), splits, splits, self.axis))
+        return self.as_bytes(
+            self.contiguous(tensor), lambda rows: self.wait(self.call(ir.ALL_TO_ALL, rows, splits, splits, self.axis))
+        )
 
     def send(self, tensor: fx.Node) -> fx.Node:
         """Start sending a tensor to the ring's next rank; :meth:`wait` returns the one from the previous rank."""

@@ -32,6 +32,7 @@ aten = torch.ops.aten
     aten.mish_backward.default,
     aten.rrelu_with_noise_backward.default,
     aten.softplus_backward.default,
+    aten.view.dtype,  # of as many bytes
     aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default,
 )

@@ -58,6 +58,12 @@ def draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def _is_coarse(node: fx.Node) -> bool:
+    """Whether an operation gives numbers of 8 bits, whose sum over ranks would be far from the sum in more."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1
+
+
 def spread(
     nodes: Sequence[fx.Node], known: dict[Value, set[Placement]], options: Callable[[fx.Node], Iterable[Option]]
 ) -> None:
@@ -136,7 +142,7 @@ class Legal:
             # Sets are unordered, and all ranks must list the options in the same order.
             return sorted({cut for value in values for cut in self.cuts[value]}, key=cut_of)
 
-        if results(node)[0].is_floating_point():
+        if results(node)[0].is_floating_point() and not _is_coarse(node):
             yield Option(all_operands(PARTIAL), (PARTIAL,) * produced)
         for cut in cuts_of(self._sources[node]):
             if (out := layout.down(operation, cut)) is not None:
@@ -151,6 +157,8 @@ class Legal:
             options = list(own(operation)) if own else []
             if node.target not in REPLACES and not draws(node) and dtensor_rules.has_strategy(node.target):
                 options += dtensor_rules.strategies(operation, self._refused)
+            if _is_coarse(node):
+                options = [option for option in options if PARTIAL not in option.operands]
             self._templates[node] = options
         for option in self._templates[node]:
             yield option

@@ -72,6 +72,12 @@ def embedding_backward(write: AxisBuilder, node: fx.Node, option: Option, tensor
 
 
 @lowering
+def largest(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
+    """The largest of all ranks' elements."""
+    return [write.reduce(write.call(node.target, *tensors), "max")]
+
+
+@lowering
 def log_softmax(write: AxisBuilder, node: fx.Node, option: Option, tensors: list[fx.Node]) -> list[fx.Node]:
     """``x - max - log(sum(exp(x - max)))`` with maximum and sum all-reduced."""
     (logits,) = tensors

@@ -17,13 +17,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph import ir
+from shardgraph.capture.scaled_products import MULTIPLE
 from shardgraph.passes.sharding.options import Operation, Option, Rule, named_arguments, results
 from shardgraph.passes.sharding.placements import PARTIAL, REPLICATE, blocks
 
 aten = torch.ops.aten
 
 RULES: dict[Any, Rule] = {}
-ANY_BLOCKS = frozenset({"", "sized", "dropout", "drawn", "nll_loss_of_rows"})
+ANY_BLOCKS = frozenset({"", "largest", "sized", "dropout", "drawn", "nll_loss_of_rows"})
 """Lowerings that are correct for any number of blocks; "" is the operation itself."""
 RINGS = frozenset({"ring_attention", "ring_attention_backward"})
 """Lowerings of :mod:`shardgraph.passes.sharding.ring_attention`."""
@@ -253,6 +254,29 @@ def collective(operation: Operation) -> Iterator[Option]:
             yield Option((Shard(dim),), (Shard(dim),))
     if "max" not in node.args and results(node)[0].is_floating_point():
         yield Option((PARTIAL,), (PARTIAL,))
+
+
+@rule(aten._scaled_mm.default, replaces=True)
+def scaled_product(operation: Operation) -> Iterator[Option]:
+    """As a product, as long as each rank's part has the sizes that kernels need; scales are of whole factors."""
+    left, right = operation.tensors[:2]
+    scales = (REPLICATE,) * (len(operation.tensors) - 2)
+    options = [
+        (left.shape[0], Shard(0), REPLICATE, Shard(0)),
+        (right.shape[1], REPLICATE, Shard(1), Shard(1)),
+        (left.shape[1], Shard(1), Shard(0), PARTIAL),
+    ]
+    for size, one, other, result in options:
+        if size % (operation.parts * MULTIPLE) == 0:
+            yield Option((one, other, *scales), (result,))
+
+
+@rule(aten.amax.default)
+def largest(operation: Operation) -> Iterator[Option]:
+    """Of all elements, wherever they are: each rank's, then the largest over ranks."""
+    if not operation.result:
+        for dim in range(operation.tensors[0].dim()):
+            yield Option((Shard(dim),), (REPLICATE,), "largest", sent=1)
 
 
 def _cuts(operation: Operation) -> list[Placement]:

@@ -68,7 +68,7 @@ def analyze(
         mesh: axis sizes by name, outermost first; default: the plan's own, else all devices of the cluster along
             ``dp`` (for ``"hsdp"``, nodes times the devices of a node).
         pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
-        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`; default: the plan's.
+        precision: ``"bf16"``, ``"fp16"``, ``"fp8"`` or a :class:`Precision`; default: the plan's.
         loss_fn: ``loss_fn(output, target) -> scalar``, part of the program as in ``train_step``; the target is taken
             from ``example_kwargs``.
         optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.

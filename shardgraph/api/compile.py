@@ -96,8 +96,8 @@ def compile(
         example_kwargs: keyword inputs of the same call.
         mesh: a DeviceMesh with named dimensions, or axis sizes by name. Default: all ranks along one axis.
         pipeline: microbatches, schedule, stages and checkpointing, for a preset with ``"pp"``.
-        precision: ``"bf16"``, ``"fp16"`` or a :class:`Precision`: the dtypes of computation and reduction; parameters
-            are stored in their own dtype. Default: the plan's.
+        precision: ``"bf16"``, ``"fp16"``, ``"fp8"`` or a :class:`Precision`: the dtypes of computation and reduction;
+            parameters are stored in their own dtype. Default: the plan's.
         loss_fn: ``loss_fn(output, target) -> scalar``; compiled into the program of :meth:`ShardedModule.train_step`.
         loss_weight: how ``train_step`` averages the losses of data-parallel ranks: ``"ranks"``, all alike, as DDP and
             FSDP do, or ``"tokens"``, by the elements that each is a mean of, which is the mean over all elements of all

@@ -26,7 +26,9 @@ OPTIONS = {
     "pipeline": arguments.of_plan(
         arguments.instance("a shardgraph.Pipeline, such as Pipeline(schedule='1f1b', microbatches=8)", Pipeline)
     ),
-    "precision": arguments.of_plan(arguments.instance("'bf16', 'fp16' or a shardgraph.Precision", str, Precision)),
+    "precision": arguments.of_plan(
+        arguments.instance("'bf16', 'fp16', 'fp8' or a shardgraph.Precision", str, Precision)
+    ),
     "loss_fn": arguments.Kind("a function loss_fn(output, target)", callable),
     "loss_weight": arguments.one_of(LOSS_WEIGHTS),
     "backend": TEXT,

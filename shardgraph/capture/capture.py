@@ -32,7 +32,9 @@ from shardgraph.capture.recurrent import check_recurrent, with_own_weights
 from shardgraph.capture.refused import check_arguments, check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
+from shardgraph.capture.scaled_products import scale_products
 from shardgraph.capture.stacks import Stack
+from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
@@ -111,11 +113,14 @@ def capture(
             has a backward hook, or is a SyncBatchNorm of a process group of its own.
     """
     _check_modules(model)
+    check_inputs(pytree.tree_leaves((args, kwargs)))
     check_arguments(model, args, {k: v for k, v in kwargs.items() if loss_fn is None or k != "target"})
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
     with rewritten(model):
         few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
         joint = few or _traced(model, asked)[0]
+    if precision.products is not None:
+        scale_products(joint, annotations)
     joint.stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     joint.row_numbers = later_rows(joint.rows, model, asked)

@@ -124,6 +124,12 @@ def _regions(model: nn.Module, precision: Precision, annotations: Sequence[Annot
     return regions
 
 
+def annotated_precision(fqn: str, annotations: Sequence[Annotated]) -> bool:
+    """Whether the precision of a parameter, or of a module that it is in, is annotated."""
+    parts = fqn.split(".")
+    return any(_annotated_region(".".join(parts[:end]), annotations) for end in range(len(parts) + 1))
+
+
 def _annotated_region(name: str, annotations: Sequence[Annotated]) -> _Region | None:
     for pattern, annotation in annotations:
         if isinstance(annotation, precision_annotation) and matches(pattern, name):

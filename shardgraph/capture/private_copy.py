@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shardgraph.capture.subclasses import check_tensors
+
 _NONE: Mapping[int, torch.Tensor] = {}
 
 
@@ -32,7 +34,12 @@ def private_copy(model: nn.Module, stand_ins: Mapping[int, torch.Tensor] = _NONE
 
 
 def whole_copy(model: nn.Module) -> nn.Module:
-    """A deep copy, also of a model with attributes that a call has computed, which are constants in the copy."""
+    """A deep copy, also of a model with attributes that a call has computed, which are constants in the copy.
+
+    Raises:
+        CaptureError: a parameter or buffer has operations of its own, and may not be copied as a tensor is.
+    """
+    check_tensors(model)
     held = [leaf for module in model.modules() for leaf in _held(module) if isinstance(leaf, torch.Tensor)]
     return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in held if tensor.grad_fn is not None})
 

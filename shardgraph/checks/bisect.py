@@ -182,7 +182,7 @@ class _Search:
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
                 compared = True
                 # A part may hold nothing but rounding, as the gradient of an attention's key bias does.
-                largest = whole.abs().max().item() if whole.is_floating_point() and whole.numel() else 0.0
+                largest = largest_of(whole)
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
                 if not error <= self.tolerance:
                     raise _Diverged(Divergence(node.name, blamed(), SOURCE.get(node, ""), error))
@@ -334,6 +334,16 @@ def shards_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh) -> list[torc
     return [part_of(full, entry, mesh, coordinates(mesh, rank)) for rank in range(world)]
 
 
+def largest_of(tensor: torch.Tensor) -> float:
+    """The largest magnitude of a tensor of floating-point numbers; 0 for others."""
+    return _comparable(tensor).abs().max().item() if tensor.is_floating_point() and tensor.numel() else 0.0
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a dtype that kernels compare: those of 8 bits they only cast."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
 def relative_error(mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:
     """Largest absolute difference over the reference's largest magnitude, or over ``floor`` where that is more.
 
@@ -345,6 +355,7 @@ def relative_error(mine: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0)
         return 0.0
     if not theirs.is_floating_point() and not theirs.is_complex():
         return 0.0 if torch.equal(mine, theirs) else float("inf")
+    mine, theirs = _comparable(mine), _comparable(theirs)
     # Masks hold infinities, whose difference from themselves is no number.
     difference = torch.where(mine == theirs, torch.zeros_like(mine), mine - theirs).abs().max().item()
     finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))

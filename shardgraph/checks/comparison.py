@@ -18,6 +18,7 @@ from shardgraph.capture.synchronized import synchronized_batch_norms
 from shardgraph.checks.all_rows import joined, rows_of_rank
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.coverage import Coverage
+from shardgraph.checks.scaled_products import scaled_products
 from shardgraph.checks.step import LockstepStep, Values
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
@@ -248,12 +249,15 @@ class Comparison:
         _write(self._buffers(), self.buffers)
         args, kwargs = part if self.all_rows is None else self.all_rows
         cast = {name: p.to(self.dtypes[name]) for name, p in self.original.named_parameters()}
-        with casting(self.original, self.plan.precision, self.plan.annotations), in_double(self.exact):
-            output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
-            output = output if self.all_rows is None else rows_of_rank(output, rank, len(self.parts), self.all_rows)
-            loss = self.loss_fn(output)
-        if loss.requires_grad and weight:
-            (loss * (weight / self.plan.data_size)).backward()
+        policy = self.plan.precision, self.plan.annotations
+        with scaled_products(cast, *policy):
+            with casting(self.original, *policy), in_double(self.exact):
+                output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
+                if self.all_rows is not None:
+                    output = rows_of_rank(output, rank, len(self.parts), self.all_rows)
+                loss = self.loss_fn(output)
+            if loss.requires_grad and weight:
+                (loss * (weight / self.plan.data_size)).backward()
         written = {name: buffer.clone() for name, buffer in self._buffers().items()}
         return (_detached((output, self._attributes())), loss.detach()), written
 

@@ -48,7 +48,7 @@ ClusterName = Annotated[
 ]
 Memory = Annotated[str | None, typer.Option(help="Bytes that a rank may use, such as 80GiB.")]
 Optimizer = Annotated[str, typer.Option(help="The optimizer whose state and update are counted.")]
-Precision = Annotated[str | None, typer.Option(help="bf16 or fp16: of computation, beside weights in float32.")]
+Precision = Annotated[str | None, typer.Option(help="bf16, fp16 or fp8: of computation, beside weights in float32.")]
 Backend = Annotated[str, typer.Option(help="eager or inductor, which fuses pointwise operations.")]
 Recompute = Annotated[str | None, typer.Option(help="What backward computes again: none, selective or full.")]
 LossChunk = Annotated[str | None, typer.Option(help="Bytes of the logits of a loss at a time, such as 64MiB.")]

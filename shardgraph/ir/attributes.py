@@ -124,6 +124,7 @@ OFFLOADED_BY = Attribute[frozenset[str]](
 SYNCHRONIZED = Attribute[bool](
     "synchronized", bool, "whether a batch norm, or a statistic, is over the rows of all data-parallel ranks", _WHOLE
 )
+UNSCALED = Attribute[str]("unscaled", str, "a product that could be one of float8 values, and why it is not", _WHOLE)
 SCORES = Attribute[int]("scores", int, "which loss's scores it normalises, in the order of the graph", _WHOLE)
 CHUNK = Attribute[int]("chunk", int, "the number of the chunk of rows that it is done for", _WHOLE)
 

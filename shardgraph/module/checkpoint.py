@@ -232,6 +232,8 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 _LOADING = ("_load_from_state_dict", "set_extra_state", "load_state_dict")
 _HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+STATE_HOOKS = (*_HOOKS, "_state_dict_pre_hooks")
+"""The attributes of a module with hooks of its state."""
 
 
 def loads_its_own_way(model: nn.Module) -> bool:

@@ -9,8 +9,9 @@ theirs have by now (a schedule is not stepped on it).
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -56,6 +57,11 @@ def joined(module: Module, over_all: bool, throw: bool) -> Iterator[None]:
     if state.mesh is None or plan.data_size == 1:
         yield
         return
+    if state.hook is not None:
+        raise ShardGraphError(
+            "join() cannot be with a communication hook, which ranks without data would have to call with the others: "
+            "give all ranks equally many batches, or reduce without a hook"
+        )
     if state.joining is not None:
         raise ShardGraphError("join() is inside of another join() of the same module")
     joining = Joining(module, over_all, throw)
@@ -150,9 +156,16 @@ class Joining:
                     program.shadow_inputs(kind)
             except ShardGraphError as error:
                 return str(error)
-        if kind == "step" and given[0] >= len(self._optimizers):
+        if kind == "step" and not self._finds(given[0]):
             return "it has never stepped the optimizer that other ranks step now"
         return ""
+
+    def _finds(self, number: int) -> bool:
+        """Whether this rank has the optimizer of a number: it has stepped it, or has one alone that it has not."""
+        if number == len(self._optimizers):
+            new = [each for each in optimizers_of(self._module.parameters()) if each not in self._optimizers]
+            self._optimizers += new if len(new) == 1 else []
+        return number < len(self._optimizers)
 
     def _perform(self, event: Event) -> None:
         module, (kind, *given) = self._module, event
@@ -205,6 +218,13 @@ class Joining:
         refused = [rank for rank, each in zip(self._ranks, able, strict=True) if not each]
         reason = self._from(able.index(0), (why_not,))[0]
         raise RankMismatchError(f"inside of join() rank {refused[0]} cannot go on with the others: {reason}")
+
+
+def optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """The optimizers that live and have some of these parameters: a rank without any batch has stepped none."""
+    own = {*map(id, parameters)}
+    living = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [each for each in living if any(id(p) in own for group in each.param_groups for p in group["params"])]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from shardgraph import torch_api
 from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, STATE, checked, instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
+from shardgraph.capture.subclasses import check_inputs
 from shardgraph.emission import saved as emission
 from shardgraph.errors import ArgumentError, ShardGraphError, shown
 from shardgraph.module import checkpoint, local_state, training_step
@@ -35,6 +36,7 @@ from shardgraph.module.input_names import input_names
 from shardgraph.module.joining import joined
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.local_step import step_together
+from shardgraph.module.other_wrappers import instead_of
 from shardgraph.module.programs import Programs
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
@@ -52,6 +54,7 @@ from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradient_statistics import GradientStatistics
+from shardgraph.runtime.hooked import CommunicationHook, check_hookable
 from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
@@ -108,8 +111,9 @@ class ShardedModule(nn.Module):
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
-        # The original's own dictionaries: one set of names, no prefix, nothing to synchronise.
-        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        # The original's own dictionaries: one set of names, no prefix, nothing to synchronise; and of hooks of its
+        # state, which it makes and loads.
+        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *checkpoint.STATE_HOOKS):
             self.__dict__[shared] = getattr(model, shared)
         self._own(_whole_mesh=mesh, _unsharded=None, _as_written=AsWritten(setup.device, self._why_not_as_written()))
         replicas = mesh.get_group(plan.replicas[0][0]) if mesh is not None and plan.replicas else None
@@ -136,7 +140,10 @@ class ShardedModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             original = self.__dict__["original"]
-            value = getattr(original, name)  # config, and other attributes of the model
+            try:
+                value = getattr(original, name)  # config, and other attributes of the model
+            except AttributeError as absent:
+                raise instead_of(name, type(original).__name__) or absent from None
             own = isinstance(value, types.MethodType) and value.__self__ is original
             return self._as_written.method(name, value) if own and self.mesh is not None else value
 
@@ -385,27 +392,32 @@ class ShardedModule(nn.Module):
             )
         self._own(_sync=requires_gradient_sync)
 
+    @checked(is_last_backward=BOOL)
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """As of ``FSDPModule``, where it saves waits; backward of a program waits for all that it has started."""
+
     @checked(hook=CALLABLE)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients as this hook of ``DistributedDataParallel`` would: in float16 or bfloat16, or as they are.
+        """Reduce gradients as this hook of ``DistributedDataParallel`` does, such as PowerSGD.
 
-        It takes the hooks of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype, and sets
-        ``precision.reduce`` of the plan. All ranks must call it. Programs are compiled anew.
+        Those of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype set ``precision.reduce``
+        of the plan, and programs are compiled anew. Any other is called after each backward that reduces gradients,
+        with this rank's in buckets as those of ``DistributedDataParallel``; what it remembers is in ``state``, to be
+        saved with checkpoints. All ranks must call it.
 
         Raises:
-            ShardGraphError: it is another hook: the program reduces gradients, and calls no Python for them.
+            ShardGraphError: it is another hook, and the plan is not ``ddp``, or measures gradients.
         """
-        dtype = _REDUCED_BY.get(getattr(hook, "__name__", ""))
-        if dtype is None or getattr(hook, "__module__", "") != default_hooks.__name__:
-            raise ShardGraphError(
-                f"the communication hook {getattr(hook, '__name__', hook)!r} is Python for every bucket of gradients, "
-                "and the program reduces them by itself. fp16_compress_hook and bf16_compress_hook work, and are "
-                "Precision(reduce='float16') and 'bfloat16'. To send less, as PowerSGD does, use shardgraph.LocalSGD "
-                "or no_sync(); to change gradients, do so between backward and the optimizer's step"
-            )
-        if dtype and self.plan.precision.reduce != dtype:
-            self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
-            self.forget()
+        name = getattr(hook, "__name__", "")
+        if name in _REDUCED_BY and getattr(hook, "__module__", "") == default_hooks.__name__:
+            self._state.hook = None
+            dtype = _REDUCED_BY[name]
+            if dtype and self.plan.precision.reduce != dtype:
+                self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
+                self.forget()
+        else:
+            check_hookable(self.plan, name or repr(hook))
+            self._state.hook = CommunicationHook(state, hook)
 
     @checked(divide_by_initial_world_size=BOOL, enable=BOOL, throw_on_early_termination=BOOL)
     def join(
@@ -436,15 +448,18 @@ class ShardedModule(nn.Module):
         for gradients in self._state.accumulated:
             gradients.clear()
 
-    def unshard(self) -> None:
+    @checked(async_op=BOOL)
+    def unshard(self, async_op: bool = False) -> None:
         """Put whole, plain parameters in the places of shards, until :meth:`reshard`. All ranks must call it.
 
         Submodules and methods of the model then compute without communication, and what is written to parameters, or
         into their places, is kept: each rank takes its part. Nothing is differentiated meanwhile.
 
         Raises:
-            ShardGraphError: the plan has a pipeline, whose stages are on several ranks.
+            ShardGraphError: the plan has a pipeline, whose stages are on several ranks; or ``async_op`` is True.
         """
+        if async_op:
+            raise ShardGraphError("unshard() gathers before it returns: unshard(async_op=False), without a handle")
         if (reason := self._why_not_as_written()) is not None:
             raise ShardGraphError(reason)
         if self._unsharded is not None or self.mesh is None:
@@ -734,6 +749,7 @@ def module_of(parameter: torch.Tensor) -> ShardedModule:
 
 
 def _check_local(leaves: Sequence[Any]) -> None:
+    check_inputs(leaves)
     for i, leaf in enumerate(leaves):
         if type(leaf) is DTensor:
             raise ShardGraphError(

@@ -31,6 +31,8 @@ def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | Non
     """Whether an optimizer can step on gradients that parameters do not have, on many at a time."""
     if not is_elementwise(optimizer) or torch_api.has_step_hooks(optimizer):
         return False
+    if state.hook is not None:
+        return False  # it sets gradients
     if plan.ignores_any:
         return False  # what is each rank's own is not clipped
     if scaler is not None and state.mesh is not None and not isinstance(scaler, GradScaler):

@@ -234,7 +234,14 @@ _BATCH = {
     "samples": _Field(int, "a whole number from 1"),
     "calls": _Field(int, "a whole number from 1"),
 }
-_PRECISION = {"parameters": _DTYPE, "reduce": _DTYPE, "buffers": _DTYPE, "outputs": _DTYPE, "inputs": _BOOL}
+_PRECISION = {
+    "parameters": _DTYPE,
+    "reduce": _DTYPE,
+    "buffers": _DTYPE,
+    "outputs": _DTYPE,
+    "inputs": _BOOL,
+    "products": _Field(str, "'float8'"),
+}
 _OFFLOAD = {
     "parameters": _BOOL,
     "activations": _BOOL,

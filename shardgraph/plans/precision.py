@@ -14,6 +14,7 @@ import torch
 from shardgraph.errors import PlanError, expect, nearest
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+FLOAT8 = "float8"
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -53,6 +54,8 @@ class Precision:
         Whether floating-point inputs of the model are cast to ``parameters``.
     ``outputs``
         The dtype to which floating-point outputs of the model are cast.
+    ``products``
+        ``"float8"``: products with parameters are of values scaled to 8 bits; None: of values as they are.
 
     Raises:
         PlanError: a field has a value that is not allowed.
@@ -63,27 +66,32 @@ class Precision:
     buffers: str | None = None
     inputs: bool = True
     outputs: str | None = None
+    products: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("parameters", "reduce", "buffers", "outputs"):
             if (dtype := getattr(self, field)) is not None:
                 object.__setattr__(self, field, dtype_name(dtype, f"precision.{field}"))
+        expect(self.products in (None, FLOAT8), "precision.products", self.products, f"{FLOAT8!r} or None")
         expect(isinstance(self.inputs, bool), "precision.inputs", self.inputs, "True or False")
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
-        """The precision of a name: ``"bf16"`` and ``"fp16"`` compute in that dtype and reduce in float32.
+        """The precision of a name: ``"bf16"`` and ``"fp16"`` compute in that dtype and reduce in float32; ``"fp8"`` is
+        ``"bf16"`` with products of float8 values.
 
         Raises:
             PlanError: there is no precision of that name.
         """
         if isinstance(precision, cls):
             return precision
+        if precision == "fp8":
+            return cls("bfloat16", reduce="float32", products=FLOAT8)
         name = _SHORT.get(str(precision), precision)
         if not isinstance(name, str) or name not in ("bfloat16", "float16"):
             raise PlanError(
-                f"there is no precision {precision!r}{nearest(str(precision), _SHORT)}; there are 'bf16' and 'fp16', "
-                "and shardgraph.Precision(parameters=..., reduce=...)"
+                f"there is no precision {precision!r}{nearest(str(precision), [*_SHORT, 'fp8'])}; there are 'bf16', "
+                "'fp16' and 'fp8', and shardgraph.Precision(parameters=..., reduce=...)"
             )
         return cls(name, reduce="float32")
 

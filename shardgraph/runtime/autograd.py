@@ -208,6 +208,17 @@ class Differentiable(Executor):
             traced.shape, traced.stride(), dtype=traced.dtype, device=self.state.device
         ).zero_()  # which nothing fake is given to, so it is not
 
+    def reduce_by_hook(self) -> None:
+        """Have the hook reduce all gradients that are not reduced yet; parameters that no rank's loss has reached get
+        none."""
+        state = self.state
+        programs = [executor for executor in state.unsynced if isinstance(executor, Differentiable)]
+        names = sorted(frozenset().union(*(executor.program.trained for executor in programs)))
+        flags = [fqn in state.unreduced for fqn in names]
+        if any(executor.optional for executor in programs):
+            flags = on_any_data_rank(flags, self.program.plan, state)
+        state.hook.reduce(state, dict(zip(names, flags, strict=True)))
+
     def _reduce_rest(self) -> dict[str, torch.Tensor]:
         """Reduce what other programs have accumulated of parameters that this one has no gradient of.
 
@@ -322,8 +333,12 @@ class _Run(torch.autograd.Function):
         tangents = {tangent: grad for (_, tangent), grad in pairs}
         del tensors, restored, grads, pairs
         sync = ctx.sync()
+        hooked = sync and executor.state.hook is not None and executor.keeps_local(False)
+        sync = sync and not hooked
         values, local = executor.run_backward(saved, tangents, sync), executor.keeps_local(sync)
         gradients = executor.gradients(values, local)
+        if hooked:
+            executor.reduce_by_hook()
         if torch.is_grad_enabled():  # with create_graph=True
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
         else:

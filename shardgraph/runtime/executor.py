@@ -54,6 +54,7 @@ class State:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
         self.agreement = agreement
         self.joining: Any = None  # what ranks without data are told by, while there may be any
+        self.hook: Any = None  # what reduces gradients in place of programs
         self.layout = Layout(model)
         self.stored = Stored()
         self._unarranged: list[fx.GraphModule] = []

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardgraph.capture.captures import Call
 from shardgraph.capture.casting import computed_dtypes
+from shardgraph.capture.subclasses import check_tensors
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
@@ -82,6 +83,7 @@ class Question:
         named = named_or_loaded(plan)
         mesh = mesh_of(named)
         ranks = math.prod(size for _, size in mesh)
+        check_tensors(model)
         automatic = named == "auto" and ranks > 1
         if named == "auto" and pipeline is not None:
             raise PlanError("'auto' chooses no pipeline: ask for 'pp', or 'pp+' and a plan for the other axes")
