@@ -25,7 +25,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def train(folder: str, steps: int, faults: dict[int, Any]) -> int:
     """Train to ``steps``; ``faults`` are, by the number of ranks, the step and rank at which one fails, and how."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    sharded = shardgraph.compile(model(), "fsdp", loss_fn=loss_of, loss_weight="tokens")
+    sharded = shardgraph.compile(model(), "fsdp", loss_fn=loss_of, loss_weight="tokens", random="samples")
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     done = shardgraph.load_checkpoint(folder, sharded, optimizer).step if shardgraph.checkpoints(folder) else 0
     for step in range(done + 1, steps + 1):

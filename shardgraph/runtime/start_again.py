@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from shardgraph.runtime.exchange import Ranks
-from shardgraph.torch_api import default_store
+from shardgraph.torch_api import default_store, innermost_store
 
 _KEY = "shardgraph/launch/other ranks"
 
@@ -25,9 +25,11 @@ def tell(store: dist.TCPStore, running: int, wanted: Callable[[], int]) -> None:
     store.set(_KEY, "" if count == running else str(count))
 
 
-def told(ranks: Ranks) -> bool:
-    """Whether this job is to be started again. All ranks must call it, and hear the same."""
-    if not dist.is_initialized() or not default_store().check([_KEY]):  # nobody tells
+def told(timeout: float) -> bool:
+    """Whether this job is to be started again. All ranks must call it, hear the same, and wait for each other for
+    ``timeout`` seconds."""
+    if not dist.is_initialized() or not (store := innermost_store(default_store())).check([_KEY]):  # nobody tells
         return False
+    ranks = Ranks(timeout)
     ranks.to_first("a checkpoint", None)
-    return bool(ranks.from_first("a checkpoint", bool(default_store().get(_KEY)) if ranks.is_first else None))
+    return bool(ranks.from_first("a checkpoint", bool(store.get(_KEY)) if ranks.is_first else None))

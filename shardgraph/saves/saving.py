@@ -139,7 +139,7 @@ def save_checkpoint(
     about = _about(step, ranks.count, model, optimizer, objects)
     saving = Save(prepared(ranks, folder, step, keep, contents, about, copy=background))
     saving.start()
-    start_again = told(ranks)
+    start_again = told(timeout)
     if start_again or not background:
         saving.result()
     else:
