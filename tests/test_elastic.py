@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ def undisturbed(steps: int) -> dict[int, float]:
     return losses
 
 
-def run(folder: Path, steps: int, nproc: Any, faults: dict[int, Any], **options: Any) -> list[tuple[int, int, float]]:
+def run(
+    folder: Path, steps: int, nproc: Any, faults: dict[int, Any], *more: Any, **options: Any
+) -> list[tuple[int, int, float]]:
     """The step, number of ranks and loss of each step that was done, in order; the job ends well."""
-    shardgraph.elastic(elastic_jobs.train, nproc, args=(str(folder / "saved"), steps, faults), timeout=120, **options)
+    args = (str(folder / "saved"), steps, faults, *more)
+    shardgraph.elastic(elastic_jobs.train, nproc, args=args, timeout=120, **options)
     return [tuple(json.loads(line)) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
@@ -66,6 +70,16 @@ def test_new_ranks_join_a_job_after_its_next_checkpoint(tmp_path):
     assert [step for step, _, _ in done] == [*range(1, 201)]  # none is done twice
     expected = undisturbed(200)
     assert all(loss == pytest.approx(expected[step], rel=1e-4) for step, _, loss in done)
+
+
+@pytest.mark.parametrize(("ranks", "plans"), [(3, {3: "ddp", 2: "ddp"}), (4, {4: "hsdp", 3: "zero1"})])
+def test_one_step_is_done_again_where_each_is_saved_in_memory(tmp_path, ranks, plans):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        done = run(tmp_path, 7, ranks, {ranks: (6, 1, "kill")}, plans, memory)
+    # The last checkpoint on the disk is of step 4; the rank was killed in step 6, which is the only one begun twice.
+    assert [(step, n) for step, n, _ in done] == [*((step, ranks) for step in range(1, 6)), (6, ranks - 1), (7, ranks - 1)]
+    expected = undisturbed(7)
+    assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
 
 
 def test_what_says_how_many_ranks_there_can_be_must_say_a_number(tmp_path):
