@@ -62,7 +62,8 @@ def agents(machines: list[str], folder: Path, steps: int, nnodes: str, seconds: 
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
             command += ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", address]
             command += ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
-            command += ["--rdzv-conf", f"last_call_timeout=10,is_host={int(not started)}", "-m", "tests.elastic_jobs", str(folder / "saved"), str(steps)]
+            command += ["--rdzv-conf", f"last_call_timeout=10,is_host={int(not started)}"]
+            command += ["-m", "tests.elastic_jobs", str(folder / "saved"), str(steps)]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "SECONDS_OF_A_STEP": str(seconds)}
             log = (folder / f"agent{len(started)}.log").open("a")
             started.append(

@@ -111,7 +111,8 @@ class Executor:
             self.state.arrange(gm)
             # Ranks of a pipeline run their own graphs, and count steps instead.
             agreement = self.state.agreement if self.program.plan.pipeline is None else None
-            made = Bound(self.as_run(gm), self.state.mesh, self.state.backend, forward, self.state.model, agreement, name)
+            state = self.state
+            made = Bound(self.as_run(gm), state.mesh, state.backend, forward, state.model, agreement, name)
             self._bound[name, absent] = made
         return self._bound[name, absent]
 

@@ -11,9 +11,9 @@ import operator
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from shardgraph import ir, torch_api
@@ -54,7 +54,7 @@ def _ones(like: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
     start, stop, total = _here
     shape = list(like.shape)
     shape[dim] = shape[dim] // (stop - start) * total
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
     made = like.new_ones([shape[d] for d in order])
     return made.permute([order.index(d) for d in range(like.dim())])
 
@@ -69,10 +69,7 @@ def _own(whole: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 def check_random(random: str, plan: Plan, backend: str, padded: bool) -> None:
-    """Raise ShardGraphError unless random numbers can be drawn like that.
-
-    Under plans that let ranks share a batch, or pipelines, numbers are drawn for the batch of a call.
-    """
+    """Raise ShardGraphError unless random numbers can be drawn like that."""
     why = None
     if random == "samples":
         if not plan.is_of_data or plan.copies > 1:
@@ -112,7 +109,7 @@ class SampleRows:
             group = torch_api.group_along(mesh, tuple(axis for axis, _ in self._plan.data_mesh))
             mine = torch.tensor([self._rows, self._digest], device=self._state.device)
             gathered = mine.new_empty(self._plan.data_size * 2)
-            dist.all_gather_into_tensor(gathered, mine, group=group)
+            torch_api.all_gather(gathered, mine, group=group)
             both = gathered.tolist()
             counts, digests, rank = both[::2], both[1::2], self._plan.data_rank(mesh_rank(mesh))
             if len({*digests}) > 1:
@@ -141,8 +138,6 @@ def _rewritten(gm: fx.GraphModule, drawn: Mapping[str, Rows | None]) -> fx.Graph
             continue
         _, probability, training = node.args
         scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
-        for part in list(node.users):
-            assert part.target is operator.getitem
         kept, mask = (next((user for user in node.users if user.args[1] == i), None) for i in (0, 1))
         with graph.inserting_after(node):
             made = mask or _call(graph, operator.getitem, (node, 1), node.meta["val"][1])
@@ -165,7 +160,7 @@ def _own_after(graph: fx.Graph, node: fx.Node, rows: Rows) -> fx.Node:
     return own
 
 
-def _call(graph: fx.Graph, target: object, args: tuple[object, ...], value: object) -> fx.Node:
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
     node = graph.call_function(target, args)
     node.meta["val"] = value
     return node

@@ -211,6 +211,7 @@ def _apply(ranks: Ranks, restored: Restored) -> None:
 
 @checked(path=_PATHS)
 def checkpoints(path: str | Path | Sequence[str | Path]) -> list[tuple[int, Path]]:
-    """The steps and folders of the checkpoints in ``path``, or in several such folders, that have all their files, the one that was written last at
-    the end; empty if there are none. Contents are not verified: :func:`load_checkpoint` does it."""
+    """The steps and folders of the checkpoints in ``path``, or in several such folders, that have all their files, the
+    one that was written last at the end; empty if there are none. Contents are not verified: :func:`load_checkpoint`
+    does it."""
     return [(each.step, each.folder) for each in reversed(found_in_all(_folders(path))) if each.index is not None]
