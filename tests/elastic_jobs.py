@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 import shardgraph
 
 SAMPLES = 11  # no multiple of 2 or 3
+SAVED = 2  # steps between checkpoints
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,20 +28,30 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def train(folder: str, steps: int, faults: dict[int, Any]) -> int:
-    """Train to ``steps``; ``faults`` are, by the number of ranks, the step and rank at which one fails, and how."""
+def train(
+    folder: str, steps: int, faults: dict[int, Any], plans: dict[int, str] | None = None, memory: str | None = None
+) -> int:
+    """Train to ``steps``; ``faults`` are, by the number of ranks, the step and rank at which one fails, and how.
+
+    ``plans`` are those of so many ranks; with ``memory`` every step is saved there, too.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    sharded = shardgraph.compile(model(), "fsdp", loss_fn=loss_of, loss_weight="tokens")
+    plan, mesh = (plans or {}).get(ranks, "fsdp"), None
+    if plan == "hsdp":
+        mesh = {"dp_replicate": 2, "dp_shard": ranks // 2}
+    sharded = shardgraph.compile(model(), plan, mesh=mesh, loss_fn=loss_of, loss_weight="tokens", random="samples")
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-    done = shardgraph.load_checkpoint(folder, sharded, optimizer).step if shardgraph.checkpoints(folder) else 0
+    folders = [folder] if memory is None else [folder, memory]
+    done = shardgraph.load_checkpoint(folders, sharded, optimizer).step if shardgraph.checkpoints(folders) else 0
     for step in range(done + 1, steps + 1):
+        time.sleep(float(os.environ.get("SECONDS_OF_A_STEP", "0")))
         at, which, how = faults.get(ranks, (0, 0, ""))
         if (step, rank) == (at, which):
             if how == "raise":
@@ -53,6 +66,12 @@ def train(folder: str, steps: int, faults: dict[int, Any]) -> int:
         if rank == 0:
             with (Path(folder).parent / "losses.jsonl").open("a") as file:
                 file.write(json.dumps([step, ranks, loss.item()]) + "\n")
-        if step % 2 == 0:
+        if memory is not None:
+            shardgraph.save_checkpoint(memory, step, sharded, optimizer, keep=1)
+        if step % SAVED == 0:
             shardgraph.save_checkpoint(folder, step, sharded, optimizer)
     return ranks
+
+
+if __name__ == "__main__":  # under torchrun
+    shardgraph.elastic(train, args=(sys.argv[1], int(sys.argv[2]), {}))

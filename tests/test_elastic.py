@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ def undisturbed(steps: int) -> dict[int, float]:
     return losses
 
 
-def run(folder: Path, steps: int, nproc: int, faults: dict[int, Any], **options: Any) -> list[tuple[int, int, float]]:
+def run(
+    folder: Path, steps: int, nproc: Any, faults: dict[int, Any], *more: Any, **options: Any
+) -> list[tuple[int, int, float]]:
     """The step, number of ranks and loss of each step that was done, in order; the job ends well."""
-    shardgraph.elastic(elastic_jobs.train, nproc, args=(str(folder / "saved"), steps, faults), timeout=120, **options)
+    args = (str(folder / "saved"), steps, faults, *more)
+    shardgraph.elastic(elastic_jobs.train, nproc, args=args, timeout=120, **options)
     return [tuple(json.loads(line)) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
@@ -45,6 +49,43 @@ def test_a_job_goes_on_without_the_rank_that_failed(tmp_path, how):
     ]
     expected = undisturbed(8)
     assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
+
+
+def test_a_rank_that_failed_is_back_after_the_next_checkpoint(tmp_path):
+    done = run(tmp_path, 8, lambda: 3, {3: (4, 1, "kill")})
+    # Step 3 is done again by the 2 ranks that are left, and step 4 ends with a checkpoint.
+    assert [(step, ranks) for step, ranks, _ in done][:5] == [(1, 3), (2, 3), (3, 3), (3, 2), (4, 2)]
+    assert [(step, ranks) for step, ranks, _ in done][5:] == [(step, 3) for step in (5, 6, 7, 8)]
+    expected = undisturbed(8)
+    assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
+
+
+def test_new_ranks_join_a_job_after_its_next_checkpoint(tmp_path):
+    def available() -> int:  # a second rank is there when the first steps are done
+        return 1 if not (tmp_path / "losses.jsonl").exists() else 2
+
+    done = run(tmp_path, 200, available, {})
+    counts = [ranks for _, ranks, _ in done]
+    assert counts == sorted(counts) and {*counts} == {1, 2}
+    assert [step for step, _, _ in done] == [*range(1, 201)]  # none is done twice
+    expected = undisturbed(200)
+    assert all(loss == pytest.approx(expected[step], rel=1e-4) for step, _, loss in done)
+
+
+@pytest.mark.parametrize(("ranks", "plans"), [(3, {3: "ddp", 2: "ddp"}), (4, {4: "hsdp", 3: "zero1"})])
+def test_one_step_is_done_again_where_each_is_saved_in_memory(tmp_path, ranks, plans):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        done = run(tmp_path, 7, ranks, {ranks: (6, 1, "kill")}, plans, memory)
+    # The last checkpoint on the disk is of step 4; the rank was killed in step 6, which is the only one begun twice.
+    assert [step for step, _, _ in done] == [*range(1, 8)]
+    assert [n for _, n, _ in done] == [ranks] * 5 + [ranks - 1] * 2
+    expected = undisturbed(7)
+    assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
+
+
+def test_what_says_how_many_ranks_there_can_be_must_say_a_number(tmp_path):
+    with pytest.raises(ShardGraphError, match=r"nproc\(\) returned is 'two'; it may be a whole number from 1"):
+        run(tmp_path, 2, lambda: "two", {})
 
 
 def test_a_job_that_too_few_ranks_are_left_for_fails_with_the_cause(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardgraph
 from shardgraph.errors import ArgumentError, LaunchError
 from shardgraph.runtime.launch import launch
 from tests import standing
@@ -163,3 +165,28 @@ def test_what_cannot_be_pickled_among_the_arguments_is_refused() -> None:
 def test_fewer_than_one_rank_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"launch\(\): nproc is 0"):
         launch(raise_on_rank_1, nproc=0)
+
+
+def _listening(process: int) -> set[str]:
+    """The addresses at which a process takes connections, as the kernel writes them."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    tables = (Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+def _listening_ranks() -> set[str]:
+    """Those of this rank, of its sentinel and of the launcher, after a step that communicates."""
+    sharded = shardgraph.compile(torch.nn.Linear(4, 4), "fsdp")
+    sharded(torch.ones(2, 4)).sum().backward()
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return set().union(*map(_listening, [os.getpid(), os.getppid(), *map(int, children)]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_local_ranks_listen_at_the_loopback_interface_only():
+    for addresses in launch(_listening_ranks, nproc=2, timeout=120):
+        assert addresses and addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1

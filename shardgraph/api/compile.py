@@ -42,6 +42,7 @@ from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
 from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
+from shardgraph.runtime.sample_rows import check_random
 from shardgraph.runtime.watch import translated
 from shardgraph.search.answer import answer
 from shardgraph.search.question import Question
@@ -62,6 +63,7 @@ def compile(
     precision: str | Precision | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     loss_weight: str = "ranks",
+    random: str = "ranks",
     backend: str = "eager",
     cluster: Cluster | str | Path | None = None,
     recompute: str | None = None,
@@ -102,6 +104,10 @@ def compile(
         loss_weight: how ``train_step`` averages the losses of data-parallel ranks: ``"ranks"``, all alike, as DDP and
             FSDP do, or ``"tokens"``, by the elements that each is a mean of, which is the mean over all elements of all
             ranks, as of one batch. How a loss is reduced is read off the graph.
+        random: what ranks along data axes draw, for dropout and others: ``"ranks"``, each its own numbers, or
+            ``"samples"``, those that the original would draw for all their batches as one, in their order: the same for
+            a sample on any number of ranks, or on one. Each rank draws all of them. For ``"eager"`` and plans of data
+            parallelism.
         backend: what runs the graphs: ``"eager"``, the generated Python of the graph module, or ``"inductor"``, kernels
             compiled at the first call, which needs a C++ compiler for CPUs. Collectives stay as they are scheduled. A
             graph that inductor cannot compile runs eagerly, with a warning that says why.
@@ -139,8 +145,8 @@ def compile(
         InitializationError: a tensor on ``meta`` has no initialisation.
         OffloadError: there is no room for what is offloaded.
         ClusterError: the cluster is unknown or malformed.
-        ShardGraphError: there is no such backend or loss weight, no compiler for the backend, or the model is compiled
-            already.
+        ShardGraphError: there is no such backend or loss weight, no compiler for the backend, the plan or the backend
+            cannot draw by sample, or the model is compiled already.
     """
     check_loss_weight(loss_weight)
     inputs = None if example_inputs is None and example_kwargs is None else (example_inputs or (), example_kwargs or {})
@@ -160,16 +166,17 @@ def compile(
             inputs = Padding(lengths, model, device).padded(inputs[0], dict(inputs[1]))
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
-        lines += [_versions(), question.text, f"loss weight: {loss_weight}", f"lengths: {lengths}"]
+        lines += [_versions(), question.text, f"loss weight: {loss_weight}", f"random: {random}", f"lengths: {lengths}"]
         lines += [fingerprint(model, question.plan.ignores)]
     if tune is not None:
         expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
-    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs, lengths)
+    setup = Setup(device, loss_fn, agreement, progress, Captures(device), loss_weight, runs, lengths, random)
     chosen = _decided(agreement, question, setup.captures)
     if tune is not None and inputs is not None:
 
         def build(candidate: Plan) -> ShardedModule:
             options: Any = {"loss_fn": loss_fn, "loss_weight": loss_weight, "backend": backend, "timeout": timeout}
+            options["random"] = random
             args, kwargs = inputs
             return compile(
                 copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
@@ -180,6 +187,7 @@ def compile(
         question = question.settled(chosen)
         chosen = _decided(agreement, question, setup.captures)
 
+    check_random(random, chosen, backend, lengths is not None)
     if chosen.considered and question.cluster is None and device.type == "cpu":
         _warn_of_memory(chosen.considered[0].memory)
     whole_mesh = run_mesh(mesh, chosen.whole_mesh, timeout) if chosen.whole_mesh else None

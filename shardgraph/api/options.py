@@ -13,6 +13,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import RECOMPUTE, Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.runtime.loss_weight import LOSS_WEIGHTS
+from shardgraph.runtime.sample_rows import RANDOM
 
 PLAN = arguments.of_plan(arguments.instance("the name of a plan, such as 'fsdp', a Plan", Plan) | PATH)
 RUN_MESH = MESH | arguments.instance("a DeviceMesh", DeviceMesh)
@@ -31,6 +32,7 @@ OPTIONS = {
     ),
     "loss_fn": arguments.Kind("a function loss_fn(output, target)", callable),
     "loss_weight": arguments.one_of(LOSS_WEIGHTS),
+    "random": arguments.one_of(RANDOM),
     "backend": TEXT,
     "cluster": arguments.instance("a Cluster, the name of a device, such as 'H100'", Cluster) | PATH,
     "optimizer": TEXT,

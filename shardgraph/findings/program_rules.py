@@ -96,7 +96,7 @@ def _random(program: Program) -> Iterator[Finding]:
             f"{len(drawn)} operations draw random numbers, each rank along data axes its own: the numbers are others "
             "on another number of ranks, so losses are equal only in distribution",
             SOURCE.get(drawn[0]) or module_of(drawn[0]),
-            "set their probability to 0 to compare losses between numbers of ranks",
+            "compile(..., random='samples') has a sample's numbers be the same on any number of ranks",
         )
 
 

@@ -78,6 +78,7 @@ class Setup:
     loss_weight: str = "ranks"
     backend: Backend = eager.backend
     lengths: Lengths | None = None
+    random: str = "ranks"
 
     def again(self) -> Setup:
         """The same for another module."""
@@ -122,7 +123,7 @@ class ShardedModule(nn.Module):
         self._own(original=model, training=model.training, plan=plan, loss_fn=setup.loss_fn)
         self._own(mesh=mesh, replicas=replicas)
         replica = 0 if replicas is None else dist.get_rank(replicas)
-        state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement)
+        state = State(model, mesh, setup.device, replica, setup.backend, setup.agreement, setup.random)
         clear_with_optimizers(state)
         padded = setup.lengths is not None
         programs = Programs(model, plan, state, setup.agreement, self._program, self._bound, padded, setup.progress)
@@ -717,6 +718,11 @@ class ShardedModule(nn.Module):
             raise ShardGraphError(
                 f"loss_weight={self._setup.loss_weight!r} weighs the losses of ranks outside of the program: compile "
                 "with loss_weight='ranks' to write it"
+            )
+        if self._setup.random != "ranks":
+            raise ShardGraphError(
+                f"random={self._setup.random!r} draws the numbers of all ranks' batches, and the source those of a "
+                "rank's: compile with random='ranks' to write it"
             )
         whole = self.full_state_dict()
         if not scheduled:

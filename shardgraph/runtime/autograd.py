@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain, takewhile
 from typing import Any
@@ -21,6 +22,7 @@ from shardgraph.runtime.gradients import check_unchanged, on_any_data_rank, tang
 from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
+from shardgraph.runtime.sample_rows import SampleRows
 
 
 class Differentiable(Executor):
@@ -28,6 +30,7 @@ class Differentiable(Executor):
 
     def __init__(self, program: Program, state: State) -> None:
         super().__init__(program, state)
+        self.sample_rows = SampleRows(program, state) if state.random == "samples" and program.random else None
         self.forward = self.graph("forward")
         self.inputs = [role for role, _ in self.forward.inputs]
         self.results = [role for role, _ in self.forward.results]
@@ -84,11 +87,7 @@ class Differentiable(Executor):
         """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
         if self.program.communication:
             announce(self.state, lambda: ("forward", self.program.communication))
-        mesh, plan, seed = self.state.mesh, self.program.plan, None
-        batches = plan.data_size if mesh is not None else 1
-        if self.program.random and plan.copies * batches > 1:
-            seed = rank_seed(common_draw(), self.state.replica * batches + plan.data_rank(mesh_rank(mesh)))
-        with seeded(seed, self.state.device):
+        with self._drawing():
             results = self.forward([torch_api.local_tensor(value) for value in inputs])
         for i, checked in self.checked:
             check(checked, results[i])
@@ -98,6 +97,20 @@ class Differentiable(Executor):
             else:
                 torch_api.local_tensor(self.state.value(role, leaves)).copy_(results[i])
         return results
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Random numbers of the body are those of this rank's batch."""
+        if self.sample_rows is not None:
+            return self.sample_rows.drawing()
+        mesh, plan, seed = self.state.mesh, self.program.plan, None
+        batches = plan.data_size if mesh is not None else 1
+        if self.program.random and plan.copies * batches > 1:
+            seed = rank_seed(common_draw(), self.state.replica * batches + plan.data_rank(mesh_rank(mesh)))
+        return seeded(seed, self.state.device)
+
+    def as_run(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A graph as this executor binds it."""
+        return gm if self.sample_rows is None else self.sample_rows.in_graph(gm)
 
     @cached_property
     def updated(self) -> dict[str, int]:

@@ -39,7 +39,8 @@ class State:
     ``unreduced`` are gradients of backward passes under ``no_sync`` by parameter, which those of ``unsynced`` computed.
     ``statistics`` are what is measured of gradients. ``accumulated`` are all dictionaries that are cleared with the
     gradients of parameters: those of a pipeline's stages too. ``mesh`` is that of the ``replica`` of this number;
-    ``backend`` makes what runs its graphs, ``agreement`` is that of its ranks.
+    ``backend`` makes what runs its graphs, ``agreement`` is that of its ranks; ``random`` is whose random numbers they
+    draw (:mod:`shardgraph.runtime.sample_rows`).
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class State:
         replica: int = 0,
         backend: Backend = eager.backend,
         agreement: Agreement | None = None,
+        random: str = "ranks",
     ) -> None:
         self.model, self.mesh, self.device, self.replica, self.backend = model, mesh, device, replica, backend
-        self.agreement = agreement
+        self.agreement, self.random = agreement, random
         self.joining: Any = None  # what ranks without data are told by, while there may be any
         self.hook: Any = None  # what reduces gradients in place of programs
         self.layout = Layout(model)
@@ -110,9 +112,14 @@ class Executor:
             self.state.arrange(gm)
             # Ranks of a pipeline run their own graphs, and count steps instead.
             agreement = self.state.agreement if self.program.plan.pipeline is None else None
-            made = Bound(gm, self.state.mesh, self.state.backend, forward, self.state.model, agreement, name)
+            state = self.state
+            made = Bound(self.as_run(gm), state.mesh, state.backend, forward, state.model, agreement, name)
             self._bound[name, absent] = made
         return self._bound[name, absent]
+
+    def as_run(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A graph of the program as it is bound."""
+        return gm
 
     def shadow(self, name: str) -> Bound:
         """The bound graph that a rank without a batch runs while others run ``name``."""

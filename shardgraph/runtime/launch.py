@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from shardgraph.arguments import CALLABLE, LIST, SECONDS, WHOLE, checked
 from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError, RankFailedError
 from shardgraph.runtime import watch
+from shardgraph.runtime.start_again import StartAgain, tell
 from shardgraph.torch_api import recorded_connections
 
 _GRACE = 5.0  # seconds for the other ranks to end after one has failed
@@ -78,7 +80,7 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
             "launch was called by a rank of another launch, and ranks do not start ranks: "
             "call the inner function directly, or launch it on its own with the total number of ranks"
         )
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank():
         if not dist.is_initialized():
             _join_group(
                 timeout
@@ -91,16 +93,35 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
             _inside_rank = False
         atexit.register(_leave_group)  # not after a failure: threads of a broken group can be waited for for ever
         return results
+    return on_new_ranks(fn, nproc, args, timeout)
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank that something else has started, such as ``torchrun``."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def on_new_ranks(
+    fn: Callable[..., Any],
+    nproc: int,
+    args: Sequence[Any],
+    timeout: float,
+    wanted: Callable[[], int] | None = None,
+) -> list[Any]:
+    """As :func:`launch` in a process that is no rank. ``wanted`` is asked once a second on how many ranks ``fn`` should
+    run; once that is another number, they end after the next checkpoint, with :class:`StartAgain` as their results."""
     with tempfile.TemporaryDirectory(prefix="shardgraph-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _send_task(fn, tuple(args), folder)
         deadline = time.monotonic() + timeout
         store = serve_store(timeout)  # served from here, so that it outlives every rank
+        each_second = (lambda: None) if wanted is None else partial(tell, store, nproc, wanted)
+        each_second()  # before there are ranks, so that all see that somebody tells
         rank_args = (nproc, store.port, folder, timeout, dict(os.environ))  # a fork server may have another environment
         method = "forkserver" if multiprocessing.get_start_method(allow_none=True) == "forkserver" else "spawn"
         context = start_processes(_run_rank, rank_args, nproc, join=False, start_method=method)
         try:
-            _wait(context, folder, deadline, timeout)
+            _wait(context, folder, deadline, timeout, each_second)
         finally:
             _end(context)
         results = [folder / f"{rank}.result" for rank in range(nproc)]
@@ -162,11 +183,15 @@ def serve_store(timeout: float) -> dist.TCPStore:
     )
 
 
-def _wait(context: ProcessContext, folder: Path, deadline: float, timeout: float) -> None:
+def _wait(
+    context: ProcessContext, folder: Path, deadline: float, timeout: float, each_second: Callable[[], None]
+) -> None:
     """Return when all ranks have returned; raise as soon as one fails or the deadline passes."""
     running = dict(enumerate(context.processes))
     while running:
-        connection.wait([process.sentinel for process in running.values()], max(0.0, deadline - time.monotonic()))
+        each_second()
+        left = min(1.0, max(0.0, deadline - time.monotonic()))
+        connection.wait([process.sentinel for process in running.values()], left)
         noticed = time.time()
         codes = {rank: process.exitcode for rank, process in running.items() if process.exitcode is not None}
         died = {rank: code for rank, code in codes.items() if code != 0 or not (folder / f"{rank}.result").exists()}
@@ -234,7 +259,11 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
         torch.set_num_threads(max(1, cpu_cores() // nproc))
         _join_group(timeout)
         fn, args = torch.load(folder / "task", map_location="cpu", weights_only=False)
-        torch.save(fn(*args), folder / f"{rank}.result")
+        try:
+            result = fn(*args)
+        except StartAgain as ended:
+            result = ended
+        torch.save(result, folder / f"{rank}.result")
         watch.leave("has ended: its function returned")
         if dist.is_initialized():
             dist.destroy_process_group()

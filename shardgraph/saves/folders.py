@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def found_in(path: Path) -> list[Found]:
     """
     found = [_looked_at(folder, step) for step, folder in _finished(path)]
     return sorted(found, key=lambda each: (each.index is not None, _number(each), each.step), reverse=True)
+
+
+def found_in_all(paths: Sequence[Path]) -> list[Found]:
+    """Those of several folders, likewise; of two folders', the later in the clock of the job, or of its steps."""
+    of_each = [found_in(path) for path in paths]
+    whole = ([each for each in found if each.index is not None] for found in of_each)
+    damaged = [each for found in of_each for each in found if each.index is None]
+    return [*heapq.merge(*whole, key=lambda each: (_time(each), each.step), reverse=True), *damaged]
+
+
+def _time(found: Found) -> str:
+    return "" if found.index is None else str(found.index.about.get("time", ""))
 
 
 def next_number(path: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgraph.arguments import MODEL, OBJECTS, OPTIMIZER, PATH, SECONDS, checked, whole
+from shardgraph.arguments import MODEL, OBJECTS, OPTIMIZER, PATH, SECONDS, checked, sequence_of, whole
 from shardgraph.errors import CheckpointError
 from shardgraph.runtime.exchange import Ranks
 from shardgraph.saves import folders
-from shardgraph.saves.folders import found_in, is_checkpoint, name_of
+from shardgraph.saves.folders import found_in_all, is_checkpoint, name_of
 from shardgraph.saves.manifest import MANIFEST, DamagedError, Index, read_distributed, read_manifest
 from shardgraph.saves.restoring import Restored, own_of
 from shardgraph.saves.saving import wait_for_saves
@@ -54,9 +54,12 @@ class Loaded:
         return own[0]
 
 
-@checked(path=PATH, model=MODEL, optimizer=OPTIMIZER, objects=OBJECTS, step=whole(0), timeout=SECONDS)
+_PATHS = PATH | sequence_of("several paths", PATH)
+
+
+@checked(path=_PATHS, model=MODEL, optimizer=OPTIMIZER, objects=OBJECTS, step=whole(0), timeout=SECONDS)
 def load_checkpoint(
-    path: str | Path,
+    path: str | Path | Sequence[str | Path],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -74,7 +77,7 @@ def load_checkpoint(
 
     Args:
         path: the folder of the job's checkpoints; or one checkpoint, also of ``torch.distributed.checkpoint`` alone:
-            it has no checksums.
+            it has no checksums. Or several folders of the job's checkpoints, such as one in memory and one on a disk.
         model: the model that was saved, compiled under any plan, or not.
         optimizer: of the same class and parameter groups as the one saved. None: its state is not loaded.
         objects: schedulers and others that were saved, by their names; their ``load_state_dict`` is called.
@@ -89,7 +92,7 @@ def load_checkpoint(
     """
     wait_for_saves()
     ranks, objects = Ranks(timeout, CheckpointError), {} if objects is None else objects
-    candidates, damage = _candidates(ranks, Path(os.path.abspath(path)), step)
+    candidates, damage = _candidates(ranks, _folders(path), step)
     for number, folder in enumerate(candidates):
         restored, damaged = _read(ranks, Path(folder), model, optimizer, objects)
         if restored is not None:
@@ -102,7 +105,12 @@ def load_checkpoint(
     raise CheckpointError("\n".join(["no whole checkpoint was found, and nothing has been changed:", *damage]))
 
 
-def _candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[list[str], list[str]]:
+def _folders(path: str | Path | Sequence[str | Path]) -> list[Path]:
+    each = [path] if isinstance(path, (str, os.PathLike)) else path
+    return [Path(os.path.abspath(one)) for one in each]
+
+
+def _candidates(ranks: Ranks, paths: list[Path], step: int | None) -> tuple[list[str], list[str]]:
     """The folders to try, in order, and what is wrong with others, as the first rank sees them.
 
     Raises:
@@ -112,7 +120,7 @@ def _candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[list[str], 
     answer: Any = None
     if ranks.is_first:
         try:
-            answer = _listed(path, step)
+            answer = _listed(paths, step)
         except (CheckpointError, OSError) as error:
             answer = str(error)
     answer = ranks.from_first("loading a checkpoint", answer)
@@ -121,20 +129,20 @@ def _candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[list[str], 
     return answer[0], answer[1]
 
 
-def _listed(path: Path, step: int | None) -> tuple[list[str], list[str]]:
-    if is_checkpoint(path):
-        return [str(path)], []
-    found = found_in(path)
+def _listed(paths: list[Path], step: int | None) -> tuple[list[str], list[str]]:
+    if len(paths) == 1 and is_checkpoint(paths[0]):
+        return [str(paths[0])], []
+    found, named = found_in_all(paths), " and ".join(repr(str(path)) for path in paths)
     if not found:
         raise CheckpointError(
-            f"{str(path)!r} has no checkpoint: none was finished there. Give the path that save_checkpoint was given; "
+            f"{named} has no checkpoint: none was finished there. Give the path that save_checkpoint was given; "
             "at the first start of a job, ask shardgraph.checkpoints(path) whether there is one"
         )
     if step is not None:
         chosen = [each for each in found if each.step == step]
         if not chosen:
             known = ", ".join(str(each.step) for each in found)
-            raise CheckpointError(f"{str(path)!r} has no checkpoint {name_of(step)!r}; it has steps {known}")
+            raise CheckpointError(f"{named} has no checkpoint {name_of(step)!r}; it has steps {known}")
         return [str(each.folder) for each in chosen], []
     whole = [str(each.folder) for each in found if each.index is not None]
     return whole, [each.damage for each in found if each.index is None]
@@ -201,8 +209,9 @@ def _apply(ranks: Ranks, restored: Restored) -> None:
         ) from failure
 
 
-@checked(path=PATH)
-def checkpoints(path: str | Path) -> list[tuple[int, Path]]:
-    """The steps and folders of the checkpoints in ``path`` that have all their files, the one that was written last at
-    the end; empty if there are none. Contents are not verified: :func:`load_checkpoint` does it."""
-    return [(each.step, each.folder) for each in reversed(found_in(Path(path))) if each.index is not None]
+@checked(path=_PATHS)
+def checkpoints(path: str | Path | Sequence[str | Path]) -> list[tuple[int, Path]]:
+    """The steps and folders of the checkpoints in ``path``, or in several such folders, that have all their files, the
+    one that was written last at the end; empty if there are none. Contents are not verified: :func:`load_checkpoint`
+    does it."""
+    return [(each.step, each.folder) for each in reversed(found_in_all(_folders(path))) if each.index is not None]

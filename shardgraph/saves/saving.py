@@ -19,6 +19,7 @@ from shardgraph.errors import CheckpointError
 from shardgraph.module.local_state import tied
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.runtime.exchange import Ranks
+from shardgraph.runtime.start_again import StartAgain, told
 from shardgraph.saves.contents import Contents, contents_of
 from shardgraph.saves.optimizers import kind_of
 from shardgraph.saves.writing import Job, prepared
@@ -116,6 +117,9 @@ def save_checkpoint(
             waits for it, and uses the same memory.
         timeout: seconds that ranks wait for each other at most.
 
+    Under :func:`shardgraph.elastic`, when the job can go on with more ranks, the call waits until the checkpoint is
+    whole, and does not return: all ranks end there, and the job is started again.
+
     Returns:
         a handle, whose ``result()`` waits until the checkpoint is whole, and returns its folder.
 
@@ -135,10 +139,13 @@ def save_checkpoint(
     about = _about(step, ranks.count, model, optimizer, objects)
     saving = Save(prepared(ranks, folder, step, keep, contents, about, copy=background))
     saving.start()
-    if not background:
+    start_again = told(timeout)
+    if start_again or not background:
         saving.result()
     else:
         _latest = saving
+    if start_again:
+        raise StartAgain
     return saving
 
 
