@@ -118,6 +118,10 @@ class Decisions:
         self.conditions.append(replace(condition, value=value))
         return value
 
+    def both(self, node: fx.Node) -> bool:
+        """See :class:`shardgraph.torch_api.Decider`: of random numbers, either way might have been taken."""
+        return _draws(node)
+
     def assumed(self, line: str) -> bool | None:
         """See :class:`shardgraph.torch_api.Decider`."""
         return _assumed.get(_place(line))
@@ -202,8 +206,22 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a value is a comparison of random numbers of ``torch.rand``, or of Python's."""
-    return any(each.target in (torch.rand, torch.rand_like) for each in (node, *node.all_input_nodes))
+    """Whether a value is computed from random numbers alone."""
+    needed, queue, drawn = {node}, [node], False
+    while queue:
+        each = queue.pop()
+        drawn = drawn or each.target in _RANDOM_FUNCTIONS
+        if each.target in (torch.rand_like, torch.randn_like):
+            continue  # of its operand it has the shape alone
+        if each.op not in ("call_function", "call_method"):
+            return False
+        fresh = {*each.all_input_nodes} - needed
+        needed |= fresh
+        queue += fresh
+    return drawn
+
+
+_RANDOM_FUNCTIONS = (torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.bernoulli)
 
 
 def _of_random(node: fx.Node) -> bool | None:

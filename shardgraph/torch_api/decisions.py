@@ -21,6 +21,8 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from shardgraph.torch_api.both_ways import take_both
+
 
 class Decider(Protocol):
     """What answers for values of tensors."""
@@ -28,6 +30,9 @@ class Decider(Protocol):
     def value(self, node: fx.Node, line: str) -> Any:
         """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
         if nothing is known of it."""
+
+    def both(self, node: fx.Node) -> bool:
+        """Whether both ways of a branch on a value are to be computed, and one of them chosen."""
 
     def assumed(self, line: str) -> bool | None:
         """Whether a branch at this ``line`` is to be captured as if its condition were true or false, and checked."""
@@ -157,7 +162,11 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
         elif (value := _number(tx, variable)) is None:
             value = decider.assumed(_line(tx))
             if value is None:
-                original(tx, instruction)
+                if keeps or not decider.both(variable.as_proxy().node):
+                    original(tx, instruction)
+                    return
+                tx.pop()
+                take_both(tx, variable, instruction, on_true)
                 return
             _check(tx, variable, value)
         tx.pop()
