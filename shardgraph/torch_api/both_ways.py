@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.symbolic_convert import ReturnValueOp
 from torch._dynamo.variables import LazyVariableTracker, TensorVariable
@@ -238,25 +239,36 @@ def _tensors(tx: Any) -> list[tuple[fx.Node, torch.Tensor]]:
     return [(node, value) for node, value in values if isinstance(value, torch.Tensor)]
 
 
+_UNWRITTEN = 0
+"""The version of a tensor of the model as the tracer has made it."""
+
+_STATISTICS = {torch.batch_norm: (3, 5), torch.instance_norm: (3, 5), F.batch_norm: (1, 3), F.instance_norm: (1, 3)}
+"""Positions of arguments that are written without their versions telling it."""
+
+
 class _Memory:
     """Tensors that exist before both ways and that one of them writes in place."""
 
     def __init__(self, tx: Any, before: fx.Node) -> None:
         self._tx, self._before = tx, before
-        self._known = _tensors(tx)
-        self._versions = self._read()
+        self._versions = {node: value._version for node, value in _tensors(tx)}
+        self._seen = {*tx.output.graph.nodes}
         self._saved: dict[Any, tuple[Any, Any]] = {}  # a tensor as it is, and as it was before
         self._first: dict[Any, Any] = {}  # and as it is after the first way
+        self._statistics: list[dict[fx.Node, Any]] = []  # of each way, by the tensor that they are kept in
 
-    def _read(self) -> list[int]:
-        return [value._version for _, value in self._known]
+    def _variable(self, node: fx.Node) -> Any:
+        proxy = fx.Proxy(node, self._tx.output.current_tracer)
+        return wrap_fx_proxy(self._tx, proxy, example_value=node.meta["example_value"])
 
     def _written(self) -> list[Any]:
         """The memories written since the last call, each by its largest tensor, which are saved as they were before."""
-        versions = self._read()
-        pairs = zip(self._known, self._versions, versions, strict=True)
-        written = [known for known, one, other in pairs if one != other]
-        self._versions = versions
+        written = []
+        for node, value in _tensors(self._tx):
+            if node.op == "placeholder":  # also of the model's tensors that were met since
+                self._versions.setdefault(node, _UNWRITTEN)
+            if self._versions.get(node, value._version) != value._version:
+                written.append((node, value))
         keys = []
         for node, value in sorted(written, key=lambda each: -each[1].numel()):
             key = value.untyped_storage()._cdata
@@ -264,22 +276,43 @@ class _Memory:
                 continue
             keys.append(key)
             if key not in self._saved:
-                tensor = wrap_fx_proxy(self._tx, fx.Proxy(node, self._tx.output.current_tracer), example_value=value)
+                tensor = self._variable(node)
                 with self._tx.output.graph.inserting_before(self._before):
                     self._saved[key] = tensor, _call(self._tx, "clone", tensor)
         return keys
 
+    def _keep_statistics(self) -> None:
+        """Have the normalizations of a way write copies of their statistics."""
+        copies: dict[fx.Node, Any] = {}
+        for node in [node for node in self._tx.output.graph.nodes if node not in self._seen]:
+            self._seen.add(node)
+            for position in range(*_STATISTICS.get(node.target, (0, 0))):
+                if isinstance(kept := node.args[position], fx.Node):
+                    with self._tx.output.graph.inserting_before(node):
+                        copies[kept] = _call(self._tx, "clone", copies.get(kept) or self._variable(kept))
+                    node.update_arg(position, copies[kept].as_proxy().node)
+        self._statistics.append(copies)
+
     def back(self) -> None:
+        """Between the ways: write back what was before them."""
+        self._keep_statistics()
         for key in self._written():
             tensor, saved = self._saved[key]
             self._first[key] = _call(self._tx, "clone", tensor)
             _call(self._tx, "copy_", tensor, saved)
-        self._versions = self._read()
+        self._versions |= {node: value._version for node, value in _tensors(self._tx) if node in self._versions}
 
     def choose(self, flag: Any) -> None:
-        for key in {*self._written(), *self._first}:
+        """After both ways: write what is after the first if ``flag`` is true."""
+        self._keep_statistics()
+        choice = _Choice(self._tx, flag)
+        for key in dict.fromkeys([*self._written(), *self._first]):
             tensor, saved = self._saved[key]
-            _call(self._tx, "copy_", tensor, _Choice(self._tx, flag)(self._first.get(key, saved), tensor))
+            _call(self._tx, "copy_", tensor, choice(self._first.get(key, saved), tensor))
+        first, second = self._statistics
+        for kept in dict.fromkeys([*first, *second]):
+            tensor = self._variable(kept)
+            _call(self._tx, "copy_", tensor, choice(first.get(kept, tensor), second.get(kept, tensor)))
 
 
 # Objects that are written.
@@ -391,10 +424,10 @@ def _is_nothing(variable: Any) -> bool:
 def _held(choice: _Choice, one: Any, other: Any) -> Any:
     """What is held afterwards."""
     if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: choice(one[key], value) if key in one else value for key, value in other.items()}
+        both = {key: _added(choice, one.get(key), value) for key, value in other.items()}
         return type(one)({**one, **both})
     if isinstance(one, list) and isinstance(other, list):
-        chosen = [choice(*each) for each in zip(one, other, strict=False)]
+        chosen = [_added(choice, *each) for each in zip(one, other, strict=False)]
         return chosen + max(one, other, key=len)[len(chosen) :]
     if one != other:
         raise UnequalWaysError
