@@ -20,6 +20,7 @@ from shardgraph import torch_api
 from shardgraph.capture.canonical import FusedOperators
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.double import as_traced
+from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.side_effects import Effects, harmful, side_effects
@@ -115,6 +116,7 @@ def export(
         present(model, assigned, counted)
         with torch_api.deciding(decisions):
             traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
+        choose_masked(traced.graph)
         inputs = _attributes(traced.graph, model)
         _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
         for module in model.modules():  # the inputs of its graph are what lowering puts in place of parameters

@@ -6,6 +6,7 @@ must give the same results and gradients. What runs outside of programs is as th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import nn
 
 from shardgraph.arguments import CALLABLE, NONE, Kind, checked
 from shardgraph.capture.expert_loops import EXPERT_LOOPS
-from shardgraph.capture.speech import SOUND_ENCODERS
+from shardgraph.capture.speech import HOST_FUNCTIONS, SOUND_ENCODERS
 
 _rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | SOUND_ENCODERS
 _one_at_a_time = threading.RLock()
@@ -58,19 +59,25 @@ def rewrites_of(model: nn.Module) -> dict[type[nn.Module], Callable[..., Any]]:
 
 @contextmanager
 def rewritten(model: nn.Module) -> Iterator[None]:
-    """Inside, these classes compute with their other forward."""
-    if not (rewrites := rewrites_of(model)):
-        yield
-        return
+    """Inside, these classes compute with their other forward, and functions that draw on the host with operations."""
     with _one_at_a_time:
-        before = {kind: vars(kind)["forward"] for kind in rewrites}
+        found = [(kind, "forward", forward) for kind, forward in rewrites_of(model).items()]
+        found += [(module, name, make(vars(module)[name])) for module, name, make in _host_functions(model)]
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in found]
         try:
-            for kind, forward in rewrites.items():
-                kind.forward = forward
+            for owner, name, value in found:
+                setattr(owner, name, value)
             yield
         finally:
-            for kind, forward in before.items():
-                kind.forward = forward
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+
+def _host_functions(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The modules of Python that have such functions, of the classes of a model's modules, and what makes the others."""
+    modules = (sys.modules.get(kind.__module__) for kind in dict.fromkeys(map(type, model.modules())))
+    models = [each for each in dict.fromkeys(modules) if each and each.__name__.startswith("transformers.models.")]
+    return [(each, name, make) for each in models for name, make in HOST_FUNCTIONS.items() if name in vars(each)]
 
 
 def _name(kind: type) -> str:

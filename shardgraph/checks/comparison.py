@@ -26,7 +26,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.pipeline.microbatches import loss_counts, weighted_sum
 from shardgraph.runtime.pipeline.statistics import combined
-from shardgraph.runtime.rng import rank_generator
+from shardgraph.runtime.rng import HostState, rank_generator, seed_all
 from shardgraph.torch_api import pytree
 
 # A gradient below this fraction of the model's largest one, or below the resolution of a coarse dtype, is rounding
@@ -220,7 +220,7 @@ class Comparison:
         """``(output, loss)`` of every part of every rank's batch; gradients and buffers of the step are left behind."""
         results, after, self.after = [], [], []
         for rank, parts in enumerate(self._reference_parts()):
-            torch.manual_seed(self.seed + step)
+            seed_all(self.seed + step)
             for attribute, value in zip(self.results, self.before[rank], strict=True):
                 attribute.put(self.original, value)
             with rank_generator(rank, self.plan.data_size, _CPU):
@@ -282,7 +282,7 @@ class Comparison:
         if any(program.random for program in self.programs):
             of_data_rank = dict(zip(self.batch_of, generators, strict=True))
             for one, other in itertools.combinations(sorted(of_data_rank), 2):
-                equal = torch.equal(of_data_rank[one], of_data_rank[other])
+                equal = of_data_rank[one].same(of_data_rank[other])
                 name = f"random numbers of data ranks {one} and {other} at step {step}"
                 self.errors[name] = math.inf if equal else 0.0
 
@@ -303,13 +303,13 @@ class Comparison:
         held = {each.fqn: _as_tensor(value) for each, value in zip(self.results, self.before[batch], strict=True)}
         return {Buffer(n): b for n, b in (buffers | held).items()} | {Input(i): leaf for i, leaf in enumerate(leaves)}
 
-    def _generators(self, step: int) -> list[torch.Tensor]:
+    def _generators(self, step: int) -> list[HostState]:
         """Each rank's generator state at the start of a step's forward."""
         states = []
         for rank in range(self.world):
-            torch.manual_seed(self.seed + step)
+            seed_all(self.seed + step)
             with rank_generator(self.batch_of[rank], self.plan.data_size, _CPU):
-                states.append(torch.get_rng_state())
+                states.append(HostState.now())
         return states
 
     def _evaluate(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.symbolic_convert import ReturnValueOp
 from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lists import BaseListVariable
 
@@ -42,16 +43,16 @@ def take_both(tx: Any, condition: Any, instruction: Any, on_true: bool) -> None:
     meeting = _meeting(tuple(tx.instructions), tx.indexof, onward, jumped)
     first, second = (jumped, onward) if on_true else (onward, jumped)
     before, flag = _Frame.of(tx), _call(tx, torch.reshape, condition, ())
-    draws = _Draws(tx)
+    draws, known = _Draws(tx), _objects(tx)
     memory = _Memory(tx, draws.node)
-    with _logged(tx) as original:
+    with _logged(tx, known) as original:
         one = _walked(tx, first, meeting)
     draws.back()
     memory.back()
     written = original.back()
     before.restore(tx)
 
-    with _logged(tx) as log:
+    with _logged(tx, known) as log:
         other = _walked(tx, second, meeting)
     flag = draws.as_if(flag)
     memory.choose(flag)
@@ -326,11 +327,17 @@ class _Log:
     """What a way writes to objects of the tracer's: attributes with what they were before, contents likewise."""
 
     effects: Any
+    known: frozenset[Any]
     attributes: dict[tuple[Any, str], Any] = field(default_factory=dict)
     contents: dict[Any, _Contents] = field(default_factory=dict)
 
     def attribute(self, item: Any, name: str) -> Any:
         return self.effects.store_attr_mutations.get(item, {}).get(name, _ABSENT)
+
+    def _is_of_one_way(self, variable: Any) -> bool:
+        """Whether an object was made in one of the ways."""
+        is_new = isinstance(variable.mutation_type, (ValueMutationNew, AttributeMutationNew))
+        return is_new and variable not in self.known
 
     def _set(self, item: Any, name: str, value: Any) -> None:
         held = self.effects.store_attr_mutations.setdefault(item, {})
@@ -343,6 +350,7 @@ class _Log:
         """Undo what is logged; gives the same with what was there instead."""
         after = _Log(
             self.effects,
+            self.known,
             {key: self.attribute(*key) for key in self.attributes},
             {variable: _contents(variable) for variable in self.contents},
         )
@@ -356,6 +364,9 @@ class _Log:
         """After the second way, which is logged here: choose between that and the ``first``; ``before`` has what was
         there of that."""
         for key in dict.fromkeys([*before.attributes, *self.attributes]):
+            if self._is_of_one_way(key[0]):
+                self._set(*key, first.attributes.get(key, self.attribute(*key)))
+                continue
             was = before.attributes[key] if key in before.attributes else self.attributes[key]
             other = self.attribute(*key)
             one = first.attributes.get(key, was)
@@ -364,16 +375,19 @@ class _Log:
                 one, other = (_own(tx, *key) if each is _ABSENT else each for each in (one, other))
             self._set(*key, _added(choice, one, other))
         for variable in dict.fromkeys([*before.contents, *self.contents]):
+            if self._is_of_one_way(variable):
+                vars(variable).update(first.contents.get(variable, {}))
+                continue
             was = before.contents[variable] if variable in before.contents else self.contents[variable]
             one, other = first.contents.get(variable, was), _contents(variable)
             vars(variable).update({name: _held(choice, one[name], other[name]) for name in one})
 
 
 @contextmanager
-def _logged(tx: Any) -> Iterator[_Log]:
-    """Log what is written inside."""
+def _logged(tx: Any, known: frozenset[Any]) -> Iterator[_Log]:
+    """Log what is written inside; ``known`` are the objects that exist before both ways."""
     effects = tx.output.side_effects
-    log = _Log(effects)
+    log = _Log(effects, known)
     store, mutation = effects.store_attr, effects.mutation
 
     @functools.wraps(store)
@@ -391,6 +405,18 @@ def _logged(tx: Any) -> Iterator[_Log]:
         yield log
     finally:
         effects.store_attr, effects.mutation = store, mutation
+
+
+def _objects(tx: Any) -> frozenset[Any]:
+    """The tracer's variables that functions on the stack can reach."""
+    found: set[Any] = set()
+    frames = []
+    while tx is not None:
+        frames.append([list(tx.symbolic_locals.values()), list(tx.stack)])
+        effects, tx = tx.output.side_effects, getattr(tx, "parent", None)
+    stored = [list(held.values()) for held in effects.store_attr_mutations.values()]
+    VariableTracker.visit(found.add, [frames, stored, list(effects.id_to_variable.values())])
+    return frozenset(found)
 
 
 def _contents(variable: Any) -> _Contents:
