@@ -79,6 +79,7 @@ class Decisions:
     def __init__(self, leaves: Sequence[Any], fakes: Sequence[Any]) -> None:
         self.conditions: list[Condition] = []
         self.remedy = ""  # what would help with the latest value that is not known
+        self.raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]] = {}
         self._leaves = leaves
         self._position = {
             id(fake): i
@@ -117,6 +118,11 @@ class Decisions:
             return None  # an error, which is told where it happens
         self.conditions.append(replace(condition, value=value))
         return value
+
+    def raised_at(self, message: str) -> list[tuple[str, int, str, str]]:
+        """The lines that led to the exception of the traced code that a message of the tracer's is about, if known."""
+        found = [frames for text, frames in self.raised.values() if text and text in message]
+        return found[-1] if found else []
 
     def both(self, node: fx.Node) -> bool:
         """See :class:`shardgraph.torch_api.Decider`: of random numbers, either way might have been taken."""

@@ -301,7 +301,8 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
     frames: list[Sequence[Any]] = [(at.filename, at.lineno, at.name, at.line) for at in stack] or re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2]
     )
-    frames = [frame for frame in frames if frame[0] != __file__]
+    # A ``finally`` on the way is where torch's tracer says that it was raised.
+    frames = [frame for frame in decisions.raised_at(message) or frames if frame[0] != __file__]
     last = ([frame for frame in frames if not frame[0].startswith(_TORCH)] or frames)[-1:]
     if own := re.search(r"context: raised exception (.+)|: got (\w+\(.+\))", message):
         return (

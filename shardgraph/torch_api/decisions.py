@@ -27,6 +27,9 @@ from shardgraph.torch_api.both_ways import take_both
 class Decider(Protocol):
     """What answers for values of tensors."""
 
+    raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]]
+    """The exceptions of the traced code, each with what it says and the lines that led to it, the innermost last."""
+
     def value(self, node: fx.Node, line: str) -> Any:
         """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
         if nothing is known of it."""
@@ -71,10 +74,32 @@ def _install() -> None:
             if "JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")):
                 kind.dispatch_table[code] = _jump(kind.dispatch_table[code], "IF_TRUE" in name, "OR_POP" in name)
         kind.dispatch_table[dis.opmap["UNARY_NOT"]] = _negation(kind.dispatch_table[dis.opmap["UNARY_NOT"]])
+    base: Any = symbolic_convert.InstructionTranslatorBase
+    base.exception_handler = _noting(base.exception_handler)
     handlers: Any = TensorVariable
     for name, (ask, convert) in _CONVERSIONS.items():
         if original := getattr(handlers, name, None):  # torch 2.11 has fewer of them
             setattr(handlers, name, _conversion(original, ask, convert))
+
+
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
+    """A handler of the exceptions of traced code that tells the decider first where each was raised."""
+
+    @functools.wraps(original)
+    def wrapped(tx: Any, raised: Any) -> None:
+        decider = _decider.get()
+        if decider is not None:  # of each exception first where it is raised, then also on its way outwards
+            frames, at = [], tx
+            while at is not None:
+                code, line = at.f_code, at.lineno
+                text = linecache.getline(code.co_filename, line).strip()
+                frames.append((code.co_filename, line, code.co_name, text))
+                at = getattr(at, "parent", None)
+            same = tx.exn_vt_stack.get_current_exception()
+            decider.raised.setdefault(same, (f"raised exception {same.debug_repr()}", frames[::-1]))
+        original(tx, raised)
+
+    return wrapped
 
 
 def _subclasses(kind: type) -> set[Any]:
