@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph import ir
 from shardgraph.capture.casting import casting, computed_dtypes
 from shardgraph.capture.double import in_double, is_coarse
 from shardgraph.capture.numbers import as_tensor
@@ -72,6 +73,7 @@ class Comparison:
         synchronized = any(synchronized_batch_norms(self.original))
         self.all_rows = joined([parts[0] for parts in self.parts]) if synchronized else None
         self.results = self.programs[0].joint.results
+        self.dropping = any(ir.random_choices(program.joint.module) for program in self.programs)
         self.buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         # What each data rank's attributes are before and after a step, of those that forward sets.
         self.before = self.after = [
@@ -139,12 +141,20 @@ class Comparison:
 
     def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
         ((output, loss),), ((original, original_loss),) = results, expected
-        leaves = list(zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True))
+        leaves = self._pairs(output, original)
         floor = 1e-3 * _largest([theirs for _, theirs in leaves if isinstance(theirs, torch.Tensor)])
         for i, (mine, theirs) in enumerate(leaves):
             if isinstance(theirs, torch.Tensor):
                 self.errors[f"output {i} of {where}"] = relative_error(mine, theirs, floor)
         self.errors[f"loss of {where}"] = relative_error(loss, original_loss)
+
+    def _pairs(self, output: Any, original: Any) -> list[tuple[Any, Any]]:
+        """The values of two outputs. If layers are dropped at random, the program's has what they add, such as caches,
+        in any case: those that the original has are compared."""
+        if not self.dropping:
+            return list(zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True))
+        mine = dict(pytree.tree_flatten_with_path(output)[0])
+        return [(mine[path], value) for path, value in pytree.tree_flatten_with_path(original)[0] if path in mine]
 
     def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
         largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])
@@ -152,6 +162,8 @@ class Comparison:
             shards = [mine.get(fqn) for mine in gradients]
             name = f"gradient of {fqn} at step {step}"
             there = [shard for shard in shards if shard is not None]
+            if self.dropping and parameter.grad is None and not any(map(torch.count_nonzero, there)):
+                there, shards = [], []  # of a layer that is dropped: zeros
             if parameter.grad is None or len(there) < len(shards):
                 self.errors[name] = math.inf if parameter.grad is not None or there else 0.0
                 continue

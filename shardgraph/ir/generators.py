@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from shardgraph.ir.attributes import SOURCE
 from shardgraph.torch_api import pytree
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
@@ -63,6 +64,25 @@ def drop_unused_states(gm: fx.GraphModule) -> None:
     for node in read:
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def random_choices(gm: fx.GraphModule) -> tuple[str, ...]:
+    """The lines where a graph chooses by random numbers alone between what it has computed: layers that are dropped."""
+    lines: dict[str, None] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self):
+        needed, queue, drawn = {node.args[0]}, [node.args[0]], False
+        while queue:
+            each = queue.pop()
+            drawn = drawn or torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ())
+            if each.op == "placeholder":
+                break
+            fresh = {*each.all_input_nodes} - needed
+            needed |= fresh
+            queue += fresh
+        else:
+            if drawn and not node.args[0].meta["val"].dim():
+                lines[SOURCE.get(node) or ""] = None
+    return tuple(lines)
 
 
 def _devices(node: fx.Node) -> set[str]:
