@@ -10,14 +10,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
 
 from shardgraph.arguments import CALLABLE, NONE, Kind, checked
 from shardgraph.capture.expert_loops import EXPERT_LOOPS
-from shardgraph.capture.speech import HOST_FUNCTIONS, SOUND_ENCODERS
+from shardgraph.capture.speech import MASKS, SOUND_ENCODERS
 
+_NOT_COMPILING = "*.modeling_switch_transformers.is_torchdynamo_compiling"
+_functions: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MASKS | {
+    _NOT_COMPILING: lambda _: lambda: False  # the way that it takes if it compiles fails without an attention mask
+}
 _rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | SOUND_ENCODERS
 _one_at_a_time = threading.RLock()
 
@@ -59,10 +64,10 @@ def rewrites_of(model: nn.Module) -> dict[type[nn.Module], Callable[..., Any]]:
 
 @contextmanager
 def rewritten(model: nn.Module) -> Iterator[None]:
-    """Inside, these classes compute with their other forward, and functions that draw on the host with operations."""
+    """Inside, these classes compute with their other forward, and some functions of ``transformers`` are others."""
     with _one_at_a_time:
         found = [(kind, "forward", forward) for kind, forward in rewrites_of(model).items()]
-        found += [(module, name, make(vars(module)[name])) for module, name, make in _host_functions(model)]
+        found += [(module, name, make(vars(module)[name])) for module, name, make in _functions_of(model)]
         before = [(owner, name, vars(owner)[name]) for owner, name, _ in found]
         try:
             for owner, name, value in found:
@@ -73,11 +78,17 @@ def rewritten(model: nn.Module) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def _host_functions(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+def _functions_of(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
     """The modules of Python that have such functions, of the classes of a model's modules, and what makes the others."""
     modules = (sys.modules.get(kind.__module__) for kind in dict.fromkeys(map(type, model.modules())))
     models = [each for each in dict.fromkeys(modules) if each and each.__name__.startswith("transformers.models.")]
-    return [(each, name, make) for each in models for name, make in HOST_FUNCTIONS.items() if name in vars(each)]
+    named = [(each, pattern, make) for each in models for pattern, make in _functions.items()]
+    found = [(each, pattern.rpartition("."), make) for each, pattern, make in named]
+    return [
+        (each, name, make)
+        for each, (where, _, name), make in found
+        if name in vars(each) and fnmatch(each.__name__, where)
+    ]
 
 
 def _name(kind: type) -> str:

@@ -57,5 +57,5 @@ def _drawn_mask(function: Callable[..., Any]) -> Callable[..., Tensor]:
     return drawn
 
 
-HOST_FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"_compute_mask_indices": _drawn_mask}
-"""What makes the functions that are called instead, by the name in a module of ``transformers``."""
+MASKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"*._compute_mask_indices": _drawn_mask}
+"""What makes the functions that are called instead, by the name in a module of ``transformers.models``."""
