@@ -117,12 +117,6 @@ class StageProgram:
         return [role.fqn for graph in graphs for role in ir.placeholders(graph) if isinstance(role, ir.Parameter)]
 
     @cached_property
-    def draws_on_host(self) -> bool:
-        """Whether forward draws random numbers by NumPy."""
-        stages = (stage.kept.forward.graph for stage in self.stages)
-        return any(graph.find_nodes(op="call_function", target=ir.DRAWN_MASK) for graph in stages)
-
-    @cached_property
     def trained(self) -> frozenset[str]:
         """The names of the parameters that get a gradient here."""
         backward = self.kept.backward
@@ -234,6 +228,12 @@ class Program:
     def random(self) -> bool:
         """Whether forward draws random numbers."""
         return any(draws(node) for stage in self.stages for node in stage.kept.forward.graph.nodes)
+
+    @cached_property
+    def draws_on_host(self) -> bool:
+        """Whether forward draws random numbers by NumPy."""
+        stages = (stage.kept.forward.graph for stage in self.stages)
+        return any(graph.find_nodes(op="call_function", target=ir.DRAWN_MASK) for graph in stages)
 
     @cached_property
     def trained(self) -> frozenset[str]:

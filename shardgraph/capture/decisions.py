@@ -34,6 +34,10 @@ _RANDOM = (
     "a random number decides what is computed, and would decide differently on each rank: set its probability to 0 "
     "(layerdrop=0.0 in the config of a model of transformers), with which it is captured"
 )
+_UNEQUAL = (
+    "both ways of a branch on random numbers are computed, and one is chosen: both must leave behind tensors of the "
+    "same shapes and dtypes, and else the same. Or set its probability to 0, with which it is captured"
+)
 _IN_THE_GRAPH = (
     "values of inputs may decide, but this one depends on parameters, buffers or earlier layers: compute both ways and "
     "choose with torch.where, or, if it is always the same, say so with shardgraph.assume({place!r}, False)"
@@ -127,6 +131,10 @@ class Decisions:
     def both(self, node: fx.Node) -> bool:
         """See :class:`shardgraph.torch_api.Decider`: of random numbers, either way might have been taken."""
         return _draws(node)
+
+    def unequal(self, line: str) -> None:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        self.remedy = _UNEQUAL
 
     def assumed(self, line: str) -> bool | None:
         """See :class:`shardgraph.torch_api.Decider`."""

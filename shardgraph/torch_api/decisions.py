@@ -21,7 +21,8 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
-from shardgraph.torch_api.both_ways import take_both
+from shardgraph.torch_api.both_ways import UnequalWaysError, take_both
+from shardgraph.torch_api.repeated_arguments import allow_repeated_arguments
 
 
 class Decider(Protocol):
@@ -37,6 +38,9 @@ class Decider(Protocol):
     def both(self, node: fx.Node) -> bool:
         """Whether both ways of a branch on a value are to be computed, and one of them chosen."""
 
+    def unequal(self, line: str) -> None:
+        """Both ways of the branch at this ``line`` leave behind what cannot be chosen between."""
+
     def assumed(self, line: str) -> bool | None:
         """Whether a branch at this ``line`` is to be captured as if its condition were true or false, and checked."""
 
@@ -48,6 +52,7 @@ _decider: ContextVar[Decider | None] = ContextVar("decider", default=None)
 def deciding(decider: Decider) -> Iterator[None]:
     """Have ``decider`` asked for values while a model is traced inside."""
     _install()
+    allow_repeated_arguments()
     token = _decider.set(decider)
     try:
         yield
@@ -190,8 +195,14 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
                 if keeps or not decider.both(variable.as_proxy().node):
                     original(tx, instruction)
                     return
+                line = _line(tx)
                 tx.pop()
-                take_both(tx, variable, instruction, on_true)
+                try:
+                    take_both(tx, variable, instruction, on_true)
+                except UnequalWaysError:
+                    decider.unequal(line)
+                    tx.push(variable)
+                    original(tx, instruction)
                 return
             _check(tx, variable, value)
         tx.pop()
