@@ -31,8 +31,9 @@ _LARGEST = 4096
 
 _EMPTY = "the value is one of the inputs': give example inputs that have values, not on the device meta"
 _RANDOM = (
-    "a random number decides what is computed, and would decide differently on each rank: set its probability to 0 "
-    "(layerdrop=0.0 in the config of a model of transformers), with which it is captured"
+    "a random number decides what is computed, as a number of Python: compare the tensor itself, without item(), of "
+    "which both ways are computed; or set its probability to 0 (layerdrop=0.0 in the config of a model of "
+    "transformers), with which it is captured"
 )
 _UNEQUAL = (
     "both ways of a branch on random numbers are computed, and one is chosen: both must leave behind tensors of the "

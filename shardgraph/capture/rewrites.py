@@ -79,7 +79,7 @@ def rewritten(model: nn.Module) -> Iterator[None]:
 
 
 def _functions_of(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """The modules of Python that have such functions, of the classes of a model's modules, and what makes the others."""
+    """The modules of Python that have such functions, and what makes the others."""
     modules = (sys.modules.get(kind.__module__) for kind in dict.fromkeys(map(type, model.modules())))
     models = [each for each in dict.fromkeys(modules) if each and each.__name__.startswith("transformers.models.")]
     named = [(each, pattern, make) for each in models for pattern, make in _functions.items()]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgraph import ir
 from shardgraph.capture.casting import casting, computed_dtypes
 from shardgraph.capture.double import in_double, is_coarse
 from shardgraph.capture.numbers import as_tensor
@@ -73,7 +72,7 @@ class Comparison:
         synchronized = any(synchronized_batch_norms(self.original))
         self.all_rows = joined([parts[0] for parts in self.parts]) if synchronized else None
         self.results = self.programs[0].joint.results
-        self.dropping = any(ir.random_choices(program.joint.module) for program in self.programs)
+        self.dropping = any(program.joint.choices for program in self.programs)
         self.buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         # What each data rank's attributes are before and after a step, of those that forward sets.
         self.before = self.after = [
@@ -149,12 +148,12 @@ class Comparison:
         self.errors[f"loss of {where}"] = relative_error(loss, original_loss)
 
     def _pairs(self, output: Any, original: Any) -> list[tuple[Any, Any]]:
-        """The values of two outputs. If layers are dropped at random, the program's has what they add, such as caches,
-        in any case: those that the original has are compared."""
-        if not self.dropping:
-            return list(zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True))
-        mine = dict(pytree.tree_flatten_with_path(output)[0])
-        return [(mine[path], value) for path, value in pytree.tree_flatten_with_path(original)[0] if path in mine]
+        """The values of two outputs, but for a cache in which the program has a layer that the original dropped."""
+        mine, theirs = pytree.tree_leaves(output), pytree.tree_leaves(original)
+        if self.dropping and len(mine) != len(theirs) and isinstance(original, Mapping):
+            of_keys = [(pytree.tree_leaves(output[key]), pytree.tree_leaves(value)) for key, value in original.items()]
+            return [pair for one, other in of_keys if len(one) == len(other) for pair in zip(one, other, strict=True)]
+        return list(zip(mine, theirs, strict=True))
 
     def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
         largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])

@@ -100,7 +100,7 @@ def _meeting(instructions: tuple[Any, ...], index: dict[Any, int], *starts: int)
 
     common = set.intersection(*(set(reached(start)) for start in starts))
     for at in reached(starts[0]):
-        if at in common and all(start == at or _END == at or _END not in reached(start, at) for start in starts):
+        if at in common and all(start == at or at == _END or _END not in reached(start, at) for start in starts):
             return at
     raise UnequalWaysError
 
@@ -119,9 +119,7 @@ class _Frame:
 
     @classmethod
     def of(cls, tx: Any) -> _Frame:
-        return cls(
-            dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack), getattr(tx, "symbolic_result", None)
-        )
+        return cls(dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack), getattr(tx, "symbolic_result", None))
 
     def restore(self, tx: Any) -> None:
         tx.symbolic_locals = dict(self.locals)

@@ -1,4 +1,4 @@
-"""Functions of autograd that are given one tensor twice, which torch's tracer refuses: the second one is a view of it."""
+"""Functions of autograd that are given one tensor twice, which torch's tracer refuses: the second is a view of it."""
 
 from __future__ import annotations
 
