@@ -134,7 +134,7 @@ class _Steps:
         self.rng = []
         for rank in self.ranks:
             torch.manual_seed(_seed_of(seed, self.batch[rank]))
-            self.rng.append(torch.get_rng_state())
+            self.rng.append(HostState.now())
 
     def part(self, tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
         where = coordinates(self.mesh, rank)

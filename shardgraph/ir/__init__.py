@@ -33,7 +33,7 @@ from shardgraph.ir.collectives import (
     send,
 )
 from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
-from shardgraph.ir.generators import drop_unused_states, random_choices
+from shardgraph.ir.generators import GENERATOR_STATE, SET_GENERATOR_STATE, drop_unused_states, random_choices
 from shardgraph.ir.graph import (
     AttributeResult,
     AttributeSet,
