@@ -23,6 +23,7 @@ from shardgraph.mesh import coordinates
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import part_of
+from shardgraph.runtime.rng import HostState
 
 Values = list[dict[Any, Any]]
 """What each rank has, by role."""

@@ -311,7 +311,7 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
     known = [remedy for found, remedy in _REMEDIES.items() if re.search(found, f"{reason} {frames}")]
-    branches = reason.startswith("Data-dependent") and decisions.remedy
+    branches = re.search("Data-dependent|data-dependent expression", reason) and decisions.remedy
     return _told(name, reason, last, known or ([decisions.remedy] if branches else hints))
 
 
