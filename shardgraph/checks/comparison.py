@@ -150,10 +150,15 @@ class Comparison:
     def _pairs(self, output: Any, original: Any) -> list[tuple[Any, Any]]:
         """The values of two outputs, but for a cache in which the program has a layer that the original dropped."""
         mine, theirs = pytree.tree_leaves(output), pytree.tree_leaves(original)
-        if self.dropping and len(mine) != len(theirs) and isinstance(original, Mapping):
-            of_keys = [(pytree.tree_leaves(output[key]), pytree.tree_leaves(value)) for key, value in original.items()]
-            return [pair for one, other in of_keys if len(one) == len(other) for pair in zip(one, other, strict=True)]
-        return list(zip(mine, theirs, strict=True))
+        if not self.dropping or len(mine) == len(theirs):
+            return list(zip(mine, theirs, strict=True))
+        if isinstance(original, Mapping):
+            parts = [(output[key], value) for key, value in original.items()]
+        elif isinstance(original, (tuple, list)) and len(output) == len(original):
+            parts = list(zip(output, original, strict=True))
+        else:
+            return []
+        return [pair for part in parts for pair in self._pairs(*part)]
 
     def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
         largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])
