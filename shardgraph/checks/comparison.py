@@ -293,7 +293,7 @@ class Comparison:
         self._compare_random_numbers(step, generators)
         return (outputs, *LockstepStep(self.programs, inputs, generators, tangents, weights).run())
 
-    def _compare_random_numbers(self, step: int, generators: list[torch.Tensor]) -> None:
+    def _compare_random_numbers(self, step: int, generators: list[HostState]) -> None:
         """Data ranks draw different numbers. The original draws what the program does, so that no result shows it."""
         if any(program.random for program in self.programs):
             of_data_rank = dict(zip(self.batch_of, generators, strict=True))

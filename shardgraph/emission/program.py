@@ -218,9 +218,8 @@ def check(program: Program) -> None:
     own = (ir.GENERATOR_STATE, ir.SET_GENERATOR_STATE, ir.DRAWN_MASK)
     if node := next((n for n in program.joint.module.graph.nodes if n.target in own), None):
         raise ShardGraphError(
-            f"what is drawn at random at {SOURCE.get(node) or 'a line of the model'} (of a layer that is dropped, or by "
-            "NumPy) takes operations that an emitted file does not have: set its probability to 0, or use the compiled "
-            "module"
+            f"what is drawn at {SOURCE.get(node) or 'a line of the model'} (of a layer that is dropped, or by NumPy) "
+            "takes operations that an emitted file does not have: set its probability to 0, or use the compiled module"
         )
     if program.joint.results:
         name = program.joint.results[0].fqn
