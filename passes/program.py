@@ -230,6 +230,12 @@ class Program:
         return any(draws(node) for stage in self.stages for node in stage.kept.forward.graph.nodes)
 
     @cached_property
+    def draws_on_host(self) -> bool:
+        """Whether forward draws random numbers by NumPy."""
+        stages = (stage.kept.forward.graph for stage in self.stages)
+        return any(graph.find_nodes(op="call_function", target=ir.DRAWN_MASK) for graph in stages)
+
+    @cached_property
     def trained(self) -> frozenset[str]:
         """The parameters that get a gradient."""
         return frozenset().union(*(stage.trained for stage in self.stages))

@@ -23,6 +23,7 @@ from shardgraph.mesh import coordinates
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import part_of
+from shardgraph.runtime.rng import HostState
 
 Values = list[dict[Any, Any]]
 """What each rank has, by role."""
@@ -134,7 +135,7 @@ class _Steps:
         self.rng = []
         for rank in self.ranks:
             torch.manual_seed(_seed_of(seed, self.batch[rank]))
-            self.rng.append(torch.get_rng_state())
+            self.rng.append(HostState.now())
 
     def part(self, tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
         where = coordinates(self.mesh, rank)

@@ -166,9 +166,9 @@ def test_a_layer_that_is_dropped_with_probability_0_is_never_dropped(compare):
     assert torch.equal(compiled(model)(x), model(x))
 
 
-def test_a_random_branch_is_refused_with_the_option_that_helps():
-    model = Forward(lambda layer, x: x if torch.rand([]) < 0.5 else layer(x))
-    assert "layerdrop=0.0" in refused(model, torch.randn(2, 4))
+def test_a_branch_on_a_random_number_of_python_is_refused_with_what_helps():
+    model = Forward(lambda layer, x: x if torch.rand([]).item() < 0.5 else layer(x))
+    assert "without item()" in refused(model, torch.randn(2, 4))
 
 
 # -- checks ----------------------------------------------------------------------------------------------------

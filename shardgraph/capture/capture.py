@@ -411,6 +411,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
     ir.set_outputs(gm, _sum_tied_gradients(gm, results) + _checks(gm))
+    ir.drop_unused_states(gm)
     for node in gm.graph.nodes:
         SOURCE.set(node, _source_line(node))
     forget_unknown(gm)

@@ -31,8 +31,13 @@ _LARGEST = 4096
 
 _EMPTY = "the value is one of the inputs': give example inputs that have values, not on the device meta"
 _RANDOM = (
-    "a random number decides what is computed, and would decide differently on each rank: set its probability to 0 "
-    "(layerdrop=0.0 in the config of a model of transformers), with which it is captured"
+    "a random number decides what is computed, as a number of Python: compare the tensor itself, without item(), of "
+    "which both ways are computed; or set its probability to 0 (layerdrop=0.0 in the config of a model of "
+    "transformers), with which it is captured"
+)
+_UNEQUAL = (
+    "both ways of a branch on random numbers are computed, and one is chosen: both must leave behind tensors of the "
+    "same shapes and dtypes, and else the same. Or set its probability to 0, with which it is captured"
 )
 _IN_THE_GRAPH = (
     "values of inputs may decide, but this one depends on parameters, buffers or earlier layers: compute both ways and "
@@ -79,6 +84,7 @@ class Decisions:
     def __init__(self, leaves: Sequence[Any], fakes: Sequence[Any]) -> None:
         self.conditions: list[Condition] = []
         self.remedy = ""  # what would help with the latest value that is not known
+        self.raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]] = {}
         self._leaves = leaves
         self._position = {
             id(fake): i
@@ -117,6 +123,19 @@ class Decisions:
             return None  # an error, which is told where it happens
         self.conditions.append(replace(condition, value=value))
         return value
+
+    def raised_at(self, message: str) -> list[tuple[str, int, str, str]]:
+        """The lines that led to the exception of the traced code that a message of the tracer's is about, if known."""
+        found = [frames for text, frames in self.raised.values() if text and text in message]
+        return found[-1] if found else []
+
+    def both(self, node: fx.Node) -> bool:
+        """See :class:`shardgraph.torch_api.Decider`: of random numbers, either way might have been taken."""
+        return _draws(node)
+
+    def unequal(self, line: str) -> None:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        self.remedy = _UNEQUAL
 
     def assumed(self, line: str) -> bool | None:
         """See :class:`shardgraph.torch_api.Decider`."""
@@ -202,8 +221,22 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a value is a comparison of random numbers of ``torch.rand``, or of Python's."""
-    return any(each.target in (torch.rand, torch.rand_like) for each in (node, *node.all_input_nodes))
+    """Whether a value is computed from random numbers alone."""
+    needed, queue, drawn = {node}, [node], False
+    while queue:
+        each = queue.pop()
+        drawn = drawn or each.target in _RANDOM_FUNCTIONS
+        if each.target in (torch.rand_like, torch.randn_like):
+            continue  # of its operand it has the shape alone
+        if each.op not in ("call_function", "call_method"):
+            return False
+        fresh = {*each.all_input_nodes} - needed
+        needed |= fresh
+        queue += fresh
+    return drawn
+
+
+_RANDOM_FUNCTIONS = (torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.bernoulli)
 
 
 def _of_random(node: fx.Node) -> bool | None:

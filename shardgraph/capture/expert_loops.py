@@ -67,11 +67,23 @@ def _dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     return torch.zeros_like(flat).index_add(0, tokens, computed).view(batch, -1, self.hidden_size)
 
 
+def _switch_experts(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
+    """Tokens beyond the capacity of their expert have none, and become zeros."""
+    chosen, each = selected_experts[:, 0], list(self.values())
+    experts, order = chosen.argmax(-1).sort(stable=True)
+    ends = _ends(experts, self.num_experts)
+    first, second = (torch.stack([getattr(expert, name).weight for expert in each]) for name in ("wi", "wo"))
+    hidden = each[0].dropout(each[0].act(_products(hidden_states[order], first, ends)))
+    computed = _products(hidden, second, ends) * (routing_weights * chosen.sum(-1, keepdim=True))[order]
+    return torch.zeros_like(hidden_states).index_add(0, order, computed.to(hidden_states.dtype))
+
+
 _MODELS = "transformers.models."
 EXPERT_LOOPS: dict[str, Callable[..., Any]] = {
     _MODELS + "jetmoe.modeling_jetmoe.JetMoeTopKGating": _jetmoe_router,
     _MODELS + "jetmoe.modeling_jetmoe.JetMoeParallelExperts": _jetmoe_experts,
     _MODELS + "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _longcat_experts,
+    _MODELS + "switch_transformers.modeling_switch_transformers.SwitchTransformersExperts": _switch_experts,
     _MODELS + "dbrx.modeling_dbrx.DbrxExperts": _dbrx_experts,
 }
 """Forwards by the name of the class."""

@@ -20,6 +20,7 @@ from shardgraph import torch_api
 from shardgraph.capture.canonical import FusedOperators
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.double import as_traced
+from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.side_effects import Effects, harmful, side_effects
@@ -115,6 +116,7 @@ def export(
         present(model, assigned, counted)
         with torch_api.deciding(decisions):
             traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
+        choose_masked(traced.graph)
         inputs = _attributes(traced.graph, model)
         _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
         for module in model.modules():  # the inputs of its graph are what lowering puts in place of parameters
@@ -297,7 +299,8 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
     frames: list[Sequence[Any]] = [(at.filename, at.lineno, at.name, at.line) for at in stack] or re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', message.partition("from user code:")[2]
     )
-    frames = [frame for frame in frames if frame[0] != __file__]
+    # A ``finally`` on the way is where torch's tracer says that it was raised.
+    frames = [frame for frame in decisions.raised_at(message) or frames if frame[0] != __file__]
     last = ([frame for frame in frames if not frame[0].startswith(_TORCH)] or frames)[-1:]
     if own := re.search(r"context: raised exception (.+)|: got (\w+\(.+\))", message):
         return (
@@ -306,7 +309,7 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
     known = [remedy for found, remedy in _REMEDIES.items() if re.search(found, f"{reason} {frames}")]
-    branches = reason.startswith("Data-dependent") and decisions.remedy
+    branches = re.search("Data-dependent|data-dependent expression", reason) and decisions.remedy
     return _told(name, reason, last, known or ([decisions.remedy] if branches else hints))
 
 

@@ -6,17 +6,23 @@ must give the same results and gradients. What runs outside of programs is as th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
 
 from shardgraph.arguments import CALLABLE, NONE, Kind, checked
 from shardgraph.capture.expert_loops import EXPERT_LOOPS
-from shardgraph.capture.speech import SOUND_ENCODERS
+from shardgraph.capture.speech import MASKS, SOUND_ENCODERS
 
+_NOT_COMPILING = "*.modeling_switch_transformers.is_torchdynamo_compiling"
+_functions: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MASKS | {
+    _NOT_COMPILING: lambda _: lambda: False  # the way that it takes if it compiles fails without an attention mask
+}
 _rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | SOUND_ENCODERS
 _one_at_a_time = threading.RLock()
 
@@ -58,19 +64,31 @@ def rewrites_of(model: nn.Module) -> dict[type[nn.Module], Callable[..., Any]]:
 
 @contextmanager
 def rewritten(model: nn.Module) -> Iterator[None]:
-    """Inside, these classes compute with their other forward."""
-    if not (rewrites := rewrites_of(model)):
-        yield
-        return
+    """Inside, these classes compute with their other forward, and some functions of ``transformers`` are others."""
     with _one_at_a_time:
-        before = {kind: vars(kind)["forward"] for kind in rewrites}
+        found = [(kind, "forward", forward) for kind, forward in rewrites_of(model).items()]
+        found += [(module, name, make(vars(module)[name])) for module, name, make in _functions_of(model)]
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in found]
         try:
-            for kind, forward in rewrites.items():
-                kind.forward = forward
+            for owner, name, value in found:
+                setattr(owner, name, value)
             yield
         finally:
-            for kind, forward in before.items():
-                kind.forward = forward
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+
+def _functions_of(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The modules of Python that have such functions, and what makes the others."""
+    modules = (sys.modules.get(kind.__module__) for kind in dict.fromkeys(map(type, model.modules())))
+    models = [each for each in dict.fromkeys(modules) if each and each.__name__.startswith("transformers.models.")]
+    named = [(each, pattern, make) for each in models for pattern, make in _functions.items()]
+    found = [(each, pattern.rpartition("."), make) for each, pattern, make in named]
+    return [
+        (each, name, make)
+        for each, (where, _, name), make in found
+        if name in vars(each) and fnmatch(each.__name__, where)
+    ]
 
 
 def _name(kind: type) -> str:

@@ -34,6 +34,7 @@ from shardgraph.passes.program import Program, gradients_of
 from shardgraph.passes.sharding.placements import cut_of, is_cut
 from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.shards import part_of
+from shardgraph.runtime.rng import HostState
 
 Tangents = Callable[[int, list[Values]], list[dict[ir.Tangent, Any]]]
 
@@ -75,7 +76,7 @@ def first_divergence(
     local: Sequence[Sequence[Values]],
     tangents: Tangents,
     weights: Sequence[Sequence[float]],
-    generators: Callable[[], list[torch.Tensor]],
+    generators: Callable[[], list[HostState]],
     tolerance: float,
 ) -> Divergence | None:
     """Run the captured graph on ``whole`` inputs and a step of the program on ``local`` ones; compare node by node.
@@ -100,7 +101,7 @@ def first_divergence(
 
 
 def _captured(
-    program: Program, inputs: Sequence[Values], rng: list[torch.Tensor], number: int, tangents: Tangents
+    program: Program, inputs: Sequence[Values], rng: list[HostState], number: int, tangents: Tangents
 ) -> dict[str, list[Any]]:
     """The values of the captured graph's nodes for a microbatch, one per rank, by name."""
     joint, alone = program.joint.module, (("rank", len(inputs)),)

@@ -27,7 +27,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.runtime.executor import Executor, State
 from shardgraph.runtime.pipeline.microbatches import loss_counts, weighted_sum
 from shardgraph.runtime.pipeline.statistics import combined
-from shardgraph.runtime.rng import rank_generator
+from shardgraph.runtime.rng import HostState, rank_generator, seed_all
 from shardgraph.torch_api import pytree
 
 # A gradient below this fraction of the model's largest one, or below the resolution of a coarse dtype, is rounding
@@ -73,6 +73,7 @@ class Comparison:
         synchronized = any(synchronized_batch_norms(self.original))
         self.all_rows = joined([parts[0] for parts in self.parts]) if synchronized else None
         self.results = self.programs[0].joint.results
+        self.dropping = any(program.joint.choices for program in self.programs)
         self.buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         # What each data rank's attributes are before and after a step, of those that forward sets.
         self.before = self.after = [
@@ -140,12 +141,25 @@ class Comparison:
 
     def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
         ((output, loss),), ((original, original_loss),) = results, expected
-        leaves = list(zip(pytree.tree_leaves(output), pytree.tree_leaves(original), strict=True))
+        leaves = self._pairs(output, original)
         floor = 1e-3 * _largest([theirs for _, theirs in leaves if isinstance(theirs, torch.Tensor)])
         for i, (mine, theirs) in enumerate(leaves):
             if isinstance(theirs, torch.Tensor):
                 self.errors[f"output {i} of {where}"] = relative_error(mine, theirs, floor)
         self.errors[f"loss of {where}"] = relative_error(loss, original_loss)
+
+    def _pairs(self, output: Any, original: Any) -> list[tuple[Any, Any]]:
+        """The values of two outputs, but for a cache in which the program has a layer that the original dropped."""
+        mine, theirs = pytree.tree_leaves(output), pytree.tree_leaves(original)
+        if not self.dropping or len(mine) == len(theirs):
+            return list(zip(mine, theirs, strict=True))
+        if isinstance(original, Mapping):
+            parts = [(output[key], value) for key, value in original.items()]
+        elif isinstance(original, (tuple, list)) and len(output) == len(original):
+            parts = list(zip(output, original, strict=True))
+        else:
+            return []
+        return [pair for part in parts for pair in self._pairs(*part)]
 
     def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
         largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])
@@ -153,6 +167,8 @@ class Comparison:
             shards = [mine.get(fqn) for mine in gradients]
             name = f"gradient of {fqn} at step {step}"
             there = [shard for shard in shards if shard is not None]
+            if self.dropping and parameter.grad is None and not any(map(torch.count_nonzero, there)):
+                there, shards = [], []  # of a layer that is dropped: zeros
             if parameter.grad is None or len(there) < len(shards):
                 self.errors[name] = math.inf if parameter.grad is not None or there else 0.0
                 continue
@@ -221,7 +237,7 @@ class Comparison:
         """``(output, loss)`` of every part of every rank's batch; gradients and buffers of the step are left behind."""
         results, after, self.after = [], [], []
         for rank, parts in enumerate(self._reference_parts()):
-            torch.manual_seed(self.seed + step)
+            seed_all(self.seed + step)
             for attribute, value in zip(self.results, self.before[rank], strict=True):
                 attribute.put(self.original, value)
             with rank_generator(rank, self.plan.data_size, _CPU):
@@ -281,12 +297,12 @@ class Comparison:
         self._compare_random_numbers(step, generators)
         return (outputs, *LockstepStep(self.programs, inputs, generators, tangents, weights).run())
 
-    def _compare_random_numbers(self, step: int, generators: list[torch.Tensor]) -> None:
+    def _compare_random_numbers(self, step: int, generators: list[HostState]) -> None:
         """Data ranks draw different numbers. The original draws what the program does, so that no result shows it."""
         if any(program.random for program in self.programs):
             of_data_rank = dict(zip(self.batch_of, generators, strict=True))
             for one, other in itertools.combinations(sorted(of_data_rank), 2):
-                equal = torch.equal(of_data_rank[one], of_data_rank[other])
+                equal = of_data_rank[one].same(of_data_rank[other])
                 name = f"random numbers of data ranks {one} and {other} at step {step}"
                 self.errors[name] = math.inf if equal else 0.0
 
@@ -307,13 +323,13 @@ class Comparison:
         held = {each.fqn: _as_tensor(value) for each, value in zip(self.results, self.before[batch], strict=True)}
         return {Buffer(n): b for n, b in (buffers | held).items()} | {Input(i): leaf for i, leaf in enumerate(leaves)}
 
-    def _generators(self, step: int) -> list[torch.Tensor]:
+    def _generators(self, step: int) -> list[HostState]:
         """Each rank's generator state at the start of a step's forward."""
         states = []
         for rank in range(self.world):
-            torch.manual_seed(self.seed + step)
+            seed_all(self.seed + step)
             with rank_generator(self.batch_of[rank], self.plan.data_size, _CPU):
-                states.append(torch.get_rng_state())
+                states.append(HostState.now())
         return states
 
     def _evaluate(

@@ -21,6 +21,7 @@ from shardgraph.mesh import Mesh, coordinates, group_along, position_of
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.runtime.bind import SYMBOLIC, on_rank
 from shardgraph.runtime.layouts import suited
+from shardgraph.runtime.rng import HostState
 
 Inputs = Sequence[Mapping[Role, Any]]
 Results = list[tuple[Role | None, Any]]
@@ -32,7 +33,7 @@ def run_lockstep(
     mesh: Mesh,
     inputs: Inputs,
     *,
-    rng: list[torch.Tensor] | None = None,
+    rng: list[HostState] | None = None,
     on_value: OnValue = lambda node, values: None,
 ) -> list[Results]:
     """Interpret ``gm`` for every rank of ``mesh``; returns each rank's results by role.
@@ -41,7 +42,7 @@ def run_lockstep(
         gm: an unbound graph with roles; see :mod:`shardgraph.ir`.
         mesh: ``(axis, size)`` pairs; ranks enumerate it row by row, the last axis fastest.
         inputs: per rank, the value of every placeholder by role.
-        rng: per rank, the state of its CPU generator before the graph runs; updated in place. None: all ranks
+        rng: per rank, the state of its generators before the graph runs; updated in place. None: all ranks
             draw from the default generator.
         on_value: sees every node with its values, one per rank; of the output node, each rank's results.
 
@@ -70,7 +71,7 @@ class _Lockstep(fx.Interpreter):
     """An interpreter for which the value of a node is a list of values, one per rank."""
 
     def __init__(
-        self, gm: fx.GraphModule, mesh: Mesh, inputs: Inputs, rng: list[torch.Tensor] | None, on_value: OnValue
+        self, gm: fx.GraphModule, mesh: Mesh, inputs: Inputs, rng: list[HostState] | None, on_value: OnValue
     ) -> None:
         super().__init__(gm)
         self.mesh, self.inputs, self.rng, self.on_value = mesh, inputs, rng, on_value
@@ -106,11 +107,13 @@ class _Lockstep(fx.Interpreter):
         try:
             if self.rng is None or not draws(node):
                 return target(*args, **kwargs)
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(self.rng[rank])
-                result = target(*args, **kwargs)
-                self.rng[rank] = torch.get_rng_state()
-            return result
+            before = HostState.now()
+            self.rng[rank].set()
+            try:
+                return target(*args, **kwargs)
+            finally:
+                self.rng[rank] = HostState.now()
+                before.set()
         except Exception as error:
             where = f" ({SOURCE.of(node)})" if SOURCE.get(node) else ""
             raise ShardGraphError(f"{node.format_node()}{where} failed on rank {rank}: {error}") from error

@@ -28,6 +28,7 @@ from shardgraph.ir import (
 )
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.runtime.pipeline.statistics import combined
+from shardgraph.runtime.rng import HostState
 
 Values = dict[Role, Any]
 """What one rank has, by role."""
@@ -58,7 +59,7 @@ class LockstepStep:
 
     programs: Sequence[Program]
     inputs: Sequence[Sequence[Values]]
-    rng: list[torch.Tensor]
+    rng: list[HostState]
     tangents: Callable[[int, list[Values]], list[dict[Tangent, Any]]]
     weights: Sequence[Sequence[float]]
     watch: Watch = lambda run, node, values: None
@@ -81,7 +82,7 @@ class LockstepStep:
         return self._reduced(), buffers if self.programs[0].plan.pipeline is None else _averaged(buffers)
 
     def _run(
-        self, run: Run, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[torch.Tensor] | None = None
+        self, run: Run, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[HostState] | None = None
     ) -> list[Values]:
         results = run_lockstep(graph, self.mesh, inputs, rng=rng, on_value=partial(self.watch, run))
         return list(map(by_role, results))

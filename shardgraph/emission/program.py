@@ -21,6 +21,7 @@ from shardgraph.emission.names import Names, identifier
 from shardgraph.emission.segments import Units
 from shardgraph.emission.sources import Copied, import_lines
 from shardgraph.errors import ShardGraphError
+from shardgraph.ir.attributes import SOURCE
 from shardgraph.passes.program import Program
 from shardgraph.plans.parameter_plan import ParameterPlan
 
@@ -213,6 +214,12 @@ def check(program: Program) -> None:
         raise ShardGraphError(
             "the program gives something else than a loss, which an emitted file trains on: give a loss_fn and a "
             "target, or call a model that returns its loss; of a compiled module, use train_step before save_program"
+        )
+    own = (ir.GENERATOR_STATE, ir.SET_GENERATOR_STATE, ir.DRAWN_MASK)
+    if node := next((n for n in program.joint.module.graph.nodes if n.target in own), None):
+        raise ShardGraphError(
+            f"what is drawn at {SOURCE.get(node) or 'a line of the model'} (of a layer that is dropped, or by NumPy) "
+            "takes operations that an emitted file does not have: set its probability to 0, or use the compiled module"
         )
     if program.joint.results:
         name = program.joint.results[0].fqn

@@ -33,6 +33,7 @@ from shardgraph.ir.collectives import (
     send,
 )
 from shardgraph.ir.copies import DIRECTIONS, TO_DEVICE, TO_HOST, WAIT_COPY
+from shardgraph.ir.generators import GENERATOR_STATE, SET_GENERATOR_STATE, drop_unused_states, random_choices
 from shardgraph.ir.graph import (
     AttributeResult,
     AttributeSet,
@@ -49,6 +50,7 @@ from shardgraph.ir.graph import (
     placeholders,
     set_outputs,
 )
+from shardgraph.ir.host_draws import DRAWN_MASK
 from shardgraph.ir.rank_operations import (
     chunk_bounds,
     first_only,

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir.attributes import ROLE, ROLES
+from shardgraph.ir.generators import random_choices
 from shardgraph.ir.roles import Buffer, Role, Tangent
 from shardgraph.torch_api import append_node
 
@@ -240,6 +241,11 @@ class JointGraph:
     def differentiable(self) -> bool:
         """Whether the graph has a backward half."""
         return any(isinstance(role, Tangent) for role in placeholders(self.module))
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:
+        """The lines at which it chooses by random numbers alone between what it has computed."""
+        return random_choices(self.module)
 
     @cached_property
     def buffers(self) -> frozenset[str]:

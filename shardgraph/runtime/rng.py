@@ -1,14 +1,18 @@
 """Random numbers on data-parallel ranks: different on each, reproducible on all.
 
 Users seed every rank alike, but dropout must differ between ranks with different data. So each forward draws one number
-from the default generator, the same on every rank, and derives the seed of its rank from it.
+from the default generator, the same on every rank, and derives the seed of its rank from it. What draws by NumPy is
+seeded with it, so that ranks agree without NumPy being seeded alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -39,6 +43,41 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
         return
     accelerators = [device] if device.type != "cpu" else []
+    numbers = numpy.random.get_state()
     with torch.random.fork_rng(accelerators, device_type=device.type):
-        torch.manual_seed(seed)
-        yield
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            numpy.random.set_state(numbers)
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's default generators and NumPy's."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+@dataclass(frozen=True)
+class HostState:
+    """The states of torch's default generator of the CPU, and of NumPy's."""
+
+    torch: torch.Tensor
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> HostState:
+        """As they are."""
+        return cls(torch.get_rng_state(), numpy.random.get_state())
+
+    def same(self, other: HostState) -> bool:
+        """Whether the same numbers come next."""
+        kind, keys, *rest = self.numpy
+        its_kind, its_keys, *its_rest = other.numpy
+        of_numpy = (kind, rest) == (its_kind, its_rest) and numpy.array_equal(keys, its_keys)
+        return of_numpy and torch.equal(self.torch, other.torch)
+
+    def set(self) -> None:
+        """Have the generators go on from here."""
+        torch.set_rng_state(self.torch)
+        numpy.random.set_state(self.numpy)

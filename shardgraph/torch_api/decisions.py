@@ -21,13 +21,25 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from shardgraph.torch_api.both_ways import UnequalWaysError, take_both
+from shardgraph.torch_api.repeated_arguments import allow_repeated_arguments
+
 
 class Decider(Protocol):
     """What answers for values of tensors."""
 
+    raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]]
+    """The exceptions of the traced code, each with what it says and the lines that led to it, the innermost last."""
+
     def value(self, node: fx.Node, line: str) -> Any:
         """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
         if nothing is known of it."""
+
+    def both(self, node: fx.Node) -> bool:
+        """Whether both ways of a branch on a value are to be computed, and one of them chosen."""
+
+    def unequal(self, line: str) -> None:
+        """Both ways of the branch at this ``line`` leave behind what cannot be chosen between."""
 
     def assumed(self, line: str) -> bool | None:
         """Whether a branch at this ``line`` is to be captured as if its condition were true or false, and checked."""
@@ -40,6 +52,7 @@ _decider: ContextVar[Decider | None] = ContextVar("decider", default=None)
 def deciding(decider: Decider) -> Iterator[None]:
     """Have ``decider`` asked for values while a model is traced inside."""
     _install()
+    allow_repeated_arguments()
     token = _decider.set(decider)
     try:
         yield
@@ -66,10 +79,32 @@ def _install() -> None:
             if "JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")):
                 kind.dispatch_table[code] = _jump(kind.dispatch_table[code], "IF_TRUE" in name, "OR_POP" in name)
         kind.dispatch_table[dis.opmap["UNARY_NOT"]] = _negation(kind.dispatch_table[dis.opmap["UNARY_NOT"]])
+    base: Any = symbolic_convert.InstructionTranslatorBase
+    base.exception_handler = _noting(base.exception_handler)
     handlers: Any = TensorVariable
     for name, (ask, convert) in _CONVERSIONS.items():
         if original := getattr(handlers, name, None):  # torch 2.11 has fewer of them
             setattr(handlers, name, _conversion(original, ask, convert))
+
+
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
+    """A handler of the exceptions of traced code that tells the decider first where each was raised."""
+
+    @functools.wraps(original)
+    def wrapped(tx: Any, raised: Any) -> None:
+        decider = _decider.get()
+        if decider is not None:  # of each exception first where it is raised, then also on its way outwards
+            frames, at = [], tx
+            while at is not None:
+                code, line = at.f_code, at.lineno
+                text = linecache.getline(code.co_filename, line).strip()
+                frames.append((code.co_filename, line, code.co_name, text))
+                at = getattr(at, "parent", None)
+            same = tx.exn_vt_stack.get_current_exception()
+            decider.raised.setdefault(same, (f"raised exception {same.debug_repr()}", frames[::-1]))
+        original(tx, raised)
+
+    return wrapped
 
 
 def _subclasses(kind: type) -> set[Any]:
@@ -157,7 +192,17 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
         elif (value := _number(tx, variable)) is None:
             value = decider.assumed(_line(tx))
             if value is None:
-                original(tx, instruction)
+                if keeps or not decider.both(variable.as_proxy().node):
+                    original(tx, instruction)
+                    return
+                line = _line(tx)
+                tx.pop()
+                try:
+                    take_both(tx, variable, instruction, on_true)
+                except UnequalWaysError:
+                    decider.unequal(line)
+                    tx.push(variable)
+                    original(tx, instruction)
                 return
             _check(tx, variable, value)
         tx.pop()

@@ -1,0 +1,33 @@
+"""``shardgraph::drawn_mask``: a mask that a function of Python draws on the host, by NumPy, whenever the graph runs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+torch.library.define(
+    "shardgraph::drawn_mask",
+    "(str function, SymInt[] shape, float probability, int length, Tensor? attention_mask, int least) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
+DRAWN_MASK = torch.ops.shardgraph.drawn_mask.default
+
+
+@torch.library.impl("shardgraph::drawn_mask", "CompositeExplicitAutograd")
+def _(
+    function: str, shape: Sequence[int], probability: float, length: int, attention_mask: Tensor | None, least: int
+) -> Tensor:
+    module, _, name = function.partition(":")
+    drawn = inspect.unwrap(getattr(importlib.import_module(module), name))
+    return torch.from_numpy(drawn(tuple(shape), probability, length, attention_mask, least))
+
+
+@torch.library.register_fake("shardgraph::drawn_mask")
+def _(
+    function: str, shape: Sequence[int], probability: float, length: int, attention_mask: Tensor | None, least: int
+) -> Tensor:
+    return torch.empty(shape, dtype=torch.bool)

@@ -1,0 +1,146 @@
+"""Branches on random numbers: both ways are computed, and one is chosen, with the random numbers of that way alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+
+
+class Dropping(nn.Module):
+    """Layers that are dropped at random, with dropout and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.BatchNorm1d(4))  # noqa: E731
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand([]) < 0.5:
+                continue
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Early(Dropping):
+    """A function that returns early."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.residual(layer, x)
+        return self.head(x)
+
+    def residual(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand(1) < 0.5:
+            return x
+        return x + layer(x)
+
+
+@pytest.mark.parametrize("kind", [Dropping, Early])
+def test_what_is_dropped_leaves_nothing_behind_and_draws_nothing(kind):
+    torch.manual_seed(0)
+    original, x = kind().train(), torch.randn(6, 4)
+    sharded = shardgraph.compile(copy.deepcopy(original), "single", progress=False)
+    dropped = set()
+    for seed in range(6):
+        results = []
+        for model in (sharded, original):
+            torch.manual_seed(seed)
+            out = model(x)
+            model.zero_grad()
+            out.square().sum().backward()
+            gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in model.parameters()]
+            results.append([out, *gradients, *map(torch.clone, model.buffers()), torch.rand(3)])
+        torch.testing.assert_close(*results)
+        dropped.add(sum(p.grad is None for p in original.parameters()))
+    assert len(dropped) > 1
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tp"])
+def test_layers_are_dropped_alike_under_a_plan(plan):
+    torch.manual_seed(0)
+    mesh = {"dp" if plan == "fsdp" else "tp": 2}
+    report = shardgraph.verify(Dropping().train(), (torch.randn(8, 4),), plan, mesh=mesh, steps=2)
+    assert report.ok, str(report)
+
+
+class Unequal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand([]) < 0.5:
+            x = self.layer(x)
+        return x
+
+
+def test_ways_that_give_other_shapes_are_refused_with_the_line():
+    with pytest.raises(shardgraph.CaptureError, match=r"(?s)test_random_branches\.py:\d+|x.*same|shapes"):
+        shardgraph.compile(Unequal(), "single", example_inputs=(torch.ones(2, 4),), progress=False)
+
+
+class Marked(nn.Module):
+    """A parameter in place of what a mask chooses, as SpecAugment has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mark = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        x[mask] = self.mark
+        return x
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tp"])
+def test_a_parameter_is_written_where_a_mask_is(plan):
+    torch.manual_seed(0)
+    mesh = {"dp" if plan == "fsdp" else "tp": 2}
+    call = (torch.randn(4, 3, 4), torch.rand(4, 3) < 0.5)
+    report = shardgraph.verify(Marked(), call, plan, mesh=mesh, steps=2)
+    assert report.ok, str(report)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+class Square(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return Twice.apply(y, y)
+
+
+def test_a_function_of_autograd_may_be_given_one_tensor_twice():
+    torch.manual_seed(0)
+    report = shardgraph.verify(Square(4, 4), (torch.randn(4, 4),), "fsdp", mesh={"dp": 2}, steps=2)
+    assert report.ok, str(report)
+
+
+class Finally(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            missing = {}["key"]
+        finally:
+            x = x + 1
+        return x + missing
+
+
+def test_an_error_inside_of_try_and_finally_names_the_line_that_raised_it():
+    with pytest.raises(shardgraph.CaptureError, match=r"missing = \{\}\[\"key\"\]"):
+        shardgraph.compile(Finally(), "single", example_inputs=(torch.ones(2),), progress=False)
