@@ -35,10 +35,11 @@ from shardgraph.search.depths import Depths
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimates
 from shardgraph.search.exact import Priced, price
-from shardgraph.search.layouts import OFFLOADS, Layout
+from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
+from shardgraph.search.ways import OFFLOADS
 
 LLAMAS = {
     "Llama 3 8B": (32, 4096, 14336, 32),

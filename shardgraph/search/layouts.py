@@ -17,9 +17,6 @@ DATA = ("ddp", "zero2", "fsdp")
 """What is sharded over data ranks: nothing, optimizer state and gradients, parameters too. ``zero1`` is left out: it
 sends more than ``zero2`` and holds more."""
 
-OFFLOADS = ("activations", "parameters", "all")
-"""What may be in host memory."""
-
 
 @dataclass(frozen=True)
 class Layout:
