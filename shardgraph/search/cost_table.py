@@ -49,7 +49,8 @@ class CostTable:
     def _divided(self, layout: Layout) -> LayerCosts | None:
         if layout.degree in (1, self.degree):
             return self._priced(layout)
-        axis = next(axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
+        axis, *others = (axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
+        assert not others, "several axes are divided by the largest degree together"
         one, divided = (self._priced(layout.along(axis, ranks)) for ranks in (1, self.degree))
         if one is None or divided is None:  # experts may be too few for the largest degree
             return self._priced(layout)

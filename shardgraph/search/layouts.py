@@ -24,8 +24,8 @@ class Layout:
 
     ``stages`` pipeline ranks, each with ``chunks`` stages, which with ``zero_bubble`` compute gradients of weights when
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of
-    which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
-    sequence; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and
+    which ``data`` shards; ``tp`` ranks share a batch, and without ``cp`` shard activations between divided products
+    along the sequence; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and
     a part of the experts each. A data rank computes ``microbatches`` of
     ``batch`` samples in a step. ``offload`` is the name of what is kept in host memory (:meth:`Offload.of`), if
     anything is.
@@ -101,7 +101,7 @@ class Layout:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
         parts = ["pp" * (self.stages > 1), data * (self.replicate * self.shard > 1)]
-        parts += ["cp" * (self.cp > 1), "tp+sp" * (self.tp > 1), "ep" * (self.ep > 1)]
+        parts += ["cp" * (self.cp > 1), ("tp" if self.cp > 1 else "tp+sp") * (self.tp > 1), "ep" * (self.ep > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -126,8 +126,8 @@ def layouts(
 ) -> Iterator[Layout]:
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
-    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), inside a node, among a power of two of
-    ranks. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and replicated over
+    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), or along sequences and operators together,
+    inside a node, among a power of two of ranks. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and replicated over
     the others.
     """
     inside = cluster.devices_per_node
@@ -138,8 +138,16 @@ def layouts(
             if degree > inside:
                 continue
             for staged in _staged(stages, layers):
-                for base in (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1])):
+                for base in _divided(staged, degree, inside, axes):
                     yield from _data(base, ranks // stages // degree, max(1, inside // degree))
+
+
+def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> Iterator[Layout]:
+    """The model divided along each axis; and where that fills a node, along two: sequences, and operators on the rest of
+    each."""
+    yield from (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1]))
+    if degree == inside and {"cp", "tp"} <= set(axes):
+        yield from (staged.along("cp", ranks).along("tp", degree // ranks) for ranks in _powers(degree)[1:-1])
 
 
 def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:
