@@ -77,13 +77,13 @@ def test_gradients_of_earlier_calls_are_held():
     costs = LayerCosts(
         Part(), Part(saved=1e9, parameters=1e6, gathered=1e6, reduced=1e6, tensors=1), Part(), 8, 1, 0, 0
     )
-    for data, ranks in (("ddp", 1), ("zero2", 8), ("fsdp", 8)):
+    for data, parts in (("ddp", 1), ("zero2", 8), ("fsdp", 8)):
         one = Layout(shard=8, data=data)
         memory = [
             estimate(layout, costs, Cluster.of("H100"), "adamw").memory
             for layout in (one, replace(one, microbatches=2))
         ]
-        assert memory[1] - memory[0] == 8e6 / ranks, data
+        assert memory[1] - memory[0] == 8e6 / parts, data
 
 
 def test_every_layout_is_a_plan_that_can_be():
