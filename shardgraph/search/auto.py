@@ -151,8 +151,8 @@ class Finals:
 
     def bound(self, estimated: Sequence[Estimated]) -> float:
         """Seconds per sample of an estimate beyond which no layout is the fastest, since one of these that fits is
-        not as slow; infinite if none of the first few is priced so."""
-        fitting = (pair for pair in estimated if pair[1].memory <= self._budget)
+        not as slow; infinite if none of the first few is priced so. Stages take longer to price than this saves."""
+        fitting = (pair for pair in estimated if pair[0].stages == 1 and pair[1].memory <= self._budget)
         for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
             if self._best is not None or self._late():
                 break
