@@ -29,16 +29,18 @@ import shardgraph
 from benchmarks.published.decoder import Decoder
 from benchmarks.published.runs import Run, read
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.folding import find_stack
 from shardgraph.search.depths import Depths
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimates
 from shardgraph.search.exact import Priced, price
-from shardgraph.search.layouts import OFFLOADS, Layout
+from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
+from shardgraph.search.ways import OFFLOADS
 
 LLAMAS = {
     "Llama 3 8B": (32, 4096, 14336, 32),
@@ -159,7 +161,7 @@ def report_published(limit: int) -> None:
     distinct = {(run.shape, tuple(run.mesh.items()), run.device): run for run in runs}
     print(f"{'row':<10}{'model':<18}{'devices':>12}{'published plan':>34}{'seconds':>9}{'peak':>7}"
           f"  {'found':<40}{'seconds':>9}{'ratio':>7}")  # fmt: skip
-    ratios = []
+    ratios, clear = [], 0
     for run in sorted(distinct.values(), key=lambda run: run.row["row_id"])[:limit]:
         try:
             published, found = _both(run)
@@ -167,24 +169,45 @@ def report_published(limit: int) -> None:
             print(f"{run.row['row_id']:<10}{run.row['model'][:16]:<18}not compared: {str(error).splitlines()[0][:90]}")
             continue
         best = found.considered[0]
-        ratio = best.seconds / published[0]
+        ratio = best.seconds / published.seconds
         ratios.append(ratio)
         devices = f"{run.row['n_gpus']} {run.device}"
-        print(f"{run.row['row_id']:<10}{run.row['model'][:16]:<18}{devices:>12}"
-              f"{run.plan + ' ' + 'x'.join(str(n) for n in run.mesh.values()):>34}{published[0]:>9.2f}"
-              f"{published[1] / 2**30:>7.0f}  {found.name + ' ' + 'x'.join(str(n) for _, n in found.whole_mesh):<40}"
-              f"{best.seconds:>9.2f}{ratio:>7.2f}", flush=True)  # fmt: skip
+        theirs, ours = (f"{name} {'x'.join(map(str, sizes))}" for name, sizes in
+                        ((run.plan, run.mesh.values()), (found.name, dict(found.whole_mesh).values())))  # fmt: skip
+        print(f"{run.row['row_id']:<10}{run.row['model'][:16]:<18}{devices:>12}{theirs:>34}{published.seconds:>9.2f}"
+              f"{published.memory / 2**30:>7.0f}  {ours:<40}{best.seconds:>9.2f}{ratio:>7.2f}", flush=True)  # fmt: skip
+        doubt = 1 + run.cluster.doubt
+        apart = best.seconds * doubt < published.seconds / doubt
+        clear += apart
+        between = (f"{seconds / doubt:.2f} to {seconds * doubt:.2f} s" for seconds in (published.seconds, best.seconds))
+        print(f"{'':<10}expected {' and '.join(between)}"
+              f"{', which is apart: ' + _reason(published, best) if apart else ''}")  # fmt: skip
     if ratios:
         print(
             f"{len(ratios)} runs: the found plan takes {min(ratios):.2f} to {max(ratios):.2f} of the time of the "
-            "published one"
+            f"published one; {clear} times it is faster by more than both intervals"
         )
 
 
-def _both(run: Run) -> tuple[tuple[float, int], Plan]:
+def _reason(published: Candidate, found: Candidate) -> str:
+    """What a step of the found plan has less of, the most first, and what else it recomputes."""
+    kinds = {"compute": "computation", "exposed": "communication that is not hidden", "bubble": "waiting for stages"}
+    less = {words: getattr(published, kind) - getattr(found, kind) for kind, words in kinds.items()}
+    named = [f"{seconds:.2f} s less {words}" for words, seconds in sorted(less.items(), key=lambda item: -item[1])
+             if seconds > 0.01 * published.seconds]  # fmt: skip
+    again = f", recomputing {found.recompute} instead of {published.recompute}"
+    return ", ".join(named) + (again if found.recompute != published.recompute else "")
+
+
+def _both(run: Run) -> tuple[Candidate, Plan]:
+    """The published plan's costs and the plan of the search."""
     analysis = run.analysis()
-    once = analysis.time.optimizer
+    once, plan = analysis.time.optimizer, analysis.plan
+    parts = {kind: run.accumulated * getattr(analysis.time, kind) for kind in ("compute", "exposed", "bubble")}
     seconds = run.accumulated * (analysis.time.total - once) + once
+    published = Candidate(
+        plan.name, plan.whole_mesh, analysis.peak_memory, seconds, True, recompute=run.recompute, **parts
+    )
     with torch.device("meta"):
         model = Decoder(run.shape)
         tokens = torch.empty(1, run.sequence, dtype=torch.long)
@@ -195,7 +218,7 @@ def _both(run: Run) -> tuple[tuple[float, int], Plan]:
         model, (tokens,), example_kwargs={"labels": tokens}, cluster=run.cluster, devices=int(run.row["n_gpus"]),
         global_batch=samples, precision=run.precision, backend="inductor", memory=memory,
     )  # fmt: skip
-    return (seconds, analysis.peak_memory), found
+    return published, found
 
 
 def main() -> None:

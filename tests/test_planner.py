@@ -12,6 +12,8 @@ import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.search.batches import Batches
+from shardgraph.search.estimate import estimate
+from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout, layouts
 from shardgraph.search.planner import _presets
 from tests import ranks
@@ -62,6 +64,26 @@ def test_several_nodes_bring_hybrid_sharding_into_play():
 def test_long_sequences_may_be_divided():
     every = [set(layouts(8, toy_cluster(), 0, pipelines=False, axes=axes)) for axes in (["tp"], ["tp", "cp"])]
     assert every[1] - every[0] == {each for each in every[1] if each.cp > 1} >= {Layout(cp=8, data="ddp")}
+
+
+def test_sequences_and_operators_are_divided_together_where_that_fills_a_node():
+    every = layouts(8, toy_cluster(1, 8), 0, pipelines=False, axes=["tp", "cp"])
+    assert {(each.cp, each.tp) for each in every if each.cp > 1 < each.tp} == {(2, 4), (4, 2)}
+    assert Layout(cp=2, tp=4, data="ddp").plan().operators == (("cp", "context"), ("tp", "whole"))
+
+
+def test_gradients_of_earlier_calls_are_held():
+    """As many bytes of them as a rank has of the parameters."""
+    costs = LayerCosts(
+        Part(), Part(saved=1e9, parameters=1e6, gathered=1e6, reduced=1e6, tensors=1), Part(), 8, 1, 0, 0
+    )
+    for data, parts in (("ddp", 1), ("zero2", 8), ("fsdp", 8)):
+        one = Layout(shard=8, data=data)
+        memory = [
+            estimate(layout, costs, Cluster.of("H100"), "adamw").memory
+            for layout in (one, replace(one, microbatches=2))
+        ]
+        assert memory[1] - memory[0] == 8e6 / parts, data
 
 
 def test_every_layout_is_a_plan_that_can_be():

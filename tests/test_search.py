@@ -17,6 +17,7 @@ from shardgraph.search import auto
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimates import Estimates
 from shardgraph.search.exact import cheapest
+from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
@@ -170,6 +171,39 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, aux = self.moe(x)
         return (x + out).square().mean() + aux
+
+
+# -- what is emitted ---------------------------------------------------------------------------------------------------
+
+EMITTED = {
+    "interleaved-1f1b": (partial(Deep, 8), Layout(stages=2, chunks=2, shard=2, data="zero2", batch=2, microbatches=4)),
+    "interleaved-zero-bubble": (partial(Deep, 8), Layout(stages=2, zero_bubble=True, shard=2, batch=2, microbatches=4)),
+    "zbv": (partial(Deep, 8), Layout(stages=2, chunks=2, zero_bubble=True, shard=2, batch=2, microbatches=4)),
+    "hsdp+tp": (partial(Deep, 8), Layout(replicate=2, shard=2, tp=2, recompute="full")),
+    "cp": (partial(make, "tied-transformer", 4), Layout(shard=2, cp=2)),
+    "cp+tp": (partial(make, "tied-transformer", 4), Layout(cp=2, tp=2)),
+    "ep": (Experts, Layout(shard=2, ep=2)),
+}
+"""Models, and layouts of them that a search may find best."""
+
+
+@pytest.mark.quick("zbv", "cp", "ep")
+@pytest.mark.parametrize("name", EMITTED)
+def test_plans_of_every_kind_of_layout_verify(name):
+    """A plan is what the search would return if this layout were the best."""
+    makes, layout = EMITTED[name]
+    made = makes()
+    model, (args, kwargs) = made if isinstance(made, tuple) else (made, ((torch.randn(16, 32),), {}))
+    if isinstance(model, Experts):
+        args = (torch.randn(4, 16, 32),)
+    cluster = toy_cluster(2, 4, memory=16 * GIB)
+    mesh_of = partial(resolve_axes, mesh={"dp": layout.ranks}, cluster=cluster)
+    question = Question.of(model, "auto", mesh_of, True, cluster=cluster).about(args, kwargs)
+    source = Source(question).of_few_layers
+    finals = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=True), 16 * GIB, float("inf"))
+    finals.price_all([layout])
+    (priced,) = finals.ranked()
+    assert shardgraph.verify(model, args, priced.plan, example_kwargs=kwargs).ok
 
 
 def test_experts_are_divided_where_they_are_large():

@@ -72,6 +72,13 @@ def test_a_slower_network_exposes_more():
     assert same == pytest.approx(10 * now, rel=0.01)
 
 
+def test_what_the_best_plan_has_in_any_case():
+    answer = what_if(devices=4, recompute="full")
+    assert answer.best.plan.recompute == "full" and answer.same.plan.recompute == "none"
+    priced = shardgraph.front(Net(), INPUTS, (2,), cluster=toy_cluster(1, 4), recompute="full").considered
+    assert {each.recompute for each in priced} == {"full"}
+
+
 def test_a_plan_that_cannot_be_says_why():
     answer = what_if(devices=3)
     assert answer.same is None and answer.best is None and answer.difference is None

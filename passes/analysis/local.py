@@ -16,11 +16,15 @@ from shardgraph.passes.base import Context
 def on_rank(
     forward: fx.GraphModule, backward: fx.GraphModule | None, context: Context, rank: int
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """Copies of both halves whose parameters, also those saved for backward, have ``rank``'s shapes.
+    """Both halves with parameters, also those saved for backward, of ``rank``'s shapes: copies, if any are others.
 
     Values computed from them, except for casts and copies, have the same shape on every rank, because shards are padded
     before they are sent.
     """
+    halves = [half for half in (forward, backward) if half is not None]
+    inputs = [pair for half in halves for pair in placeholders(half).items()]
+    if not any(_differs(role, node, context, rank) for role, node in inputs):
+        return forward, backward
     shards: dict[Role, torch.Tensor] = {}
     forward = _reshape(forward, context, rank, shards)
     for role, value in outputs(forward):
@@ -43,6 +47,11 @@ def shard_bytes(context: Context, fqn: str, rank: int) -> int:
     return math.prod(shard_shape(context, fqn, rank)) * context.stored[fqn].itemsize
 
 
+def _differs(role: Role, node: fx.Node, context: Context, rank: int) -> bool:
+    """Whether an input is a parameter of which ``rank`` has a part of another shape."""
+    return isinstance(role, Parameter) and tuple(node.meta["val"].shape) != shard_shape(context, role.fqn, rank)
+
+
 def _reshape_copies(shard: fx.Node, shape: torch.Size, context: Context) -> None:
     """Set ``shape`` on values with the elements of a shard: copies to the device, and casts before the all-gather."""
     for user in shard.users:
@@ -54,9 +63,8 @@ def _reshape_copies(shard: fx.Node, shape: torch.Size, context: Context) -> None
 def _reshape(gm: fx.GraphModule, context: Context, rank: int, shards: dict[Role, torch.Tensor]) -> fx.GraphModule:
     copy = copy_graph(gm)
     for role, node in placeholders(copy).items():
-        value = node.meta.get("val")  # a number or a flag that the caller gives has none
-        if isinstance(role, Parameter) and tuple(value.shape) != (shape := shard_shape(context, role.fqn, rank)):
-            shards[role] = context.values.empty(shape, value)
+        if isinstance(role, Parameter) and _differs(role, node, context, rank):
+            shards[role] = context.values.empty(shard_shape(context, role.fqn, rank), node.meta["val"])
         if role in shards:
             node.meta["val"] = shards[role]
             _reshape_copies(node, shards[role].shape, context)

@@ -14,6 +14,7 @@ from shardgraph.api.plan import searched
 from shardgraph.arguments import WHOLE, checked, sequence_of
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import expect
+from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.precision import Precision
 from shardgraph.progress import Progress
 from shardgraph.search import front as search
@@ -36,6 +37,9 @@ def front(
     precision: str | Precision | None = None,
     backend: str = "eager",
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    recompute: str | None = None,
+    loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
     seconds: float | None = None,
     progress: bool | None = None,
 ) -> search.Front:
@@ -49,8 +53,8 @@ def front(
         example_inputs: as for :func:`shardgraph.plan`.
         devices: the numbers of devices to compare; a named device, or a cluster with a network, has as many nodes as
             each needs.
-        example_kwargs, cluster, memory, global_batch, optimizer, precision, backend, loss_fn: as for
-            :func:`shardgraph.plan`. What takes more than ``memory`` is part of the front, and marked.
+        example_kwargs, cluster, memory, global_batch, optimizer, precision, backend, loss_fn, recompute, loss_chunk,
+            offload: as for :func:`shardgraph.plan`. What takes more than ``memory`` is part of the front, and marked.
         seconds: a limit on the search; the front's remarks say if it cut.
         progress: show a progress line on standard error; None: on a terminal only.
 
@@ -65,7 +69,8 @@ def front(
     if isinstance(cluster, Cluster):
         cluster = with_devices(cluster, counts[-1])
     job = cluster, counts[-1], global_batch, optimizer, precision, backend, loss_fn
-    source, whole_step = searched(model, example_inputs, example_kwargs, *job, memory=memory)
+    options: dict[str, Any] = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
+    source, whole_step = searched(model, example_inputs, example_kwargs, *job, **options)
     batches = Batches(max(1, source.call.batch), global_batch)
     with Progress("front", stages=len(counts) + 1, enabled=progress) as show:
         return search.front(source, counts, batches, pipelines=whole_step, limit=seconds, show=show)

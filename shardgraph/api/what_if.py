@@ -20,6 +20,7 @@ from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
 from shardgraph.plans.adapted import adapted
+from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.comparison import Comparison, side_by_side
@@ -99,6 +100,9 @@ def what_if(
     optimizer: str = "adamw",
     backend: str = "eager",
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    recompute: str | None = None,
+    loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
     seconds: float | None = None,
     progress: bool | None = None,
 ) -> WhatIf:
@@ -120,6 +124,7 @@ def what_if(
         on: another cluster, as for :func:`shardgraph.analyze`.
         network: so many times the bandwidth between nodes, such as 0.5; of a single node, between its devices.
         example_kwargs, cluster, memory, optimizer, backend, loss_fn: the job as it is, as for :func:`shardgraph.plan`.
+        recompute, loss_chunk, offload: what the best plan has in any case, as for :func:`shardgraph.plan`.
         seconds: a limit on the search for the best plan.
         progress: as for :func:`shardgraph.plan`.
 
@@ -158,6 +163,7 @@ def what_if(
         why.append(f"this plan cannot be: {error}")
     example = call.resized(per_call, length)
     asked: dict[str, Any] = {"cluster": there, "devices": ranks, "memory": memory, "global_batch": samples}
+    asked |= {"recompute": recompute, "loss_chunk": loss_chunk, "offload": offload}
     asked |= {"precision": plan.precision, "seconds": seconds, "progress": progress}
     try:
         chosen = best_plan(model, example.args, example_kwargs=example.kwargs, **asked, **options)

@@ -23,9 +23,8 @@ from shardgraph.plans.plan import Plan
 from shardgraph.search.batches import Batches
 from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.cost_table import SMALL
-from shardgraph.search.depths import Depths
 from shardgraph.search.estimate import Estimate, stage_layers
-from shardgraph.search.estimates import Estimated, Estimates
+from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, price
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
@@ -45,6 +44,9 @@ _BOUNDS = 4
 
 _MEMORY_DOUBT = 1.25
 """Likewise of memory: estimates were at most so much above the exact peaks."""
+
+_HIDDEN = 0.002
+"""Computation hides all communication of which no more than this part of a step is exposed."""
 
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
@@ -87,16 +89,14 @@ def search(
         CaptureError: the model cannot be traced into one graph.
     """
     deadline = math.inf if limit is None else time.monotonic() + limit
-    stack = source.stack_of_equal_layers
-    if stack is not None:
-        source = replace(source, depths=Depths(source.question.model, stack))
+    source = source.of_few_layers
     show("what a layer costs")
     question = source.question
     estimates = Estimates(source, budget, pipelines, own_batches)
     ranks, machine = question.plan.world_size, question.machine
-    estimated = estimates.all(ranks, machine, batches)
-    show("the best layouts")
     finals = Finals(source, estimates, budget, deadline)
+    estimated = estimates.all(ranks, machine, batches, finals.bound)
+    show("the best layouts")
     finals.price_best(estimated)
     if not finals.fits and (offloaded := estimates.offloaded(ranks, machine, batches)):
         finals.price_best(offloaded)
@@ -130,7 +130,7 @@ class Finals:
 
     def price_best(self, estimated: Sequence[Estimated]) -> None:
         """Price the layouts with the best estimates."""
-        self._guesses |= {layout: guess.seconds / layout.samples for layout, guess in estimated}
+        self._guesses |= {layout: per_sample((layout, guess)) for layout, guess in estimated}
         if not self._deep:
             for layout, _ in estimated:
                 if layout.plain and layout.microbatches == 1 and not layout.offload:
@@ -148,6 +148,17 @@ class Finals:
             self._price(layout)
         if self._best is None and fitting and not any(self._priced.values()):
             self._price(fitting[0][0], whole=True)
+
+    def bound(self, estimated: Sequence[Estimated]) -> float:
+        """Seconds per sample of an estimate beyond which no layout is the fastest, since one of these that fits is
+        not as slow; infinite if none of the first few is priced so. Stages take longer to price than this saves."""
+        fitting = (pair for pair in estimated if pair[0].stages == 1 and pair[1].memory <= self._budget)
+        for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
+            if self._best is not None or self._late():
+                break
+            self._guesses[layout] = per_sample((layout, guess))
+            self._price(layout)
+        return math.inf if (best := self._best) is None else best.per_sample * self._doubt
 
     def finish(self, estimated: Sequence[Estimated]) -> None:
         """Price the best plan with buckets for the cluster; if none fits, what is estimated to take least."""
@@ -205,8 +216,12 @@ class Finals:
 
     def _least(self, layout: Layout, guess: Estimate) -> float:
         """The seconds per sample that a layout takes at least, if its estimate is as wrong as any was."""
-        doubt = _DOUBT if self._deep else _DOUBT_OF_FEW
-        return guess.seconds / layout.samples / max(doubt, *self._ratios, 0.0)
+        return guess.seconds / layout.samples / self._doubt
+
+    @property
+    def _doubt(self) -> float:
+        """How much more than exact prices estimates may be."""
+        return max(_DOUBT if self._deep else _DOUBT_OF_FEW, *self._ratios, 0.0)
 
     def _price(self, layout: Layout, whole: bool = False) -> None:
         if self._priced.get(layout) is not None or (layout in self._priced and not whole):
@@ -236,7 +251,9 @@ class Finals:
         return replace(plan, recompute=layout.recompute)
 
     def _refine(self, best: Priced) -> None:
-        """Price the best plan with collectives merged to the size that the cluster asks for."""
+        """Price the best plan with collectives merged to the size that the cluster asks for, if it waits for any."""
+        if best.parts["exposed"] < _HIDDEN * best.seconds:
+            return
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
         if (size := bucket_bytes(best.plan, self._machine)) != best.plan.bucket:
             plan = replace(self._plan(layout), bucket=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardgraph.errors import PlanError
 from shardgraph.passes.lowering import lower
@@ -34,22 +35,29 @@ class CostTable:
     degree: int
     remarks: dict[str, None] = field(default_factory=dict, init=False)
     _known: dict[tuple[object, ...], LayerCosts | None] = field(default_factory=dict, init=False)
+    _scaled: dict[tuple[object, ...], LayerCosts | None] = field(default_factory=dict, init=False)
 
-    def of(self, layout: Layout) -> LayerCosts | None:
+    def of(self, layout: Layout, links: float = 1.0) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
-        be."""
+        be. Links inside a node have ``links`` times the bandwidth of the cluster's."""
+        key = self._key(layout), links
+        if key not in self._scaled:
+            costs = self._divided(layout)
+            self._scaled[key] = None if costs is None else costs.with_links_faster(links)
+        return self._scaled[key]
+
+    def _divided(self, layout: Layout) -> LayerCosts | None:
         if layout.degree in (1, self.degree):
             return self._priced(layout)
-        axis = next(axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
+        axis, *others = (axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
+        assert not others, "several axes are divided by the largest degree together"
         one, divided = (self._priced(layout.along(axis, ranks)) for ranks in (1, self.degree))
         if one is None or divided is None:  # experts may be too few for the largest degree
             return self._priced(layout)
         return one.divided_by(layout.degree, divided, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
-        offload = "activations" if layout.offload in ("activations", "all") else ""  # parameters are the estimate's
-        batch = layout.batch if self._small else None
-        key = layout.tp, layout.cp, layout.ep, layout.recompute, offload, batch
+        *_, offload, batch = key = self._key(layout)
         if key not in self._known:
             alone = Layout(
                 tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload
@@ -61,7 +69,12 @@ class CostTable:
                 self._known[key] = None
         return self._known[key]
 
-    @property
+    def _key(self, layout: Layout) -> tuple[int, int, int, str, str, int | None]:
+        """All of a layout that its layers' costs depend on: what is done with parameters is the estimate's."""
+        offload = "activations" if layout.offload in ("activations", "all") else ""
+        return layout.tp, layout.cp, layout.ep, layout.recompute, offload, layout.batch if self._small else None
+
+    @cached_property
     def _small(self) -> bool:
         return self.source.depths is None and len(self.source.question.shapes) <= SMALL
 

@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.plans.presets import BUCKET
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -41,6 +43,7 @@ class Estimate:
     compute: float
 
 
+@lru_cache(256)
 def stage_layers(costs: LayerCosts, stages: int) -> tuple[int, ...]:
     """How many layers each stage has, so that the slowest one takes least: what comes before the layers counts for the
     first, what comes after for the last."""
@@ -153,9 +156,8 @@ class _Estimate:
 
     def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:
         """Seconds to gather, scatter or reduce tensors of a part, in buckets, of ``nbytes`` in full."""
-        if dict(self.layout.mesh).get(axis, 1) == 1:
+        if (group := self._groups.get(axis)) is None:
             return 0.0
-        group = self.cluster.group_of(self.layout.mesh, axis)
         count = min(part.tensors, math.ceil(nbytes / BUCKET) + 1) if part.tensors else 0
         whole, shard = int(nbytes), int(nbytes / group.ranks)
         sizes = {
@@ -166,6 +168,12 @@ class _Estimate:
         args = group, self.cluster.efficiency
         started = collective_seconds(operation, 0, 0, *args)
         return collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
+
+    @cached_property
+    def _groups(self) -> dict[str, Group]:
+        """The ranks along each axis of the mesh."""
+        mesh = self.layout.mesh
+        return {axis: self.cluster.group_of(mesh, axis) for axis, _ in mesh}
 
     def _gather(self, part: Part) -> float:
         if self.layout.data == "ddp":
@@ -196,7 +204,7 @@ class _Estimate:
     def _messages(self, scale: float) -> float:
         """Seconds of a microbatch's two messages between stages, which the next microbatch's computation hides half."""
         nbytes = int(self.costs.crossing * scale)
-        group = replace(self.cluster.group_of(self.layout.mesh, "pp"), ranks=2)
+        group = replace(self._groups["pp"], ranks=2)
         return collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency) * self.layout.chunks
 
     # Bytes
@@ -220,9 +228,10 @@ class _Estimate:
             return (beside if sharded > 1 else largest) + saved
         if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them
             return lasting + saved + weights
-        gradients = stored + (largest if sharded > 1 else 0.0)
+        held = stored if layout.microbatches > 1 else 0.0  # of the calls before, to which this one's are added
+        gradients = held + stored + (largest if sharded > 1 else 0.0)
         temporaries = cost.temporaries * outside / sharded
-        return lasting + max(saved, gradients, stored + temporaries)
+        return lasting + max(saved + held, gradients, stored + temporaries)
 
     def _saved(self, rank: int, own: Sequence[Part]) -> float:
         """Bytes that a rank's stages hold for backward, for microbatches of the size of the costs."""

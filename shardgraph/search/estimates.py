@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardgraph.cost_models.cluster import Cluster
@@ -10,8 +11,9 @@ from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
 from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.layer_costs import LayerCosts
-from shardgraph.search.layouts import OFFLOADS, Layout, layouts
+from shardgraph.search.layouts import Layout, layouts
 from shardgraph.search.source import Source
+from shardgraph.search.ways import OFFLOADS
 
 Estimated = tuple[Layout, Estimate]
 
@@ -44,15 +46,24 @@ class Estimates:
         self._costs = CostTable(source, max(self._degrees, default=1))
         self.remarks = self._costs.remarks
 
-    def all(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
+    def all(
+        self,
+        ranks: int,
+        machine: Cluster,
+        batches: Batches,
+        bound: Callable[[Sequence[Estimated]], float] = lambda estimated: math.inf,
+    ) -> list[Estimated]:
         """All layouts of ``ranks`` ranks of a cluster, the fastest first; operators are divided only where that may be
-        faster, or nothing fits."""
+        faster, or nothing fits.
+
+        ``bound`` of those that recompute nothing are seconds per sample: what is estimated to take longer is not
+        estimated with more recomputed, which would take longer still.
+        """
         every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes))
         every = [layout for layout in every if layout.degree in (1, *self._degrees)]
-        undivided = (layout for layout in every if not layout.shared)
-        estimated = list(self._estimated(undivided, machine, batches))
+        estimated = self._estimated((layout for layout in every if not layout.shared), machine, batches, bound)
         if self._degrees and self._may_pay(estimated):
-            estimated += self._estimated((layout for layout in every if layout.shared), machine, batches)
+            estimated += self._estimated((layout for layout in every if layout.shared), machine, batches, bound)
         elif self._degrees:
             reason = f"ranks that divide the batch alone spend at least {1 / _IDLE:.0%} of a step on its computation"
             if self._own_batches:
@@ -67,7 +78,7 @@ class Estimates:
             return []  # a CPU's memory is its host's
         every = layouts(ranks, machine, self._layers, pipelines=False, axes=self._axes)
         divided = [layout for layout in every if layout.degree in (1, *self._degrees)]
-        offloaded = (replace(layout, offload=what) for layout in divided for what in OFFLOADS)
+        offloaded = [replace(layout, offload=what) for layout in divided for what in OFFLOADS]
         return _fastest_first(self._estimated(offloaded, machine, batches))
 
     def costs(self, layout: Layout) -> LayerCosts:
@@ -83,26 +94,43 @@ class Estimates:
         memory as a full one.
         """
         kinds = ("none", "full") if layout.recompute == "budget" else (layout.recompute,)
+        links = machine.intra.bandwidth / self._question.machine.intra.bandwidth
         guesses = []
         for kind in kinds:
             known = replace(layout, recompute=kind)
-            if (costs := self._costs.of(known)) is None:
+            if (costs := self._costs.of(known, links)) is None:
                 return None
-            costs = costs.with_links_faster(machine.intra.bandwidth / self._question.machine.intra.bandwidth)
             guesses.append(estimate(known, costs, machine, self._question.optimizer))
         return replace(guesses[0], memory=min(guess.memory for guess in guesses))
 
-    def _estimated(self, every: Iterable[Layout], machine: Cluster, batches: Batches) -> Iterator[Estimated]:
-        for base in every:
-            for layout in batches.of(base):
-                for recompute in self._recomputations:
-                    layout = replace(layout, recompute=recompute)
-                    guess = self.again(layout, machine)
-                    if guess is None:
-                        break
-                    yield layout, guess
-                    if guess.memory <= self._budget * _ROOMY:
-                        break  # the next one recomputes more
+    def _estimated(
+        self,
+        every: Iterable[Layout],
+        machine: Cluster,
+        batches: Batches,
+        bound: Callable[[Sequence[Estimated]], float] = lambda estimated: math.inf,
+    ) -> list[Estimated]:
+        """The layouts with their batches, and with the more recomputed, the less of them fits; arguments as
+        :meth:`all`."""
+        least, *more = self._recomputations
+        batched = (replace(layout, recompute=least) for base in every for layout in batches.of(base))
+        estimated = list(self._guesses(batched, machine))
+        longest = bound(estimated) if more else 0.0
+        latest = estimated
+        for recompute in more:
+            again = [
+                replace(layout, recompute=recompute)
+                for layout, guess in latest
+                if guess.memory > self._budget * _ROOMY and per_sample((layout, guess)) <= longest
+            ]
+            latest = list(self._guesses(again, machine))
+            estimated += latest
+        return estimated
+
+    def _guesses(self, every: Iterable[Layout], machine: Cluster) -> Iterator[Estimated]:
+        for layout in every:
+            if (guess := self.again(layout, machine)) is not None:
+                yield layout, guess
 
     @property
     def _may_have_experts(self) -> bool:
@@ -120,4 +148,9 @@ class Estimates:
 
 
 def _fastest_first(estimated: Iterable[Estimated]) -> list[Estimated]:
-    return sorted(estimated, key=lambda pair: (pair[1].seconds / pair[0].samples, pair[1].memory))
+    return sorted(estimated, key=lambda pair: (per_sample(pair), pair[1].memory))
+
+
+def per_sample(pair: Estimated) -> float:
+    """The estimated seconds for a sample, by which layouts are compared."""
+    return pair[1].seconds / pair[0].samples

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardgraph.errors import ShardGraphError
-from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.plan import Plan
 from shardgraph.search.exact import Priced, price
 from shardgraph.search.source import Source
-from shardgraph.sizes import format_bytes, format_seconds
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A change, in words, with its price."""
-
-    what: str
-    priced: Priced
+from shardgraph.search.ways import Way, lines_of, options_left
+from shardgraph.sizes import format_bytes
 
 
 def advice(source: Source, smallest: Priced, budget: int) -> str:
     """Lines about the plan that takes least of all: what is live at its peak, and what would bring it within ``budget``
     bytes, the fastest first."""
-    lines = [f"\n  at its peak: {_kinds(smallest)}"]
-    ways = sorted(_ways(source, smallest, budget), key=lambda way: (way.priced.memory > budget, way.priced.per_sample))
-    for way in ways:
-        fits = "" if way.priced.memory <= budget else ", which is still too much"
-        cost = f"{format_bytes(way.priced.memory)}, {format_seconds(way.priced.per_sample)} per sample{fits}"
-        lines.append(f"\n  {way.what}: {cost}")
-    return "".join(lines)
+    ways = lines_of(_ways(source, smallest, budget), budget, "per sample")
+    return "".join(f"\n  {line}" for line in (f"at its peak: {_kinds(smallest)}", *ways))
 
 
 def _kinds(priced: Priced) -> str:
@@ -39,17 +26,15 @@ def _kinds(priced: Priced) -> str:
     return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in largest[:4])
 
 
-def _ways(source: Source, smallest: Priced, budget: int) -> Iterator[_Way]:
+def _ways(source: Source, smallest: Priced, budget: int) -> Iterator[Way]:
     """Changes of the plan, of the batch and of the number of devices."""
     plan, machine, calls = replace(smallest.plan, batch=None), source.question.machine, smallest.plan.calls
     if smallest.plan.samples_per_call is not None:
         source = source.resized(smallest.plan.samples_per_call, source.call.sequence)
     call = source.call
     tried: list[tuple[str, Source, Plan, int]] = []
-    if machine.device.host is not None and plan.pipeline is None and plan.offload == Offload():
-        for name in ("activations", "parameters", "all"):
-            offloaded = replace(plan, offload=Offload.of(name), activations=None)
-            tried.append((f"offload={name!r}", source, offloaded, calls))
+    if machine.device.host is not None:
+        tried += [(what, source, replace(changed, activations=None), calls) for what, changed in options_left(plan)]
     if plan.pipeline is None and call.batch > 1 and call.batch % 2 == 0:
         half = replace(source, question=replace(source.question, call=call.resized(call.batch // 2, call.sequence)))
         number = "two" if calls == 1 else f"{2 * calls}"
@@ -63,4 +48,5 @@ def _ways(source: Source, smallest: Priced, budget: int) -> Iterator[_Way]:
             tried.append((f"{2 * plan.world_size} devices", twice, replace(plan, mesh=mesh, activations=None), calls))
     for what, of, changed, accumulated in tried:
         with suppress(ShardGraphError):
-            yield _Way(what, price(of, changed, budget, accumulated))
+            priced = price(of, changed, budget, accumulated)
+            yield Way(what, priced.memory, priced.per_sample)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardgraph.errors import PlanError
+from shardgraph.garbage import collected_later
 from shardgraph.plans.candidate import Candidate
 from shardgraph.search.auto import Finals
 from shardgraph.search.batches import Batches
-from shardgraph.search.depths import Depths
 from shardgraph.search.estimates import Estimated, Estimates
 from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import with_devices
@@ -69,6 +69,7 @@ def _beats(one: Candidate, other: Candidate) -> bool:
     return own != others and all(mine <= theirs for mine, theirs in zip(own, others, strict=True))
 
 
+@collected_later()
 def front(
     source: Source,
     counts: Sequence[int],
@@ -88,9 +89,7 @@ def front(
         PlanError: nothing could be priced; the message says why.
     """
     deadline = math.inf if limit is None else time.monotonic() + limit
-    question, stack = source.question, source.stack_of_equal_layers
-    if stack is not None:
-        source = replace(source, depths=Depths(question.model, stack))
+    question, source = source.question, source.of_few_layers
     show("what a layer costs")
     estimates = Estimates(source, question.budget, pipelines)
     found: list[Candidate] = []

@@ -17,21 +17,17 @@ DATA = ("ddp", "zero2", "fsdp")
 """What is sharded over data ranks: nothing, optimizer state and gradients, parameters too. ``zero1`` is left out: it
 sends more than ``zero2`` and holds more."""
 
-OFFLOADS = ("activations", "parameters", "all")
-"""What may be in host memory."""
-
 
 @dataclass(frozen=True)
 class Layout:
     """Numbers of ranks along each kind of axis, and what goes with them.
 
     ``stages`` pipeline ranks, each with ``chunks`` stages, which with ``zero_bubble`` compute gradients of weights when
-    they would wait; ``replicate`` times ``shard`` data ranks, over the latter of
-    which ``data`` shards; ``tp`` ranks share a batch, and shard activations between divided products along the
-    sequence; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and
-    a part of the experts each. A data rank computes ``microbatches`` of
-    ``batch`` samples in a step. ``offload`` is the name of what is kept in host memory (:meth:`Offload.of`), if
-    anything is.
+    they would wait; ``replicate`` times ``shard`` data ranks, over the latter of which ``data`` shards; ``tp`` ranks
+    share a batch, and without ``cp`` shard activations between divided products along the sequence; ``cp`` ranks share
+    a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and a part of the experts each.
+    A data rank computes ``microbatches`` of ``batch`` samples in a step. ``offload`` is the name of what is kept in
+    host memory (:meth:`Offload.of`), if anything is.
     """
 
     stages: int = 1
@@ -104,7 +100,7 @@ class Layout:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
         parts = ["pp" * (self.stages > 1), data * (self.replicate * self.shard > 1)]
-        parts += ["cp" * (self.cp > 1), "tp+sp" * (self.tp > 1), "ep" * (self.ep > 1)]
+        parts += ["cp" * (self.cp > 1), ("tp" if self.cp > 1 else "tp+sp") * (self.tp > 1), "ep" * (self.ep > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -129,9 +125,9 @@ def layouts(
 ) -> Iterator[Layout]:
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
-    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), inside a node, among a power of two of
-    ranks. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and replicated over
-    the others.
+    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), or along sequences and operators
+    together, inside a node, among a power of two of ranks. Parameters are sharded over all data ranks, or over those of
+    a node, or of a few nodes, and replicated over the others.
     """
     inside = cluster.devices_per_node
     for stages in _divisors(ranks) if pipelines else [1]:
@@ -141,8 +137,15 @@ def layouts(
             if degree > inside:
                 continue
             for staged in _staged(stages, layers):
-                for base in (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1])):
+                for base in _divided(staged, degree, inside, axes):
                     yield from _data(base, ranks // stages // degree, max(1, inside // degree))
+
+
+def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> Iterator[Layout]:
+    """The model divided along each axis; and where that fills a node, also along sequences and operators together."""
+    yield from (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1]))
+    if degree == inside and {"cp", "tp"} <= set(axes):
+        yield from (staged.along("cp", ranks).along("tp", degree // ranks) for ranks in _powers(degree)[1:-1])
 
 
 def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:

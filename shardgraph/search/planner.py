@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shardgraph.errors import PlanError
+from shardgraph.garbage import collected_later
 from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.search.auto import Found, search
 from shardgraph.search.batches import Batches
-from shardgraph.search.depths import Depths
 from shardgraph.search.exact import Priced, cheapest
 from shardgraph.search.fitting import advice
 from shardgraph.search.source import Source
@@ -22,6 +22,7 @@ _ALTERNATIVES = 8
 """Runners-up of which a plan keeps everything, so that they can be run."""
 
 
+@collected_later()
 def choose_plan(
     source: Source,
     *,
@@ -41,6 +42,7 @@ def choose_plan(
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
         CaptureError: the model cannot be traced into one graph.
     """
+    source = source.of_few_layers
     question = source.question
     budget = question.budget
     if question.free_mesh:
@@ -61,9 +63,7 @@ def choose_plan(
 
 def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
     """The prices of plans, each with the least recomputation with which it fits."""
-    question, stack = source.question, source.stack_of_equal_layers
-    if stack is not None:
-        source = replace(source, depths=Depths(question.model, stack))
+    question = source.question
     priced, refused = [], []
     for plan in plans:
         for recompute in source.recomputations:

@@ -32,11 +32,11 @@ from shardgraph.passes.recompute.names import rules_for
 from shardgraph.passes.recompute.problem import RecomputeProblem, problem_of
 from shardgraph.passes.recompute.solve import fewest_bytes, least_seconds
 from shardgraph.passes.recompute.values import Values, values_of
-from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.plan import Plan, Recomputation
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.report.step import program_memory
+from shardgraph.search.ways import Way, lines_of, options_left
 from shardgraph.sizes import format_bytes, format_seconds
 
 _LEVELS = 24  # byte bounds between saving all that backward reads and as little as possible
@@ -210,36 +210,23 @@ def _beyond(candidates: Recomputations, nearest: Choice, budget: int) -> str:
         f" the smallest peak is {format_bytes(peak)}, with a predicted step of "
         f"{format_seconds(candidates.seconds(nearest))}. Allow that much, or use more ranks, {smaller}, or a plan that "
         "shards more",
-        *(f"  {each}" for each in _other_options(candidates, peak, budget)),
+        *(f"  {line}" for line in lines_of(_other_options(candidates, peak), budget, "a step")),
     ]
     return "\n".join(lines)
 
 
-def _other_options(candidates: Recomputations, least: int, budget: int) -> Iterator[str]:
-    """Options that the plan leaves open and whose peak is below ``least`` bytes, each with its peak and step."""
+def _other_options(candidates: Recomputations, least: int) -> Iterator[Way]:
+    """Options that the plan leaves open and whose peak is below ``least`` bytes."""
     plan = candidates.plan
     # Another search of what to recompute would take as long again.
-    plan = replace(plan, recompute="full") if plan.recompute == "budget" else plan
-    options: dict[str, Plan] = {}
-    if plan.loss_chunk is None and has_scores(candidates.joint.module, LOSS_CHUNK):
-        options[f"loss_chunk='{LOSS_CHUNK >> 20}MiB'"] = replace(plan, loss_chunk=LOSS_CHUNK)
-    if plan.offload == NOTHING and plan.pipeline is None:
-        options |= {
-            f"offload={kept!r}": replace(plan, offload=Offload.of(kept))
-            for kept in ("activations", "parameters", "all")
-        }
-    for option, other in options.items():
+    again = ", recompute='full'" if plan.recompute == "budget" else ""
+    plan = replace(plan, recompute="full") if again else plan
+    for option, other in options_left(plan, candidates.joint.module):
         with suppress(ShardGraphError):  # the host of a described device may be unknown
             tried = replace(candidates, plan=other)
             choice = tried.choices[0]
-            peak, again = (
-                tried.peak(choice),
-                f", recompute={other.recompute!r}" if isinstance(other.recompute, str) else "",
-            )
-            if peak < least:
-                fits = "fits" if peak <= budget else "does not fit either"
-                costs = f"{format_bytes(peak)}, with a predicted step of {format_seconds(tried.seconds(choice))}"
-                yield f"{option}{again}: the peak is {costs}; it {fits}"
+            if (peak := tried.peak(choice)) < least:
+                yield Way(f"{option}{again}", peak, tried.seconds(choice))
 
 
 def nearest_to(budget: int, whole: Recomputations) -> tuple[Recomputations, Choice]:

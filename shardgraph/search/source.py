@@ -66,6 +66,13 @@ class Source:
         plan = decide(self.question, self.captures)
         return lower(self.captures.take(self.question.captured, plan), plan, self.question.shapes)
 
+    @property
+    def of_few_layers(self) -> Source:
+        """The same with copies of the model that have few of its equal layers, if the plan treats these alike: all that
+        is priced from it shares them."""
+        stack = self.stack_of_equal_layers
+        return self if stack is None else replace(self, depths=self.depths_of(stack))
+
     def depths_of(self, stack: Stack) -> Depths:
         """The copies of the model with other numbers of layers: the given ones, or new ones."""
         return self.depths or Depths(self.question.model, stack)

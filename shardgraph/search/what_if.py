@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
 from shardgraph.search.batches import Batches
-from shardgraph.search.estimates import Estimated, Estimates
+from shardgraph.search.estimates import Estimated, Estimates, per_sample
 
 _GIB = 2**30
 _SAME = 0.002  # less is no change
@@ -33,10 +34,10 @@ def what_if(
     if cluster.inter is not None and ranks == cluster.world_size:
         larger = replace(cluster, nodes=cluster.nodes + 1)
         total = None if batches.total is None else batches.total * more // ranks
-        with_node = estimates.all(more, larger, replace(batches, total=total))
+        with_node = estimates.all(more, larger, replace(batches, total=total), lambda guesses: _least(guesses, budget))
         yield f"with one more node, of {more} devices: {_compared(_best(with_node, budget), best)} per sample"
     fitting = (pair for pair in estimated if pair[1].memory <= budget)
-    near = [pair[0].name for pair in fitting if _per_sample(pair) < _NEAR * _per_sample(best)]
+    near = [pair[0].name for pair in fitting if per_sample(pair) < _NEAR * per_sample(best)]
     if len(kinds := list(dict.fromkeys(near))) > 1:
         yield f"within {_NEAR - 1:.0%} of each other, so that it hardly matters which: {', '.join(kinds[:6])}"
 
@@ -45,17 +46,18 @@ def _twice(link: Link) -> Link:
     return replace(link, bandwidth=2 * link.bandwidth)
 
 
-def _per_sample(pair: Estimated) -> float:
-    return pair[1].seconds / pair[0].samples
-
-
 def _best(estimated: Sequence[Estimated], budget: int) -> Estimated | None:
-    return min((pair for pair in estimated if pair[1].memory <= budget), key=_per_sample, default=None)
+    return min((pair for pair in estimated if pair[1].memory <= budget), key=per_sample, default=None)
+
+
+def _least(estimated: Sequence[Estimated], budget: int) -> float:
+    best = _best(estimated, budget)
+    return math.inf if best is None else per_sample(best)
 
 
 def _compared(other: Estimated | None, best: Estimated) -> str:
     """How much less time the other one takes for a sample."""
-    gain = 0.0 if other is None else 1 - _per_sample(other) / _per_sample(best)
+    gain = 0.0 if other is None else 1 - per_sample(other) / per_sample(best)
     if other is None or gain < _SAME:
         return "no less time"
     named = f", as {other[0].name} on {dict(other[0].mesh)}" if other[0].name != best[0].name else ""
