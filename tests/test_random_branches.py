@@ -144,3 +144,10 @@ class Finally(nn.Module):
 def test_an_error_inside_of_try_and_finally_names_the_line_that_raised_it():
     with pytest.raises(shardgraph.CaptureError, match=r"missing = \{\}\[\"key\"\]"):
         shardgraph.compile(Finally(), "single", example_inputs=(torch.ones(2),), progress=False)
+
+
+def test_lint_tells_that_dropped_layers_have_gradients():
+    sharded = shardgraph.compile(Dropping().train(), "single", example_inputs=(torch.randn(6, 4),), progress=False)
+    found = [each for each in shardgraph.lint(sharded) if each.rule == "dropped-layers"]
+    assert [each.severity for each in found] == ["warning"] * len(found) and found
+    assert "test_random_branches.py" in found[0].where

@@ -27,6 +27,7 @@ def of_program(program: Program, model: nn.Module, losses: bool = True) -> Itera
     yield from _unused(program, model)
     yield from _tied(program)
     yield from _random(program)
+    yield from _dropped(program)
     yield from _uneven(program)
     yield from _frozen(program, model)
     yield from _gathered_outputs(program)
@@ -97,6 +98,18 @@ def _random(program: Program) -> Iterator[Finding]:
             "on another number of ranks, so losses are equal only in distribution",
             SOURCE.get(drawn[0]) or module_of(drawn[0]),
             "compile(..., random='samples') has a sample's numbers be the same on any number of ranks",
+        )
+
+
+def _dropped(program: Program) -> Iterator[Finding]:
+    for line in program.joint.choices if program.trained else ():
+        yield Finding(
+            "dropped-layers",
+            "warning",
+            "a layer that is dropped at random is computed in any case, and if all ranks drop it, its gradients are "
+            "zero where PyTorch has none: an optimizer with momentum or weight decay then moves its weights",
+            line,
+            "set the probability to 0 (layerdrop=0.0 in a config of transformers), or train it with plain SGD",
         )
 
 
