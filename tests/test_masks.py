@@ -120,6 +120,7 @@ def test_a_length_whose_square_no_machine_holds_is_known_too():
     assert attentions(model, x) == {(False, True)}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 traces slices with indices on the default device")
 def test_values_are_known_whatever_the_default_device_is():
     model = Attention(lambda _, n: torch.ones(n, n, dtype=torch.bool, device="cpu").tril())
     with torch.device("meta"):
