@@ -315,14 +315,17 @@ def test_the_program_trains_like_the_original(plan):
     assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
 
 
-def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(monkeypatch):
+@pytest.mark.parametrize(("plan", "schedule"), [("pp", "zbv"), ("pp+fsdp", "1f1b"), ("pp+zero2", "zbv")])
+def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(plan, schedule, monkeypatch):
+    mesh = {"pp": 2} if plan == "pp" else {"pp": 2, "dp": 2}
+
     def found() -> Any:
-        pipeline = shardgraph.Pipeline(4, schedule="zbv")
+        pipeline = shardgraph.Pipeline(4, schedule=schedule)
         model, cluster = nn.Sequential(*(Block() for _ in range(12))), shardgraph.Cluster.of("H100")
         joint = room.capture(model, (X,), {}, device=torch.device("cpu"))
-        plan = shardgraph.preset("pp", {"pp": 2}, pipeline)
-        blocks = stages._blocks_of(joint, plan, named_shapes(model), cluster)
-        return blocks, str(shardgraph.analyze(model, (X,), plan, cluster=cluster, fold=False))
+        wanted = shardgraph.preset(plan, mesh, pipeline)
+        blocks = stages._blocks_of(joint, wanted, named_shapes(model), cluster)
+        return blocks, str(shardgraph.analyze(model, (X,), wanted, cluster=cluster, fold=False))
 
     of_few_layers = found()
     monkeypatch.setattr(room, "from_few_layers", lambda *_: None)

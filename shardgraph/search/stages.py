@@ -145,10 +145,12 @@ def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
     saved, held = [0] * assignment.count, storages_of(forward)  # values of equal layers may be one fake tensor
     seen = set[Storage]()
     for role, value in outputs(forward):
-        if isinstance(role, Saved) and isinstance(value, fx.Node) and value.name in homes and value.op != "placeholder":
-            if isinstance(value.meta["val"], torch.Tensor) and (storage := held[value][0]) not in seen:
-                seen.add(storage)
-                saved[homes[value.name]] += storage.nbytes
+        if not isinstance(role, Saved) or not isinstance(value, fx.Node) or value.op == "placeholder":
+            continue
+        tensor = isinstance(value.meta["val"], torch.Tensor)
+        if tensor and value.name in homes and (storage := held[value][0]) not in seen:
+            seen.add(storage)
+            saved[homes[value.name]] += storage.nbytes
     return saved
 
 
