@@ -476,7 +476,8 @@ def _memory(gm: fx.GraphModule) -> Iterator[tuple[ir.Role, Storage]]:
     """The storage of each result of a graph that is one tensor."""
     held = storages_of(gm)
     for role, value in ir.outputs(gm):
-        if role is not None and len(storages := held.get(value, ())) == 1:
+        storages = held[value] if isinstance(value, fx.Node) else []
+        if role is not None and len(storages) == 1:
             yield role, storages[0]
 
 
