@@ -42,6 +42,7 @@ def measure(layers: int, plan: str) -> dict[str, float]:
     import shardgraph
 
     logging.set_verbosity_error()
+    torch.set_num_threads(1)  # others would wait in processor time
     dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
     axes = CASES[plan]
     mesh = dist.device_mesh.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
