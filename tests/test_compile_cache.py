@@ -191,6 +191,21 @@ def test_a_foreign_call_in_a_program_on_disk_is_refused(kept):
         program("fsdp").graph("backward")
 
 
+def test_a_second_start_reads_backward_in_its_first_step(made, monkeypatch):
+    ids = torch.zeros(2, 8, dtype=torch.long)
+
+    def start():
+        return shardgraph.compile(llama(), "single", example_kwargs={"input_ids": ids, "labels": ids})
+
+    start()
+    read, graph_of = [], programs_on_disk.graph_of
+    monkeypatch.setattr(programs_on_disk, "graph_of", lambda *entry: read.append(entry) or graph_of(*entry))
+    sharded = start()
+    assert len(made) == len(read) == 1  # forward
+    sharded(input_ids=ids, labels=ids).loss.backward()
+    assert len(read) == 2
+
+
 def test_training_from_disk_equals(captured, made):
     def losses():
         torch.manual_seed(0)

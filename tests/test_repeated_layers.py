@@ -15,6 +15,8 @@ import shardgraph
 from shardgraph.capture import capture as room
 from shardgraph.ir import JointGraph
 from shardgraph.plans.precision import AS_STORED, Precision
+from shardgraph.plans.shards import named_shapes
+from shardgraph.search import stages
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -311,6 +313,23 @@ def test_the_program_trains_like_the_original(plan):
     model = Stack()
     assert of_few((model, (X,), {})) is not None
     assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
+
+
+@pytest.mark.parametrize(("plan", "schedule"), [("pp", "zbv"), ("pp+fsdp", "1f1b"), ("pp+zero2", "zbv")])
+def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(plan, schedule, monkeypatch):
+    mesh = {"pp": 2} if plan == "pp" else {"pp": 2, "dp": 2}
+
+    def found() -> Any:
+        pipeline = shardgraph.Pipeline(4, schedule=schedule)
+        model, cluster = nn.Sequential(*(Block() for _ in range(12))), shardgraph.Cluster.of("H100")
+        joint = room.capture(model, (X,), {}, device=torch.device("cpu"))
+        wanted = shardgraph.preset(plan, mesh, pipeline)
+        blocks = stages._blocks_of(joint, wanted, named_shapes(model), cluster)
+        return blocks, str(shardgraph.analyze(model, (X,), wanted, cluster=cluster, fold=False))
+
+    of_few_layers = found()
+    monkeypatch.setattr(room, "from_few_layers", lambda *_: None)
+    assert of_few_layers == found()
 
 
 class ViewWithGradient(nn.Module):

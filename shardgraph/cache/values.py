@@ -128,10 +128,10 @@ class Writer:
         kind = type(value)
         if kind in _ATOMS:
             return value
+        if kind is fx.Node:
+            return ["node", self.numbers[value]]
         if kind is float:
             return value if math.isfinite(value) else ["float", repr(value)]
-        if isinstance(value, fx.Node):
-            return ["node", self.numbers[value]]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind.__name__ in _RECORDS and _RECORDS[kind.__name__] is kind:

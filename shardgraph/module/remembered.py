@@ -113,7 +113,7 @@ def _program_of(
 
 def _facts(program: Program) -> tuple[str, ...]:
     """The cached properties of a program that are asked for before its first step and follow from all its graphs."""
-    return "digest", "communication", *(["reached"] if program.differentiable else [])
+    return "digest", "communication", "trained", "owners", *(["reached"] if program.differentiable else [])
 
 
 def _graph(parts: entries.Parts, name: str, reader: Reader) -> fx.GraphModule:

@@ -19,7 +19,7 @@ from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.cost_models.timeline import StepTime, simulate
 from shardgraph.ir.attributes import ON_HOST
-from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, profile_step, storages_of
+from shardgraph.passes.analysis.liveness import MemoryProfile, Storage, profile_memory, profile_step, storages_of
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
@@ -457,13 +457,28 @@ def _given(halves: Halves, part: fx.GraphModule, kinds: Any) -> int:
         for storage in held[node]
     }
     lasting = {role for role, value in ir.outputs(halves.forward) if stay & {*held.get(value, ())}}
-    values = [
-        node.meta["val"]
+    values = {
+        role: node.meta["val"]
         for role, node in ir.placeholders(part).items()
         if isinstance(role, kinds) and role not in lasting and not ON_HOST.get(node)
-    ]
-    storages = {value.untyped_storage() for value in values if isinstance(value, torch.Tensor)}
-    return sum(storage.nbytes() for storage in storages)
+    }
+    # By the graphs that give them: values of equal layers may be one fake tensor.
+    memory: dict[Any, Any] = dict(_memory(halves.parts[0])) | dict(_memory(halves.forward))
+    sizes = {
+        memory.get(role, role): value.untyped_storage().nbytes()
+        for role, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return sum(sizes.values())
+
+
+def _memory(gm: fx.GraphModule) -> Iterator[tuple[ir.Role, Storage]]:
+    """The storage of each result of a graph that is one tensor."""
+    held = storages_of(gm)
+    for role, value in ir.outputs(gm):
+        storages = held[value] if isinstance(value, fx.Node) else []
+        if role is not None and len(storages) == 1:
+            yield role, storages[0]
 
 
 def _gradients(graph: fx.GraphModule | None) -> dict[str, int]:

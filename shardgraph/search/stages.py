@@ -17,6 +17,7 @@ from shardgraph.cost_models.schedules import StageCost
 from shardgraph.errors import PlanError
 from shardgraph.ir import JointGraph, Parameter, Saved, copy_graph, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.liveness import Storage, storages_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.partition.split import split
 from shardgraph.passes.pipeline.assign import Assignment, assign_stages
@@ -141,14 +142,15 @@ def _saved(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
     """Bytes that each block saves for backward."""
     forward, _ = split(copy_graph(gm))
     homes = {node.name: home for node, home in assignment.home.items() if node not in assignment.anywhere}
-    saved = [0] * assignment.count
-    seen: set[torch.UntypedStorage] = set()
+    saved, held = [0] * assignment.count, storages_of(forward)  # values of equal layers may be one fake tensor
+    seen = set[Storage]()
     for role, value in outputs(forward):
-        if isinstance(role, Saved) and isinstance(value, fx.Node) and value.name in homes and value.op != "placeholder":
-            tensor = value.meta["val"]
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in seen:
-                seen.add(storage)
-                saved[homes[value.name]] += storage.nbytes()
+        if not isinstance(role, Saved) or not isinstance(value, fx.Node) or value.op == "placeholder":
+            continue
+        tensor = isinstance(value.meta["val"], torch.Tensor)
+        if tensor and value.name in homes and (storage := held[value][0]) not in seen:
+            seen.add(storage)
+            saved[homes[value.name]] += storage.nbytes
     return saved
 
 

@@ -1,0 +1,43 @@
+"""The garbage collector and what a compilation makes: it is neither visited inside nor again right after."""
+
+import gc
+
+import pytest
+
+from shardgraph.garbage import collected_later
+
+
+@pytest.fixture
+def unfrozen():
+    """A collector without frozen objects; tests freeze what imports have made."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def generation_of(wanted: object) -> int | None:
+    return next((n for n in range(3) if any(each is wanted for each in gc.get_objects(generation=n))), None)
+
+
+def test_what_was_made_is_old_afterwards(unfrozen):
+    with collected_later():
+        made = [[] for _ in range(10)]
+    assert generation_of(made) == 2 and gc.isenabled()
+
+
+def test_what_the_caller_has_frozen_stays_frozen(unfrozen):
+    frozen = [[]]
+    gc.freeze()
+    with collected_later():
+        made = [[]]
+    assert generation_of(frozen) is None and generation_of(made) is not None
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        with collected_later():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
