@@ -180,7 +180,9 @@ def _forked(case: Case, folder: str) -> tuple[list[int | None], float, str]:
     context, port = multiprocessing.get_context("forkserver"), _free_port()
     with _relayed(case, folder, port) as relayed:
         ports = [relayed if rank == case.victim else port for rank in range(case.ranks)]
-        ranks = [context.Process(target=_as_script, args=(case, folder, rank, ports[rank])) for rank in range(case.ranks)]
+        ranks = [
+            context.Process(target=_as_script, args=(case, folder, rank, ports[rank])) for rank in range(case.ranks)
+        ]
         for process in ranks:
             process.start()
         ended = _wait([lambda each=each: each.exitcode is None for each in ranks], case, folder)

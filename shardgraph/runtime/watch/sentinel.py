@@ -221,7 +221,7 @@ class Sentinel:
     def read_peer(self, peer: Peer) -> None:
         records = peer.receive()
         if records is None:
-            self.lost(peer, "has ended, with the process that watched it")
+            self.lost(peer, "has ended with the process that watched it, or the connection to it was cut")
             return
         for record in records:
             if peer.rank is None:
