@@ -60,7 +60,9 @@ class Ranks:
         if self.count == 1:
             return [value]
         if self.rank:
-            self._reached(topic, lambda: self._store.compare_set(f"{self._round}/{self.rank}", "", _packed(value)))
+            self._reached(
+                topic, lambda: self._store.compare_set(f"{self._round}/{self.rank}", "", _packed([topic, value]))
+            )
             return []
         keys = [f"{self._round}/{rank}" for rank in range(1, self.count)]
         try:
@@ -74,7 +76,18 @@ class Ranks:
             )
             self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
             raise self._error(message) from None
-        given = [value, *(_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys)))]
+        posts = [_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys))]
+        for rank, (other, _) in enumerate(posts, start=1):
+            if other != topic:
+                message = (
+                    f"the ranks are not at the same point: rank 0 at {topic}; rank {rank} at {other}. All ranks must "
+                    "make the same calls in the same order"
+                )
+                self._reached(
+                    topic, lambda told=message: self._store.set(f"{self._round}/first", _FAILED + told.encode())
+                )
+                raise self._error(message)
+        given = [value, *(each for _, each in posts)]
         read = [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]  # that one by all ranks
         self._reached(topic, lambda: [self._store.delete_key(key) for key in read])
         return given

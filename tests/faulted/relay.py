@@ -82,7 +82,7 @@ class Relay:
         if port in self._fronts.values():
             return port
         if port not in self._fronts:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+            listener = _listener_beside(port)
             self._fronts[port] = listener.getsockname()[1]
             self._selector.register(listener, selectors.EVENT_READ, (link, port))
         return self._fronts[port]
@@ -163,6 +163,14 @@ class Relay:
 
     def _named(self, found: re.Match[bytes]) -> bytes:
         return b'"port": %d' % self._front(int(found[1]), "watch")
+
+
+def _listener_beside(port: int) -> socket.socket:
+    """A listener at the next free port: of two ranks the one with the lower port waits for the other to connect."""
+    for near in (*range(port + 1, min(port + 20, 65535)), 0):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", near), backlog=64)
+    raise OSError("no port is free")
 
 
 def _connected(port: int, patience: float) -> socket.socket:

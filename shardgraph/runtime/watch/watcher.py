@@ -34,7 +34,7 @@ from shardgraph.runtime.watch.stuck import Status, verdict
 
 _LOOK = 1.0  # seconds between two looks at what this rank does
 _SETTLED = 3  # looks at one place until a rank is said to wait there
-_UNANSWERED = 8  # looks during which the store does not answer until it is said to be lost
+_UNANSWERED = 4  # looks during which the store does not answer until it is said to be lost
 _HEARING = 4.0  # seconds for a rank whose communication fails to hear why
 _MOMENT = 0.2  # seconds between two looks at what has been heard
 _INTERRUPT = 3.0  # seconds until a main thread that does not communicate is interrupted
