@@ -25,7 +25,6 @@ STOPPED = Case(0, "stop", "forward", 1, victim=1, ranks=2, plan="fsdp", way="pla
 HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain", seconds=6.0)
 SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way="launch")
 WITHOUT_STORE = Case(0, "stall", "save", 0, victim=1, ranks=2, plan="fsdp", way="plain", link="store", seconds=1.0)
-CUT = replace(WITHOUT_STORE, kind="cut", phase="forward", step=1, link="ranks")
 SKIPS_SAVING = Case(0, "skip", "save", 1, victim=0, ranks=2, plan="ddp", way="plain")
 FULL = Case(1, "full", "save", 1, victim=1, ranks=2, plan="fsdp", way="plain", room=3000)
 RAISES = Case(0, "raise", "save", 0, victim=1, ranks=3, plan="fsdp", way="plain")
@@ -66,7 +65,6 @@ def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_fin
     ("case", "told"),
     [
         (WITHOUT_STORE, "rank 1 cannot reach the store of the process group"),
-        (CUT, "all_gather_into_tensor"),
         (SKIPS_SAVING, "the ranks are not at the same point: rank 0 at loading a checkpoint; rank 1 at step 2"),
         (FULL, "step 2 could not be saved in"),
     ],

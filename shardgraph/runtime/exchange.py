@@ -77,16 +77,14 @@ class Ranks:
             self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
             raise self._error(message) from None
         posts = [_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys))]
-        for rank, (other, _) in enumerate(posts, start=1):
-            if other != topic:
-                message = (
-                    f"the ranks are not at the same point: rank 0 at {topic}; rank {rank} at {other}. All ranks must "
-                    "make the same calls in the same order"
-                )
-                self._reached(
-                    topic, lambda told=message: self._store.set(f"{self._round}/first", _FAILED + told.encode())
-                )
-                raise self._error(message)
+        if differing := [(rank, other) for rank, (other, _) in enumerate(posts, start=1) if other != topic]:
+            rank, other = differing[0]
+            message = (
+                f"the ranks are not at the same point: rank 0 at {topic}; rank {rank} at {other}. All ranks must "
+                "make the same calls in the same order"
+            )
+            self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
+            raise self._error(message)
         given = [value, *(each for _, each in posts)]
         read = [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]  # that one by all ranks
         self._reached(topic, lambda: [self._store.delete_key(key) for key in read])
