@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,16 @@ from torch import nn
 import shardgraph
 from tests import standing
 from tests.faulted import LIMIT, Case, draw, run
+from tests.soak import soak
 
 pytestmark = pytest.mark.timeout(120)
 
 STOPPED = Case(0, "stop", "forward", 1, victim=1, ranks=2, plan="fsdp", way="plain")
 HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain", seconds=6.0)
 SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way="launch")
+WITHOUT_STORE = Case(0, "stall", "save", 0, victim=1, ranks=2, plan="fsdp", way="plain", link="store", seconds=1.0)
+SKIPS_SAVING = Case(0, "skip", "save", 1, victim=0, ranks=2, plan="ddp", way="plain")
+FULL = Case(1, "full", "save", 1, victim=1, ranks=2, plan="fsdp", way="plain", room=3000)
 RAISES = Case(0, "raise", "save", 0, victim=1, ranks=3, plan="fsdp", way="plain")
 
 
@@ -53,7 +58,37 @@ def test_ranks_in_different_collectives_are_told_so() -> None:
 def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_finally() -> None:
     outcome = run(RAISES)
     assert not outcome.problem and outcome.finals == 3
-    assert "rank 1 raised _Injected: injected at save (faulted.py:" in outcome.output
+    assert "rank 1 raised _Injected: injected at save (job.py:" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (WITHOUT_STORE, "rank 1 cannot reach the store of the process group"),
+        (SKIPS_SAVING, "the ranks are not at the same point: rank 0 at loading a checkpoint; rank 1 at step 2"),
+        (FULL, "step 2 could not be saved in"),
+    ],
+)
+def test_lost_connections_skipped_saves_and_full_disks_are_told_and_lose_no_checkpoint(case, told) -> None:
+    outcome = run(case)
+    assert not outcome.problem and outcome.took < LIMIT
+    assert told in outcome.output
+
+
+def _on_a_full_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+    raise ValueError("a bad batch")
+
+
+def test_an_error_of_a_rank_whose_disk_is_full_is_told_by_launch() -> None:
+    with pytest.raises(shardgraph.LaunchError, match="a bad batch"):
+        shardgraph.launch(_on_a_full_disk, 2, timeout=1e8)
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_an_undisturbed_job_with_a_fault_every_twenty_seconds() -> None:
+    found = soak(minutes=2, pause=20)
+    assert not found["differ"] and not found["missing"] and sum(found["faults"].values()) >= 3
 
 
 @pytest.mark.slow
@@ -62,7 +97,7 @@ def test_faults_drawn_at_random() -> None:
     """As many as FAULTS says (20), of which those in the file FAULTS_FILE have been."""
     from tests.faulted import inject
 
-    done = inject(int(os.environ.get("FAULTS", "20")), Path(os.environ.get("FAULTS_FILE", "faults.jsonl")))
+    done = inject(range(int(os.environ.get("FAULTS", "20"))), Path(os.environ.get("FAULTS_FILE", "faults.jsonl")))
     assert not [record for record in done if record["problem"]]
 
 

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import hashlib
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -20,12 +19,11 @@ import torch.distributed as dist
 from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.runtime import watch
+from shardgraph.runtime.store_waits import looks
 from shardgraph.torch_api import default_store
 
 _AGREED = "agreed"
-_LOOK = 0.5  # seconds between two looks of a rank that waits at whether the others come
 _ASKING = 3  # looks after which ranks that have not come are asked whether they are there
-_PAUSES = 0.001, 0.1  # the shortest and the longest seconds between two looks for a key
 _SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -135,7 +133,7 @@ class Agreement:
         """Wait for a key of the first rank, and look now and then whether a rank has failed."""
         with watch.agreeing(topic) as waiting:
             waiting.absent = self._ranks[:1]
-            for look in _looks(store, key, self._timeout):
+            for look in looks(store, [key], self._timeout):
                 watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
 
     def go_on(self) -> None:
@@ -237,7 +235,7 @@ class Agreement:
         """
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         with watch.agreeing(topic) as waiting:
-            for look in _looks(store, key, self._timeout):
+            for look in looks(store, [key], self._timeout):
                 watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
                 if self._has_gone_on(store, following):
                     store.compare_set(key, "", self._gone_on(store, topic, following))
@@ -296,26 +294,6 @@ class Agreement:
     def _has_posted(self, store: dist.Store, rank: int) -> bool:
         post = f"post/{rank}"
         return store.check([post]) and json.loads(store.get(post))[0] == self._round
-
-
-def _looks(store: dist.Store, key: str, timeout: float) -> Iterator[int]:
-    """Wait for a key; give the turn, by number, to the caller now and then. Torch warns of its own waits that end so.
-
-    Raises:
-        DistStoreError: it is not there after ``timeout`` seconds.
-    """
-    start = time.monotonic()
-    pause, longest = _PAUSES
-    look, number = start + min(_LOOK, timeout), 0
-    while not store.check([key]):
-        now = time.monotonic()
-        if now >= look:
-            yield (number := number + 1)
-            if now >= start + timeout:
-                raise dist.DistStoreError("not there in time")
-            look = min(now + _LOOK, start + timeout)
-        time.sleep(pause)
-        pause = min(1.2 * pause, longest)
 
 
 def _error_class(name: str) -> type[Exception] | None:

@@ -10,12 +10,13 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from shardgraph.errors import RankMismatchError, ShardGraphError
+from shardgraph.runtime import watch
+from shardgraph.runtime.store_waits import looks
 from shardgraph.torch_api import default_store
 
 _FAILED = b"!"
@@ -38,7 +39,11 @@ class Ranks:
             return
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         prefix = f"shardgraph/exchange/{next(_numbers)}"
-        self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # stubs lack it
+        watch.begin()
+        self._store = self._reached(
+            "the store",
+            lambda: dist.PrefixStore(prefix, default_store().clone()),  # type: ignore[attr-defined]  # stubs lack it
+        )
 
     @property
     def is_first(self) -> bool:
@@ -55,12 +60,14 @@ class Ranks:
         if self.count == 1:
             return [value]
         if self.rank:
-            self._reached(topic, lambda: self._store.compare_set(f"{self._round}/{self.rank}", "", _packed(value)))
+            self._reached(
+                topic, lambda: self._store.compare_set(f"{self._round}/{self.rank}", "", _packed([topic, value]))
+            )
             return []
         keys = [f"{self._round}/{rank}" for rank in range(1, self.count)]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-        except RuntimeError:
+            self._await(topic, keys, list(range(1, self.count)), self._timeout)
+        except dist.DistError:
             absent = [rank for rank, key in enumerate(keys, start=1) if not self._reached(topic, self._has(key))]
             message = (
                 f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:12]))} did not come to {topic} "
@@ -69,7 +76,16 @@ class Ranks:
             )
             self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
             raise self._error(message) from None
-        given = [value, *(_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys)))]
+        posts = [_unpacked(post) for post in self._reached(topic, lambda: self._store.multi_get(keys))]
+        if differing := [(rank, other) for rank, (other, _) in enumerate(posts, start=1) if other != topic]:
+            rank, other = differing[0]
+            message = (
+                f"the ranks are not at the same point: rank 0 at {topic}; rank {rank} at {other}. All ranks must "
+                "make the same calls in the same order"
+            )
+            self._reached(topic, lambda: self._store.set(f"{self._round}/first", _FAILED + message.encode()))
+            raise self._error(message)
+        given = [value, *(each for _, each in posts)]
         read = [*keys, *([f"{self._round - 1}/first"] if self._round > 1 else [])]  # that one by all ranks
         self._reached(topic, lambda: [self._store.delete_key(key) for key in read])
         return given
@@ -87,8 +103,8 @@ class Ranks:
             self._reached(topic, lambda: self._store.compare_set(key, "", b"=" + _packed(value)))
             return value
         try:
-            self._store.wait([key], timedelta(seconds=self._timeout + _MARGIN))
-        except RuntimeError as error:
+            self._await(topic, [key], [0], self._timeout + _MARGIN)
+        except dist.DistError as error:
             raise self._error(
                 f"rank 0 did not get as far as rank {self.rank} at {topic} within {self._timeout:g} s: it has ended or "
                 "is busy: look at its output, or allow more time with timeout="
@@ -108,13 +124,27 @@ class Ranks:
         result: list[Any] = self.from_first(topic, given)
         return result
 
+    def _await(self, topic: str, keys: list[str], absent: list[int], timeout: float) -> None:
+        """Wait for keys of the ``absent``, and look now and then whether a rank has failed.
+
+        Raises:
+            DistError: one does not come in time, or the store is gone.
+            RankFailedError: a rank has failed.
+        """
+        with watch.agreeing(topic) as waiting:
+            waiting.absent = absent
+            for _ in looks(self._store, keys, timeout):
+                watch.look_after(absent, topic, ask=False)
+
     def _has(self, key: str) -> Callable[[], bool]:
         return lambda: self._store.check([key])
 
     def _reached(self, topic: str, call: Callable[[], Any]) -> Any:
         try:
-            return call()
-        except RuntimeError as error:
+            with watch.agreeing(topic) as waiting:  # an answer of the store, by the process that serves it
+                waiting.absent = [0] if self.rank else []
+                return call()
+        except dist.DistError as error:
             raise self._error(
                 f"rank {self.rank} lost the store of the process group at {topic}: {error}. The process that serves it "
                 "has ended, usually rank 0 or the launcher: look at its output"

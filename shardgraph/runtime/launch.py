@@ -6,6 +6,7 @@ For tests, notebooks and single machines; ``torchrun`` is for clusters, and the 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -34,10 +35,12 @@ from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError, RankFailedError
 from shardgraph.runtime import watch
 from shardgraph.runtime.start_again import StartAgain, tell
-from shardgraph.torch_api import recorded_connections
+from shardgraph.torch_api import default_store, innermost_store, recorded_connections
 
 _GRACE = 5.0  # seconds for the other ranks to end after one has failed
 _NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on a busy machine
+_STOPPED = 8.0  # seconds for which a rank is stopped until it is given up; its sentinel takes 3, if it has one
+_KEY = "shardgraph/launch/error/{}"  # in the store, of a rank
 
 _inside_rank = False
 
@@ -121,10 +124,11 @@ def on_new_ranks(
         method = "forkserver" if multiprocessing.get_start_method(allow_none=True) == "forkserver" else "spawn"
         context = start_processes(_run_rank, rank_args, nproc, join=False, start_method=method)
         try:
-            _wait(context, folder, deadline, timeout, each_second)
+            _wait(context, folder, store, deadline, timeout, each_second)
         finally:
             _end(context)
         results = [folder / f"{rank}.result" for rank in range(nproc)]
+        # Any object, as the function's results may be: written by our own ranks, in a folder that is this user's alone.
         return [torch.load(file, map_location="cpu", weights_only=False) for file in results]
 
 
@@ -184,22 +188,37 @@ def serve_store(timeout: float) -> dist.TCPStore:
 
 
 def _wait(
-    context: ProcessContext, folder: Path, deadline: float, timeout: float, each_second: Callable[[], None]
+    context: ProcessContext,
+    folder: Path,
+    store: dist.Store,
+    deadline: float,
+    timeout: float,
+    each_second: Callable[[], None],
 ) -> None:
     """Return when all ranks have returned; raise as soon as one fails or the deadline passes."""
     running = dict(enumerate(context.processes))
+    stopped: dict[int, float] = {}  # and since when
     while running:
         each_second()
-        left = min(1.0, max(0.0, deadline - time.monotonic()))
-        connection.wait([process.sentinel for process in running.values()], left)
+        look = min(_NOTICE, max(0.0, deadline - time.monotonic()))
+        connection.wait([process.sentinel for process in running.values()], look)
         noticed = time.time()
         codes = {rank: process.exitcode for rank, process in running.items() if process.exitcode is not None}
         died = {rank: code for rank, code in codes.items() if code != 0 or not (folder / f"{rank}.result").exists()}
         if died:
             _end(context, _GRACE)
-            raise _first_failure(died, noticed, len(context.processes), folder)
+            raise _first_failure(died, noticed, len(context.processes), folder, store)
         for rank in codes:
             del running[rank]
+        stopped = {
+            rank: stopped.get(rank, time.monotonic())
+            for rank, process in running.items()
+            if process.pid is not None and watch.state(process.pid) == "T"
+        }
+        if given_up := [rank for rank, since in stopped.items() if time.monotonic() - since > _STOPPED]:
+            error = LaunchError(f"rank {given_up[0]} of {len(context.processes)} was stopped (SIGSTOP)")
+            error.failed = tuple(given_up)
+            raise error
         if running and time.monotonic() >= deadline:
             ranks = f"rank{'s' if len(running) > 1 else ''} {', '.join(map(str, running))} of {len(context.processes)}"
             raise LaunchError(
@@ -218,12 +237,11 @@ def _end(context: ProcessContext, grace: float = 0.0) -> None:
         process.join()
 
 
-def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path) -> LaunchError:
+def _first_failure(died: dict[int, int], noticed: float, nproc: int, folder: Path, store: dist.Store) -> LaunchError:
     """The failure that others failed for, if they were told, or else the first, with its cause at the end."""
     failures = []
     for rank in range(nproc):
-        if (file := folder / f"{rank}.error").exists():
-            record = json.loads(file.read_text())
+        if (record := _told(folder, rank, store)) is not None:
             report = record["short"] if record["told"] else f"rank {rank} of {nproc} raised:\n\n{record['short']}"
             failures.append((record["told"], record["time"], report, record["traceback"], rank))
         elif rank in died:  # it may have died so long before
@@ -270,18 +288,36 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
     except BaseException as raised:
         error = watch.seen(raised)
         watch.fail(error)
-        draft = folder / f"{rank}.draft"
         record = {
             "time": time.time(),
             "told": isinstance(error, RankFailedError),
             "short": str(error) if isinstance(error, RankFailedError) else watch.place.shown(error),
             "traceback": traceback.format_exc(),
         }
-        draft.write_text(json.dumps(record))
-        draft.rename(folder / f"{rank}.error")  # atomic: this process may be killed at any moment
+        _tell(folder, rank, json.dumps(record))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an orderly exit can wait for ever for threads of a broken process group
+
+
+def _tell(folder: Path, rank: int, record: str) -> None:
+    """Give the launcher the record of an error: in a file, or by the store if the disk is full."""
+    draft = folder / f"{rank}.draft"
+    try:
+        draft.write_text(record)
+        draft.rename(folder / f"{rank}.error")  # atomic: this process may be killed at any moment
+    except OSError:
+        with contextlib.suppress(RuntimeError, ValueError):  # no group was made, or the store cannot be reached
+            innermost_store(default_store()).set(_KEY.format(rank), record)
+
+
+def _told(folder: Path, rank: int, store: dist.Store) -> dict[str, Any] | None:
+    """The record of a rank's error, if there is one."""
+    file, key = folder / f"{rank}.error", _KEY.format(rank)
+    if not file.exists() and not store.check([key]):
+        return None
+    record: dict[str, Any] = json.loads(file.read_text() if file.exists() else store.get(key))
+    return record
 
 
 def _end_with_parent() -> None:

@@ -190,9 +190,9 @@ def _verdict(offers: list[Offer], path: Path, step: int) -> Assignment | str:
         return str(error)
     try:
         folders.make_draft(path, step)
-        if (free := shutil.disk_usage(path).free) < made.nbytes:
+        if shutil.disk_usage(path).free < made.nbytes:
             folders.drop_draft(path / (folders.name_of(step) + ".writing"))
-            raise OSError(errno.ENOSPC, f"{format_bytes(free)} free")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         return cannot_write(path, step, made.nbytes, error)
     return made

@@ -24,6 +24,7 @@ from shardgraph import torch_api
 from shardgraph.errors import RankFailedError, ShardGraphError
 from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.place import agreeing
+from shardgraph.runtime.watch.sentinel import state
 from shardgraph.runtime.watch.watcher import Watcher
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "plain",
     "raise_failure",
     "seen",
+    "state",
     "stepping",
     "translated",
 ]

@@ -28,6 +28,7 @@ STOPPED = 3.0  # seconds for which a rank is stopped until it is said to be
 SILENCE = 10.0  # seconds without a word from another sentinel until its machine is said to be lost
 CONNECTING = 5.0  # seconds to connect to the sentinel of rank 0
 TELLING = 10.0  # seconds until a rank that was not told of a failure is ended
+OWN = 5.0  # the same, of its own failure
 ENDING = 8.0  # seconds for a program that is over to leave
 
 
@@ -221,7 +222,7 @@ class Sentinel:
     def read_peer(self, peer: Peer) -> None:
         records = peer.receive()
         if records is None:
-            self.lost(peer, "has ended, with the process that watched it")
+            self.lost(peer, "has ended with the process that watched it, or the connection to it was cut")
             return
         for record in records:
             if peer.rank is None:
@@ -246,7 +247,9 @@ class Sentinel:
                 self.why = self.why or text
             self.final[self.rank] = text
             if kind in ("stopped", "failed"):
-                self.deadline = self.deadline or time.monotonic() + (TELLING if self.peers else STOPPED)
+                self.deadline = self.deadline or time.monotonic() + (
+                    STOPPED if not self.peers else OWN if kind == "failed" else TELLING
+                )
             self.said = record = {"event": kind, "rank": self.rank, "text": text, "at": self.at}
             self.broadcast(record)
             self.say(record)

@@ -34,6 +34,7 @@ from shardgraph.runtime.watch.stuck import Status, verdict
 
 _LOOK = 1.0  # seconds between two looks at what this rank does
 _SETTLED = 3  # looks at one place until a rank is said to wait there
+_UNANSWERED = 4  # looks during which the store does not answer until it is said to be lost
 _HEARING = 4.0  # seconds for a rank whose communication fails to hear why
 _MOMENT = 0.2  # seconds between two looks at what has been heard
 _INTERRUPT = 3.0  # seconds until a main thread that does not communicate is interrupted
@@ -54,6 +55,8 @@ class Watcher:
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._writing = threading.Lock()
         self._told = self._over = False
+        self._asking: threading.Thread | None = None  # the store what others wait for
+        self._unanswered = 0  # looks since it began to
         self._at, self._looks, self._proposed, self._posted = Place("", ()), 0, "", False
         self._since, self._own = 0.0, ""  # when the failure was heard of, and what this rank was doing
         self.record_file = ""  # where rank 0's machine has the last collectives of all after a failure
@@ -210,11 +213,33 @@ class Watcher:
             self._send({"at": now.text})
         self._looks = self._looks + 1 if now.mark == self._at.mark else 0
         self._at = now
-        if self._looks >= _SETTLED and (now.group or now.absent):
-            self._waits(now)
-        elif self._posted:
-            self._store.set(self._key(self.rank), "")
-            self._posted = False
+        waits = self._looks >= _SETTLED and bool(now.group or now.absent)
+        if self._asking is not None and self._asking.is_alive():
+            self._unanswered += 1
+            if waits and self._unanswered == _UNANSWERED:
+                self._lost(now, f"it gives no answer for {_UNANSWERED * _LOOK:g} s")
+        elif waits or self._posted:
+            self._unanswered = 0
+            self._asking = threading.Thread(target=self._ask, args=(now, waits), name="shardgraph store", daemon=True)
+            self._asking.start()
+
+    def _ask(self, now: Place, waits: bool) -> None:
+        """Compare what this rank waits for with others, on a thread that the store may keep waiting."""
+        try:
+            if waits:
+                self._waits(now)
+            else:
+                self._store.set(self._key(self.rank), "")
+                self._posted = False
+        except dist.DistError as error:
+            if waits:
+                self._lost(now, " ".join(str(error).split())[:80])
+
+    def _lost(self, now: Place, how: str) -> None:
+        """Say that this rank, which waits, has lost the store: it fails, unless the one that serves it has."""
+        if not self.failed.wait(_MOMENT):
+            told = f"rank {self.rank} cannot reach the store of the process group ({how})"
+            self._send({"failed": f"{told}, while it was in {now.text}"})
 
     def _waits(self, now: Place) -> None:
         """Post what this rank waits for, and find out whether it waits in vain: at two looks, of which it then is."""

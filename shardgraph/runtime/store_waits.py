@@ -1,0 +1,31 @@
+"""Waits for keys of a store that others set, in which the one who waits has a look at other things now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+_LOOK = 0.5  # seconds between two looks of a rank that waits at whether the others come
+_PAUSES = 0.001, 0.1  # the shortest and the longest seconds between two looks for a key
+
+
+def looks(store: dist.Store, keys: Sequence[str], timeout: float) -> Iterator[int]:
+    """Wait for keys; give the turn, by number, to the caller now and then. Torch warns of its own waits that end so.
+
+    Raises:
+        DistStoreError: one is not there after ``timeout`` seconds.
+    """
+    start = time.monotonic()
+    pause, longest = _PAUSES
+    look, number = start + min(_LOOK, timeout), 0
+    while not store.check(list(keys)):
+        now = time.monotonic()
+        if now >= look:
+            yield (number := number + 1)
+            if now >= start + timeout:
+                raise dist.DistStoreError("not there in time")
+            look = min(now + _LOOK, start + timeout)
+        time.sleep(pause)
+        pause = min(1.2 * pause, longest)
