@@ -151,3 +151,53 @@ def test_lint_tells_that_dropped_layers_have_gradients():
     found = [each for each in shardgraph.lint(sharded) if each.rule == "dropped-layers"]
     assert [each.severity for each in found] == ["warning"] * len(found) and found
     assert "test_random_branches.py" in found[0].where
+
+
+class Telling(nn.Module):
+    """A layer that tells what it computed, if it is not dropped."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        if always:
+            self.last = "nothing"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand([]) < 0.5:
+            x = self.layer(x)
+            self.last = "the layer"
+        return x
+
+
+def test_an_attribute_that_only_one_way_adds_is_there_in_any_case():
+    sharded = shardgraph.compile(Telling(always=False), "single", progress=False)
+    sharded(torch.randn(2, 4))
+    assert sharded.last == "the layer"
+
+
+def test_an_attribute_that_a_random_number_decides_is_refused():
+    with pytest.raises(shardgraph.CaptureError, match="last"):
+        shardgraph.compile(Telling(always=True), "single", progress=False)(torch.randn(2, 4))
+
+
+class Deciding(nn.Module):
+    """A branch on an input's values, and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kind = x.dtype
+        self.calls += 1
+        if x.sum() > 0:
+            x = self.layer(x)
+        return x * 2
+
+
+def test_attributes_are_set_beside_branches_on_values_of_inputs():
+    model, x = Deciding(), torch.ones(2, 4)
+    sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
+    for each in (x, -x, x):
+        torch.testing.assert_close(sharded(each), model(each))
+    assert (sharded.calls, sharded.kind) == (model.calls, model.kind)

@@ -40,8 +40,34 @@ def dbrx():
     return transformers.DbrxForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
+def switch():
+    """Without dropout, whose numbers are drawn in another order."""
+    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "expert_capacity": 8}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
+    off = {"dropout_rate": 0.0, "router_jitter_noise": 0.0}
+    config = transformers.SwitchTransformersConfig(vocab_size=64, decoder_start_token_id=0, **sparse, **sizes, **off)
+    return transformers.SwitchTransformersForConditionalGeneration(config).train(), translated()
+
+
+def nllb():
+    """Likewise; layers are dropped at random, and set attributes only where they are not."""
+    sparse = {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "num_experts": 4, "expert_capacity": 8}
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "moe_token_dropout": 0.0}
+    config = transformers.NllbMoeConfig(vocab_size=64, router_jitter_noise=0.0, **sparse, **sizes, **heads, **off)
+    assert config.encoder_layerdrop
+    return transformers.NllbMoeForConditionalGeneration(config).train(), translated()
+
+
+def translated():
+    torch.manual_seed(0)
+    ids = torch.randint(3, 64, (4, 8))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
 @pytest.mark.quick("jetmoe")
-@pytest.mark.parametrize("make", [longcat, jetmoe, dbrx])
+@pytest.mark.parametrize("make", [longcat, jetmoe, dbrx, switch, nllb])
 def test_experts_in_a_loop_are_captured_as_grouped_products_with_equal_gradients(make):
     model, call = make()
     report = shardgraph.verify(model, (), "fsdp", mesh={"dp": 2}, example_kwargs=call, steps=2)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgraph import torch_api
 from shardgraph.arguments import BOOL, NONE, TEXT, checked
+from shardgraph.capture.answered import Answers
 from shardgraph.capture.numbers import is_number
 from shardgraph.errors import ArgumentError
 from shardgraph.ir import Condition
@@ -85,6 +86,7 @@ class Decisions:
         self.conditions: list[Condition] = []
         self.remedy = ""  # what would help with the latest value that is not known
         self.raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]] = {}
+        self.answers = Answers()
         self._leaves = leaves
         self._position = {
             id(fake): i
@@ -94,6 +96,12 @@ class Decisions:
 
     def value(self, node: fx.Node, line: str) -> Any:
         """See :class:`shardgraph.torch_api.Decider`."""
+        value = self._value(node, line)
+        if value is not None:
+            self.answers.told(line, value)
+        return value
+
+    def _value(self, node: fx.Node, line: str) -> Any:
         if (certain := _of_random(node)) is not None:
             return certain
         self.remedy = _IN_THE_GRAPH.format(place=_place(line))
@@ -129,9 +137,13 @@ class Decisions:
         found = [frames for text, frames in self.raised.values() if text and text in message]
         return found[-1] if found else []
 
-    def both(self, node: fx.Node) -> bool:
+    def both(self, node: fx.Node, line: str) -> bool:
         """See :class:`shardgraph.torch_api.Decider`: of random numbers, either way might have been taken."""
-        return _draws(node)
+        if not _draws(node):
+            return False
+        self.answers.took_both(line)
+        self.remedy = ""
+        return True
 
     def unequal(self, line: str) -> None:
         """See :class:`shardgraph.torch_api.Decider`."""
@@ -139,7 +151,10 @@ class Decisions:
 
     def assumed(self, line: str) -> bool | None:
         """See :class:`shardgraph.torch_api.Decider`."""
-        return _assumed.get(_place(line))
+        value = _assumed.get(_place(line))
+        if value is not None:
+            self.answers.told(line, value)
+        return value
 
     def _function(self, node: fx.Node) -> tuple[fx.GraphModule, tuple[int, ...]] | None:
         """How ``node`` is computed from inputs alone, and from which; None if it is not."""

@@ -78,12 +78,24 @@ def _switch_experts(self: Any, hidden_states: Tensor, selected_experts: Tensor, 
     return torch.zeros_like(hidden_states).index_add(0, order, computed.to(hidden_states.dtype))
 
 
+def _nllb_experts(self: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
+    """As the class is written: of each token and expert, ``expert_1`` computes if the mask has a 1, else ``expert_0``;
+    the others never do."""
+    pairs = hidden_states.repeat_interleave(self.num_experts, 0)
+    of_zero, of_one = (self[f"expert_{i}"](pairs) for i in (0, 1))
+    computed = torch.where(router_mask.flatten()[:, None] > 0, of_one, of_zero) * router_probs.flatten()[:, None]
+    if self.moe_token_dropout > 0:
+        computed = self.token_dropout(computed) if self.training else computed * (1 - self.moe_token_dropout)
+    return computed.view(-1, self.num_experts, hidden_states.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
 _MODELS = "transformers.models."
 EXPERT_LOOPS: dict[str, Callable[..., Any]] = {
     _MODELS + "jetmoe.modeling_jetmoe.JetMoeTopKGating": _jetmoe_router,
     _MODELS + "jetmoe.modeling_jetmoe.JetMoeParallelExperts": _jetmoe_experts,
     _MODELS + "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _longcat_experts,
     _MODELS + "switch_transformers.modeling_switch_transformers.SwitchTransformersExperts": _switch_experts,
+    _MODELS + "nllb_moe.modeling_nllb_moe.NllbMoeExperts": _nllb_experts,
     _MODELS + "dbrx.modeling_dbrx.DbrxExperts": _dbrx_experts,
 }
 """Forwards by the name of the class."""

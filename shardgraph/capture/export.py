@@ -17,13 +17,14 @@ import torch
 from torch import fx, nn
 
 from shardgraph import torch_api
+from shardgraph.capture.answered import Answered
 from shardgraph.capture.canonical import FusedOperators
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.double import as_traced
 from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
-from shardgraph.capture.side_effects import Effects, harmful, side_effects
+from shardgraph.capture.side_effects import Effects, harmful, merged, side_effects
 from shardgraph.errors import CaptureError
 from shardgraph.ir import AttributeResult, Origin
 
@@ -108,8 +109,9 @@ def export(
     model = private()
     name = type(model).__name__
 
-    def call(model: nn.Module) -> Any:
-        return Traced(model, loss_fn)(*args, **kwargs)
+    def call(model: nn.Module, either: bool = False) -> Any:
+        with torch_api.as_compiling(), FusedOperators(), Answered(decisions.answers, either):
+            return Traced(model, loss_fn)(*args, **kwargs)
 
     def trace(model: nn.Module, effects: Effects, assigned: Set[str]) -> torch_api.Trace:
         counted = {each.fqn for each in effects.results if each.number}
@@ -135,6 +137,9 @@ def export(
         if written := harmful(traced.written):
             called = private()
             effects = side_effects(written, called, partial(call, called))
+            if decisions.answers.either:
+                called = private()
+                effects = merged(effects, side_effects(written, called, partial(call, called, True)), private())
         if effects:
             try:
                 traced = trace(model := private(), effects, assigned)

@@ -89,6 +89,30 @@ def side_effects(written: Sequence[str], model: nn.Module, call: Callable[[], An
     return Effects(tuple(constants), tuple(sorted(results, key=lambda each: each.buffer)))
 
 
+def merged(one: Effects, other: Effects, model: nn.Module) -> Effects:
+    """What the two ways of branches on random numbers leave behind on ``model``, a copy that was not called.
+
+    A constant that only one of them sets, where there was nothing, is set in any case.
+
+    Raises:
+        CaptureError: they leave behind something else.
+    """
+    first, second = ({each.fqn: each for each in effects.constants} for effects in (one, other))
+    results = [{each.fqn for each in effects.results} for effects in (one, other)]
+    unlike = results[0] ^ results[1]
+    for name, each in {**first, **second}.items():
+        mine, its = first.get(name, each), second.get(name, each)
+        alone = name not in first or name not in second
+        if mine.value != its.value or (alone and each.get(model) is not None):
+            unlike.add(name)
+    for name in sorted(unlike):
+        raise CaptureError(
+            f"forward writes to the attribute {name!r} of the model, and a branch on random numbers decides what: "
+            "leave the write out of forward, or set the probability to 0"
+        )
+    return Effects(tuple({**first, **second}.values()), one.results)
+
+
 @dataclass(frozen=True, eq=False)
 class _Held:
     """What an attribute holds: the object, and its contents as they are now."""
@@ -109,7 +133,7 @@ def _is_number(before: _Held, after: _Held, later: _Held) -> bool:
 def _is_constant(after: _Held, later: _Held) -> bool:
     """Whether a constant, of this call: the next may find a model on which it is another one."""
     kind = type(after.value)
-    return kind in (type(None), bool, int, str) or (kind is float and after.same(later))
+    return kind in (type(None), bool, int, str, torch.dtype) or (kind is float and after.same(later))
 
 
 def _is_result(before: _Held, after: _Held, later: _Held) -> bool:

@@ -35,8 +35,8 @@ class Decider(Protocol):
         """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
         if nothing is known of it."""
 
-    def both(self, node: fx.Node) -> bool:
-        """Whether both ways of a branch on a value are to be computed, and one of them chosen."""
+    def both(self, node: fx.Node, line: str) -> bool:
+        """Whether both ways of a branch on a value at this ``line`` are to be computed, and one of them chosen."""
 
     def unequal(self, line: str) -> None:
         """Both ways of the branch at this ``line`` leave behind what cannot be chosen between."""
@@ -192,10 +192,10 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
         elif (value := _number(tx, variable)) is None:
             value = decider.assumed(_line(tx))
             if value is None:
-                if keeps or not decider.both(variable.as_proxy().node):
+                line = _line(tx)
+                if keeps or not decider.both(variable.as_proxy().node, line):
                     original(tx, instruction)
                     return
-                line = _line(tx)
                 tx.pop()
                 try:
                     take_both(tx, variable, instruction, on_true)
