@@ -850,19 +850,15 @@ class ShardedModule(nn.Module):
         """
         program = self._compiled().program
         emission.check(program)
-        if self._setup.loss_weight != "ranks":
-            raise ShardGraphError(
-                f"loss_weight={self._setup.loss_weight!r} weighs the losses of ranks outside of the program: compile "
-                "with loss_weight='ranks' to write it"
-            )
         whole, key = self.full_state_dict(), self._latest[0][0]  # type: ignore[index]
         if not scheduled:
             program = lower(program.joint, program.plan, program.shapes, scheduled=False)
         parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
         leaves = [emission.synthesized(kind, program.joint.rows, parts) for kind in key.inputs]
         names, folder = input_names(self.original, key.structure), Path(directory)
+        by_tokens = self._setup.loss_weight == "tokens"
         checkpoint.written_by_first_rank(
-            folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole)
+            folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole, by_tokens)
         )
 
 
