@@ -102,18 +102,7 @@ def gpt() -> Made:
 def llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
-    ids = torch.randint(0, 40, (4, 8))
-    return LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids}
+    return _of_transformers(LlamaForCausalLM, LlamaConfig(**{**_SMALL, "num_hidden_layers": 3}))
 
 
 def conv() -> Made:
@@ -129,7 +118,47 @@ def mixture() -> Made:
     return Mixture(), (ids, ids), {}
 
 
-_MODELS = {"gpt": gpt, "llama": llama, "conv": conv, "grouped": grouped, "mixture": mixture}
+def mixtral() -> Made:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return _of_transformers(MixtralForCausalLM, MixtralConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2))
+
+
+def qwen() -> Made:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **_SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=4, norm_topk_prob=True
+    )
+    return _of_transformers(Qwen3MoeForCausalLM, config)
+
+
+_SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+}
+
+
+def _of_transformers(kind: Any, config: Any) -> Made:
+    ids = torch.randint(0, 40, (4, 8))
+    return kind(config), (), {"input_ids": ids, "labels": ids}
+
+
+_MODELS = {
+    "gpt": gpt,
+    "llama": llama,
+    "conv": conv,
+    "grouped": grouped,
+    "mixture": mixture,
+    "mixtral": mixtral,
+    "qwen": qwen,
+}
 _PLANS: dict[str, dict[str, int]] = {
     "single": {},
     "ddp": {"dp": 2},
@@ -153,5 +182,5 @@ _OF = {  # the third model of each plan
 CASES = [
     Case(f"{name}:{plan}", _MODELS[name], plan, mesh)
     for plan, mesh in _PLANS.items()
-    for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture",))
+    for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture", "mixtral", "qwen"))
 ]

@@ -24,6 +24,10 @@ def _case(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
+def scheduled_as(schedule: str, **options: Any) -> shardgraph.Pipeline:
+    return shardgraph.Pipeline(schedule=schedule, microbatches=4, **options)
+
+
 def _equal(cases: list[Case], folder: Path, **options: Any) -> None:
     """Assert that emitted programs have the losses of compiled modules, on all ranks."""
     emitted = emitted_losses(cases, folder, **options)
@@ -106,6 +110,52 @@ def test_stages_of_one_rank_pass_values_on_without_messages(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_schedules_that_divide_backward_or_overlap_actions_add_up_gradients_in_their_order(tmp_path: Path) -> None:
+    names = ("interleaved-zero-bubble", "zbv", "dualpipev", "looped-bfs")
+    made = [Case(f"gpt:{name}", gpt, "pp", {"pp": 2}, {"pipeline": scheduled_as(name)}) for name in names]
+    _equal(made, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_are_recomputed_in_backward(schedule: str, tmp_path: Path) -> None:
+    made = [
+        Case(f"gpt:{kind}", gpt, "pp", {"pp": 2}, {"pipeline": scheduled_as(schedule, checkpoint=kind)})
+        for kind in ("always", "except_last")
+    ]
+    _equal(made, tmp_path)
+    text = (tmp_path / "gpt-except_last" / "stage0.py").read_text(encoding="utf-8")
+    assert "def backward(" in text and "def backward_last(" in text
+
+
+class Masked(GPT):
+    """Half of the labels count, so that how many are not ignored depends on their order."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(labels.shape[1], device=labels.device) < 4
+        return super().forward(ids, labels.where(seen, -100))
+
+
+def masked() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    ids, labels = torch.randint(0, 37, (8, 8)), torch.randint(0, 37, (8, 8))
+    labels[::2] = -100
+    return Masked(), (ids, labels), {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_losses_of_ranks_are_weighed_by_their_tokens(tmp_path: Path) -> None:
+    weighed = {"loss_weight": "tokens"}
+    two = [Case(f"masked:{plan}", masked, plan, {"dp": 2}, weighed) for plan in ("fsdp", "ddp")]
+    _equal(two, tmp_path)
+    unweighed = emitted_losses([Case("masked:unweighed", masked, "fsdp", {"dp": 2})], tmp_path)
+    assert unweighed[0]["masked:unweighed"] != emitted_losses(two[:1], tmp_path)[0]["masked:fsdp"]
+    _equal([Case("masked:pp-fsdp", masked, "pp+fsdp", {"pp": 2, "dp": 2}, weighed)], tmp_path)
+
+
+@pytest.mark.slow
 def test_a_file_runs_as_a_script(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, args, _ = grouped()
@@ -176,8 +226,7 @@ def test_a_model_on_meta_is_written_without_weights(tmp_path: Path) -> None:
     "model, options, message",
     [
         (nn.Linear(4, 2), {}, "train_step needs a loss"),
-        (GPT(2), {"plan": "pp", "pipeline": shardgraph.Pipeline(schedule="zbv"), "mesh": {"pp": 2}}, "schedule='1f1b'"),
-        (GPT(2), {"plan": "pp", "pipeline": shardgraph.Pipeline(checkpoint="always"), "mesh": {"pp": 2}}, "recompute="),
+        (GPT(2), {"loss_weight": "tokens", "loss_fn": torch.sum}, "for a loss that is one mean"),
     ],
 )
 def test_what_cannot_be_written_is_refused_with_what_would_work(

@@ -43,6 +43,23 @@ class Net(nn.Module):
         return self.head(x).sum()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layers = nn.Embedding(5, 8), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.tokens.weight.t()
+
+
+class Mean(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / x.shape[0]
+
+
 def analysis(**options: object) -> shardgraph.Analysis:
     found = shardgraph.analyze(Net(), INPUTS, plan="fsdp", mesh={"dp": 2}, cluster=toy_cluster(), **options)
     assert isinstance(found, shardgraph.Analysis)
@@ -213,6 +230,22 @@ def test_a_model_of_126_layers_on_thousands_of_devices_opens_in_two_seconds(brow
     opened.close()
 
 
+@needs_browser
+def test_what_lint_finds_is_there_with_line_and_remedy(browser, page, tmp_path):
+    (row,) = page.locator("#findings .finding").all()
+    assert row.locator("dt b").text_content() == "summed-loss" and row.locator("dt span").text_content() == "warning"
+    assert "test_report_page.py:" in row.locator("code").text_content()
+    assert "gradients of 2 ranks are averaged" in row.locator("dd").first.text_content()
+    assert row.locator(".remedy").text_content().startswith("use a mean")
+
+    mean = shardgraph.analyze(Mean(), INPUTS, plan="fsdp", mesh={"dp": 2}, cluster=toy_cluster())
+    opened = browser.new_page()
+    opened.goto(shardgraph.visualize(mean, tmp_path / "clean.html").as_uri())
+    assert opened.locator("#findings .finding").count() == 0
+    assert "Lint found nothing" in opened.locator("#findings").inner_text()
+    opened.close()
+
+
 # -- what it says ----------------------------------------------------------------------------------
 
 
@@ -221,6 +254,18 @@ def test_it_says_what_does_not_fit_and_what_takes_less(tmp_path):
     small = replace(small, device=replace(small.device, memory=1024))
     path = shardgraph.visualize(replace(analysis(), cluster=small), tmp_path / "report.html")
     assert "more than a device has" in path.read_text()
+
+
+def test_of_a_deep_model_few_layers_are_looked_at_and_it_says_so(tmp_path):
+    deep = shardgraph.analyze(Net(12), INPUTS, plan="fsdp", mesh={"dp": 2}, cluster=toy_cluster())
+    assert "Looked at 7 of 12 layers" in shardgraph.visualize(deep, tmp_path / "deep.html").read_text()
+
+
+def test_of_a_pipeline_what_lies_in_several_stages_is_found(tmp_path):
+    model, ids = Tied(), torch.zeros(4, 3, dtype=torch.long)
+    call = {"loss_fn": lambda out, target: out.square().mean(), "example_kwargs": {"target": ids}}
+    found = shardgraph.analyze(model, (ids,), "pp", mesh={"pp": 2}, cluster=toy_cluster(), **call)
+    assert "<b>tied-across-stages</b>" in shardgraph.visualize(found, tmp_path / "report.html").read_text()
 
 
 def test_it_has_the_plans_that_were_compared_and_the_yaml(tmp_path):

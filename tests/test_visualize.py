@@ -13,6 +13,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Offload, PlanError, ShardGraphError
+from shardgraph.report.analysis import analyze_program
 from tests.machines import toy_cluster
 
 PLAN = shardgraph.preset("fsdp", {"dp": 2})
@@ -110,22 +111,37 @@ def test_a_plans_name_is_refused_and_the_error_says_how_to_make_the_plan(tmp_pat
         visualize(tmp_path / "plan.svg", "fsdp")
 
 
-def test_of_an_analysis_the_memory_is_drawn_and_with_its_model_the_plan_too(tmp_path):
-    analysis = shardgraph.analyze(model(), INPUTS, PLAN, cluster=toy_cluster())
-    alone = shardgraph.visualize(analysis, tmp_path / "memory.svg").read_text()
-    assert "Memory of a rank" in alone and "Plan fsdp on" not in alone
-    assert "Plan fsdp on" in visualize(tmp_path / "plan.svg", analysis)
+def analysis_of(plan: str = "fsdp") -> shardgraph.Analysis | shardgraph.PipelineAnalysis:
+    call = {"example_kwargs": {"target": torch.zeros(8, 3)}, "loss_fn": nn.functional.mse_loss}
+    mesh = {"pp" if plan == "pp" else "dp": 2}
+    return shardgraph.analyze(model(), (torch.zeros(8, 4),), plan, mesh=mesh, cluster=toy_cluster(), **call)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "pp"])
+def test_an_analysis_alone_is_drawn_in_every_format(tmp_path, plan):
+    analysis, over_time = analysis_of(plan), {"fsdp": "Memory of a rank", "pp": "Schedule"}[plan]
+    for ending in ("svg", "html", "dot", "gv"):
+        picture = shardgraph.visualize(analysis, tmp_path / f"plan.{ending}").read_text()
+        assert f"Plan {plan} on" in picture, ending
+        assert (over_time in picture) == (ending in ("svg", "html")), ending
+
+
+@needs_dot
+@pytest.mark.parametrize("form, magic", [("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_an_analysis_alone_is_a_png_and_a_pdf_of_its_plan(tmp_path, form, magic):
+    assert shardgraph.visualize(analysis_of(), tmp_path / f"plan.{form}").read_bytes().startswith(magic)
+
+
+def test_the_analysis_of_a_compiled_program_is_refused_and_the_error_says_what_is_drawn(tmp_path):
+    sharded = shardgraph.compile(model(), "single", example_inputs=INPUTS)
+    analysis = analyze_program(sharded.program, toy_cluster())
+    with pytest.raises(ShardGraphError, match="give visualize the compiled module"):
+        shardgraph.visualize(analysis, tmp_path / "plan.svg")
 
 
 def test_offloaded_parameters_are_drawn_as_such(tmp_path):
     plan = replace(PLAN, offload=Offload(parameters=True))
     assert "shard(0) over dp, on the host" in visualize(tmp_path / "plan.dot", plan)
-
-
-def test_an_analysis_without_its_model_has_no_plan_to_draw(tmp_path):
-    analysis = shardgraph.analyze(model(), INPUTS, PLAN, cluster=toy_cluster())
-    with pytest.raises(ShardGraphError, match="give visualize the model"):
-        shardgraph.visualize(analysis, tmp_path / "plan.dot")
 
 
 def test_hundreds_of_layers_are_a_small_picture(tmp_path):

@@ -43,6 +43,7 @@ def emit(
     recompute: str | None = None,
     memory: int | str | None = None,
     loss_chunk: int | str | None = None,
+    loss_weight: str = "ranks",
     scheduled: bool = False,
 ) -> list[Path]:
     """Write the program of ``model`` under ``plan`` as source that trains without shardgraph; returns its files.
@@ -67,6 +68,7 @@ def emit(
         recompute: likewise.
         memory: likewise.
         loss_chunk: likewise.
+        loss_weight: likewise.
         scheduled: write the operations in the order in which the compiled module runs them, its collectives merged and
             started early, instead of the order in which the model has them.
 
@@ -87,4 +89,6 @@ def emit(
     joint = captures.take(question.captured, decided)
     program = lower(joint, decided, question.shapes, scheduled=scheduled)
     leaves, spec = pytree.tree_flatten((example_inputs, kwargs))
-    return save(program, model, directory, leaves, input_names(model, spec), scheduled)
+    return save(
+        program, model, directory, leaves, input_names(model, spec), scheduled, by_tokens=loss_weight == "tokens"
+    )

@@ -13,7 +13,7 @@ from torch import nn
 from shardgraph.api.options import OPTIONS
 from shardgraph.arguments import OPTIMIZER, checked
 from shardgraph.capture.capture import own_loss
-from shardgraph.capture.captures import Captures
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
 from shardgraph.findings.finding import Finding, Findings
@@ -75,6 +75,13 @@ def of_compiled(sharded: ShardedModule) -> list[Finding]:
     """What is found in a compiled module."""
     program = sharded.program
     return [*of_model(sharded.original, program.plan), *of_program(program, sharded)]
+
+
+def of_call(call: Call, plan: Plan, cluster: Cluster) -> Findings:
+    """What is found in a call under a plan that is decided."""
+    source = Source(Question(call.model, plan, cluster=cluster, call=call), fold=False)
+    program = source.program()
+    return Findings.sorted([*of_model(call.model, program.plan), *of_program(program, call.model)])
 
 
 def _program(

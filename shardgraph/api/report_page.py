@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from shardgraph.findings.finding import Findings
 from shardgraph.pictures.page.modules import module_tree
 from shardgraph.pictures.page.page import Figure, Page
 from shardgraph.pictures.page.timeline import timeline_data
@@ -19,10 +20,12 @@ from shardgraph.tracking.trace import MemoryTrace
 def report_page(
     analysis: Analysis | PipelineAnalysis,
     drawings: Mapping[str, Drawing],
-    modules: Tree | None,
+    modules: Tree,
+    findings: tuple[Findings, str],
     measured: MemoryTrace | None,
 ) -> Page:
-    """The report of ``analysis``; ``modules`` are those of its plan, where the model is known."""
+    """The report of ``analysis``; ``modules`` are those of its plan, ``findings`` what lint finds in it, with how much
+    of the model was looked at, which is all if that is empty."""
     plan = analysis.plan
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.whole_mesh) or "one process"
     texts = {"Summary": str(analysis)}
@@ -38,6 +41,8 @@ def report_page(
         subtitle=f"One rank of {plan.world_size} on {analysis.cluster.name}, {analysis.optimizer}. {plan.note}",
         figures=list(_figures(analysis)),
         warnings=list(_warnings(analysis)),
+        findings=findings[0],
+        looked_at=findings[1],
         modules=module_tree(analysis.rows, modules),
         drawings=drawings,
         timeline=timeline_data(analysis) if isinstance(analysis, Analysis) else None,

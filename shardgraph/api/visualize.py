@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,16 @@ import torch
 from torch import nn
 
 from shardgraph.api.analyze import analyze
+from shardgraph.api.lint import of_call, of_compiled
 from shardgraph.api.options import OPTIONS
 from shardgraph.api.report_page import report_page
 from shardgraph.arguments import PATH, checked, instance
+from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
+from shardgraph.findings.finding import Findings
+from shardgraph.findings.model_rules import of_model
+from shardgraph.findings.program_rules import of_program
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
@@ -36,8 +41,6 @@ from shardgraph.tracking.trace import MemoryTrace
 
 _INSTALL = "apt-get install graphviz, or brew install graphviz"
 _Drawn = Plan | ShardedModule | Analysis | PipelineAnalysis
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Outline = tuple[tree.Tree, flow.Edges]  # modules, and the data flow between them
 
 
 @checked(OPTIONS, path=PATH, measured=instance("a MemoryTrace", MemoryTrace))
@@ -63,14 +66,14 @@ def visualize(
     Nothing is run, and no process group or weights are needed.
 
     Args:
-        what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; or an analysis,
-            whose memory is drawn, and with its ``model`` and inputs its plan too; or the front of
-            :func:`shardgraph.front`: memory and time of its plans, by their number of devices.
+        what: a compiled module, whose latest program is drawn; a plan, with its ``model`` and inputs; an analysis, of
+            the model and inputs that it was made of; or the front of :func:`shardgraph.front`: memory and time of its
+            plans, by their number of devices.
         path: the file to write. ``.svg`` has both pictures. ``.html`` is a report, one page that needs no network: key
-            figures, what is worth knowing, the modules with their costs, both pictures, the streams over the step, the
-            plans that were compared, and the plan as text. ``.png``, ``.pdf``, and ``.dot`` or ``.gv`` (Graphviz's
-            language) have only the plan.
-        model: the model of a plan or an analysis, not compiled; only shapes and dtypes of its tensors matter.
+            figures, what is worth knowing, what :func:`shardgraph.lint` finds, the modules with their costs, both
+            pictures, the streams over the step, the plans that were compared, and the plan as text. ``.png``,
+            ``.pdf``, and ``.dot`` or ``.gv`` (Graphviz's language) have only the plan.
+        model: the model of a plan, not compiled; only shapes and dtypes of its tensors matter.
         example_inputs: positional inputs of one rank's call, real or on ``meta``.
         example_kwargs: keyword inputs of the same call.
         cluster: the cluster for the prediction, as for :func:`shardgraph.analyze`; an analysis has its own.
@@ -81,8 +84,8 @@ def visualize(
 
     Raises:
         PlanError: a plan is given without its model, or does not fit it.
-        ShardGraphError: nothing has been compiled yet; the suffix of ``path`` is none of these; or the format needs the
-            plan of an analysis given without its model, or a program that is not installed.
+        ShardGraphError: nothing has been compiled yet; the suffix of ``path`` is none of these; or the format needs a
+            program that is not installed.
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
@@ -96,30 +99,25 @@ def visualize(
         raise ShardGraphError(f"{path.name!r} has no room for what was measured: a plan's .html has")
     if isinstance(what, Front):
         return _draw_front(what, path, ending)
-    call = example_inputs, dict(example_kwargs or {})
-    plan = _plan_of(what, model, call)
+    call = _call_of(what, model, example_inputs, dict(example_kwargs or {}))
+    outline = _outline_of(what, call)
     if ending in (".svg", ".html"):
-        analysis = _analysis_of(what, model, call, cluster)
+        analysis = _analysis_of(what, call, cluster)
         if isinstance(analysis, Analysis):  # of this machine's memory there is now this much, and then that much
             over_time = memory.draw_memory(analysis, limited=cluster is not None or analysis is what)
         else:
             over_time = _draw_schedule(analysis)
-        drawings = {"Memory" if isinstance(analysis, Analysis) else "Schedule": over_time}
-        drawings |= {"Plan": _draw_plan(*plan)} if plan else {}
+        drawings = {"Memory" if isinstance(analysis, Analysis) else "Schedule": over_time, "Plan": _draw_plan(outline)}
         if ending == ".svg":
             picture = svg.document(f"Plan {analysis.plan.name}", list(reversed(drawings.values())))
         else:
-            picture = report_page(analysis, drawings, plan[0] if plan else None, measured).html()
+            findings = _findings_of(what, call, analysis, outline)
+            picture = report_page(analysis, drawings, outline.modules, findings, measured).html()
         path.write_text(picture, encoding="utf-8")
-    elif plan is None:
-        raise ShardGraphError(
-            f"{path.name!r} would show the plan, and an Analysis has only its memory: give visualize the model and "
-            "example_inputs too, or a path that ends in .svg or .html"
-        )
     elif ending in (".dot", ".gv"):
-        path.write_text(graph.plan_graph(*plan).source, encoding="utf-8")
+        path.write_text(outline.dot().source, encoding="utf-8")
     else:
-        path.write_bytes(_render(*plan, ending.removeprefix(".")))
+        path.write_bytes(_render(outline, ending.removeprefix(".")))
     return path
 
 
@@ -135,15 +133,34 @@ def _draw_front(what: Front, path: Path, ending: str) -> Path:
     return path
 
 
-def _plan_of(what: _Drawn, model: nn.Module | None, call: _Call) -> _Outline | None:
-    """The plan's modules and their data flow; None for an analysis without a model."""
+@dataclass(frozen=True)
+class _Outline:
+    """The modules of a program and the data flow between them. ``program`` is one of ``model`` with fewer of its equal
+    layers, which are all in ``modules``; ``looked_at`` says so, or is empty."""
+
+    modules: tree.Tree
+    edges: flow.Edges
+    program: Program
+    model: nn.Module
+    looked_at: str = ""
+
+    @classmethod
+    def of(cls, program: Program, model: nn.Module, looked_at: str = "") -> _Outline:
+        modules = tree.build_tree(program)
+        return cls(modules, flow.trace_flow(program.forward, modules.root), program, model, looked_at)
+
+    def dot(self) -> graphviz.Digraph:
+        return graph.plan_graph(self.modules, self.edges)
+
+
+def _call_of(what: _Drawn, model: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The call that is drawn; None for a compiled module, which has its program."""
     if isinstance(what, ShardedModule):
-        program = what.program
-        if program.plan.pipeline is not None:
-            program = lower(program.joint, program.plan.of_stage, program.shapes)
-        return _outline(program)
+        return None
     if isinstance(what, (Analysis, PipelineAnalysis)):
-        return None if model is None else _lowered(what.plan, model, call)
+        if what.call is None:
+            raise ShardGraphError("this is the analysis of a compiled program: give visualize the compiled module")
+        return what.call if model is None else Call(model, args, kwargs, training=what.call.training)
     if not isinstance(what, Plan):
         raise ShardGraphError(
             f"visualize draws a Plan, a compiled module or an Analysis, and this is a {type(what).__name__}: a plan is "
@@ -154,36 +171,45 @@ def _plan_of(what: _Drawn, model: nn.Module | None, call: _Call) -> _Outline | N
             f"plan {what.name!r} says what happens to parameters, not which there are: give visualize the model and "
             "example_inputs of one call too, or a compiled module instead of the plan"
         )
-    return _lowered(annotated(what, model), model, call)
+    return Call(model, args, kwargs)
 
 
-def _lowered(plan: Plan, model: nn.Module, call: _Call) -> _Outline:
-    """The modules and data flow of ``model`` under ``plan``; only a few layers of a stack of equal ones are captured.
+def _outline_of(what: _Drawn, call: Call | None) -> _Outline:
+    """The plan's modules and their data flow."""
+    if isinstance(what, ShardedModule):
+        program = what.program
+        if program.plan.pipeline is not None:
+            program = lower(program.joint, program.plan.of_stage, program.shapes)
+        return _Outline.of(program, what.original)
+    assert call is not None
+    return _lowered(annotated(what, call.model) if isinstance(what, Plan) else what.plan, call)
+
+
+def _lowered(plan: Plan, call: Call) -> _Outline:
+    """The modules and data flow of a call under ``plan``; only a few layers of a stack of equal ones are captured.
 
     All stages of a pipeline are drawn together.
     """
     plan = replace(plan.of_stage, bucket=0)  # buckets change no module's bytes, and cross layers
-    plan.resolve(named_shapes(model))  # reject a plan that does not fit before the long work
-    stack = find_stack(model)
-    with torch.enable_grad():
-        if stack is not None and treats_alike(plan, model, stack):
-            try:
-                modules, edges = _outline(build_program(shortened(model, stack, SHALLOW[0][-1]), plan, *call))
-                modules.lengthen(stack.path, SHALLOW[0][-1], stack.layers)
-                return modules, edges
-            except (CaptureError, tree.UnknownTrafficError):
-                pass  # layers that are counted, or indexed by number, cannot be left out
-        return _outline(build_program(model, plan, *call))
+    plan.resolve(named_shapes(call.model))  # reject a plan that does not fit before the long work
+    stack, few = find_stack(call.model), SHALLOW[0][-1]
+    if stack is not None and treats_alike(plan, call.model, stack):
+        try:
+            short = shortened(call.model, stack, few)
+            outline = _Outline.of(_program(plan, replace(call, model=short)), short, f"{few} of {stack.layers} layers")
+            outline.modules.lengthen(stack.path, few, stack.layers)
+            return outline
+        except (CaptureError, tree.UnknownTrafficError):
+            pass  # layers that are counted, or indexed by number, cannot be left out
+    return _Outline.of(_program(plan, call), call.model)
 
 
-def _outline(program: Program) -> _Outline:
-    modules = tree.build_tree(program)
-    return modules, flow.trace_flow(program.forward, modules.root)
+def _program(plan: Plan, call: Call) -> Program:
+    with torch.set_grad_enabled(call.training):
+        return build_program(call.model, plan, call.args, call.kwargs, loss_fn=call.loss_fn)
 
 
-def _analysis_of(
-    what: _Drawn, model: nn.Module | None, call: _Call, cluster: Cluster | str | Path | None
-) -> Analysis | PipelineAnalysis:
+def _analysis_of(what: _Drawn, call: Call | None, cluster: Cluster | str | Path | None) -> Analysis | PipelineAnalysis:
     if isinstance(what, (Analysis, PipelineAnalysis)):
         return what
     plan = what if isinstance(what, Plan) else what.plan
@@ -191,8 +217,21 @@ def _analysis_of(
     if isinstance(what, ShardedModule):
         program = what.program
         return analyze_program(program, machine) if plan.pipeline is None else analyze_pipeline(program, machine)
-    assert model is not None
-    return analyze(model, call[0], what, example_kwargs=call[1], cluster=machine)
+    assert call is not None
+    return analyze(call.model, call.args, what, example_kwargs=call.kwargs, cluster=machine)
+
+
+def _findings_of(
+    what: _Drawn, call: Call | None, analysis: Analysis | PipelineAnalysis, outline: _Outline
+) -> tuple[Findings, str]:
+    """What lint finds in what is drawn, and how much of it was looked at."""
+    if isinstance(what, ShardedModule):
+        return Findings.sorted(of_compiled(what)), ""
+    assert call is not None
+    if analysis.plan.pipeline is not None:  # whose outline has no stages
+        return of_call(analysis.call or call, analysis.plan, analysis.cluster), ""
+    found = [*of_model(call.model, analysis.plan), *of_program(outline.program, outline.model)]
+    return Findings.sorted(found), outline.looked_at
 
 
 def _draw_schedule(analysis: PipelineAnalysis) -> svg.Drawing:
@@ -202,19 +241,19 @@ def _draw_schedule(analysis: PipelineAnalysis) -> svg.Drawing:
     return gantt.draw_gantt(analysis.schedule, title)
 
 
-def _draw_plan(modules: tree.Tree, edges: flow.Edges) -> svg.Drawing:
+def _draw_plan(outline: _Outline) -> svg.Drawing:
     try:
-        return graph.render_svg(graph.plan_graph(modules, edges))
+        return graph.render_svg(outline.dot())
     except graphviz.ExecutableNotFound:
         warnings.warn(
             f"the plan is drawn as boxes, without the flow of data: Graphviz would lay it out ({_INSTALL})",
             stacklevel=3,
         )
-        return boxes.draw_boxes(modules)
+        return boxes.draw_boxes(outline.modules)
 
 
-def _render(modules: tree.Tree, edges: flow.Edges, form: str) -> bytes:
-    dot = graph.plan_graph(modules, edges)
+def _render(outline: _Outline, form: str) -> bytes:
+    dot = outline.dot()
     dot.attr("graph", dpi="144")
     try:
         return dot.pipe(format=form)

@@ -46,9 +46,9 @@ def visualize(
     """Draw a plan applied to a model, and the memory of a rank over a step."""
     sizes = {"batch": batch, "sequence": sequence, "settings": settings}
     options = {"precision": precision, "optimizer": optimizer, "backend": backend, "recompute": recompute}
-    job, analysis = priced(f"analyze {model} under {plan}", model, plan, mesh, cluster, sizes, **options)
+    _, analysis = priced(f"analyze {model} under {plan}", model, plan, mesh, cluster, sizes, **options)
     with working(f"draw {model} under {plan}"):
-        shardgraph.visualize(analysis, out, model=job.module, **job.call)
+        shardgraph.visualize(analysis, out)
     result(f"Wrote {out}", {"wrote": out}, as_json)
 
 

@@ -48,10 +48,10 @@ class Signature:
 
 
 class Both:
-    """Writes a forward graph and its backward, whole or in several (its gradients of inputs, then of weights)."""
+    """Writes a forward graph and its backward, between which a class called ``saved`` has what is kept."""
 
-    def __init__(self, writer: Writer, units: Units, signature: Signature, inline: bool) -> None:
-        self.writer, self.units, self.signature, self.inline = writer, units, signature, inline
+    def __init__(self, writer: Writer, units: Units, signature: Signature, inline: bool, saved: str = "Saved") -> None:
+        self.writer, self.units, self.signature, self.inline, self.saved = writer, units, signature, inline, saved
 
     def forward(self, gm: fx.GraphModule, backward: fx.GraphModule | None, head: str) -> list[str]:
         """``head`` and its body: it returns the outputs, what goes to the next stage, and what backward needs."""
@@ -76,8 +76,8 @@ class Both:
         fields, values = self._root_fields(graph, whole)
         body = [f'"""{_FORWARD}"""', *lines]
         if backward is not None:
-            body += wrapped(f"return {', '.join([*returned, f'Saved({values})'])}")
-            self.saved_class = ["class Saved(NamedTuple):", '    """What backward needs of forward."""', ""]
+            body += wrapped(f"return {', '.join([*returned, f'{self.saved}({values})'])}")
+            self.saved_class = [f"class {self.saved}(NamedTuple):", '    """What backward needs of forward."""', ""]
             self.saved_class += indented(fields) if fields else ["    pass"]
         else:
             body += wrapped(f"return {', '.join([*returned, 'None'])}")

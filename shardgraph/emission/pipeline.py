@@ -21,9 +21,10 @@ from shardgraph.emission.program import TRAINING_LOOP, Emission, assembled, chec
 from shardgraph.emission.segments import Units
 from shardgraph.emission.sources import Copied
 from shardgraph.errors import ShardGraphError
-from shardgraph.passes.program import StageProgram
+from shardgraph.passes.program import Halves, StageProgram
 from shardgraph.runtime.pipeline.messages import empty_like_traced
 
+_LAST = "_last"  # ends the names of what the last microbatch runs, if it is not recomputed and all others are
 _HELD = frozenset({"MESH", "DEVICE", "GROUPS", "Tensor", "aten"})
 
 
@@ -54,17 +55,6 @@ class Pipelined:
     def _check(self) -> None:
         program, pipeline = self.emission.program, self.emission.program.plan.pipeline
         assert pipeline is not None
-        kinds = {action.kind for actions in program.actions for action in actions}
-        if kinds - {"F", "B"} or any(action.with_next for actions in program.actions for action in actions):
-            raise ShardGraphError(
-                f"schedule {pipeline.schedule!r} divides backward in two or overlaps actions, which emitted files do "
-                "not: emit it with Pipeline(schedule='1f1b'), 'gpipe' or 'interleaved-1f1b'"
-            )
-        if pipeline.checkpoint != "never":
-            raise ShardGraphError(
-                f"a pipeline with checkpoint={pipeline.checkpoint!r} recomputes whole stages, which emitted files do "
-                "not: emit it with recompute='full' instead"
-            )
         if any(stage.written for stage in program.stages):
             raise ShardGraphError(
                 "the model writes buffers, such as the running statistics of a batch norm, which microbatches of a "
@@ -82,48 +72,59 @@ class Pipelined:
             )
 
     def _stage(self, stage: StageProgram, shared: Copied) -> str:
-        emission = self.emission
-        names = Names({"forward", "backward", "gather", "reduce", "Saved", "RECEIVED", "RETURNED"})
-        writer = Writer(Spelling(shared), names)
+        emission, spelling, pipeline = self.emission, Spelling(shared), self.emission.program.plan.pipeline
+        assert pipeline is not None
+        names = Names({"gather", "reduce", "RECEIVED", "RETURNED"})
+        for name in ("forward", "backward", "Saved"):
+            names.new(name), names.new(f"{name}{_LAST}")
         for each in (prelude.within, prelude.named, prelude.Format):
             shared.add(each)
-        inputs = {i: f"inputs[{place}]" for place, i in enumerate(emission.inputs)}
-        kept = stage.kept
-        both = Both(writer, Units([kept.forward]), Signature(inputs), emission.scheduled)
-        last = stage.number == len(emission.program.stages) - 1
-        result = "Tensor" if last else "list[Tensor]"
-        trained = kept.backward is not None
-        forward = both.forward(
-            kept.forward,
-            kept.backward,
-            f"def forward(state: Mapping[str, Tensor], gathered: Mapping[str, Tensor], inputs: Sequence[Tensor], "
-            f"received: Sequence[Tensor]) -> tuple[{result}, {'Saved' if trained else 'None'}]:",
-        )
-        functions = list(writer.functions.values())
-        backward: list[str] = []
-        if kept.backward is not None:
-            sends = any(isinstance(role, ir.Returned) for role, _ in ir.outputs(kept.backward))
-            backward = both.backward(
-                kept.backward,
-                "def backward(state: Mapping[str, Tensor], gathered: Mapping[str, Tensor], saved: Saved, "
-                "grad_loss: Tensor, returned: Sequence[Tensor]) -> "
-                + ("tuple[dict[str, Tensor], list[Tensor]]:" if sends else "dict[str, Tensor]:"),
-            )
+        halves = {"": stage.kept if pipeline.checkpoint == "never" else stage.again}
+        if pipeline.checkpoint == "except_last":
+            halves[_LAST] = stage.kept
         blocks = [
             self._formats("RECEIVED", stage.received, "What comes of the stage before, as shape, strides and dtype."),
             self._formats("RETURNED", stage.returned, "The gradients that come of the next stage."),
+            *(block for of, each in halves.items() for block in self._halves(each, stage.number, of, spelling, names)),
+            self._once("gather", "state", stage.gather, spelling),
+            self._once("reduce", "gradients", stage.reduce, spelling),
+        ]
+        code = "\n\n\n".join(block for block in blocks if block) + "\n"
+        title = f"Stage {stage.number} of {emission.title_line}: what program.py runs on its ranks."
+        return assembled(title, code, shared.imports, local=_from_ranks({*shared.texts, "DEVICE"}, code))
+
+    def _halves(self, halves: Halves, stage: int, of: str, spelling: Spelling, names: Names) -> list[str]:
+        """Forward and backward of a microbatch in a stage, whose names end with ``of``."""
+        emission, writer = self.emission, Writer(spelling, names)
+        inputs = {i: f"inputs[{place}]" for place, i in enumerate(emission.inputs)}
+        saved = f"Saved{of}"
+        both = Both(writer, Units([halves.forward]), Signature(inputs), emission.scheduled, saved)
+        result = "Tensor" if stage == len(emission.program.stages) - 1 else "list[Tensor]"
+        trained = halves.backward is not None
+        forward = both.forward(
+            halves.forward,
+            halves.backward,
+            f"def forward{of}(state: Mapping[str, Tensor], gathered: Mapping[str, Tensor], inputs: Sequence[Tensor], "
+            f"received: Sequence[Tensor]) -> tuple[{result}, {saved if trained else 'None'}]:",
+        )
+        functions = list(writer.functions.values())
+        backward: list[str] = []
+        if halves.backward is not None:
+            sends = any(isinstance(role, ir.Returned) for role, _ in ir.outputs(halves.backward))
+            backward = both.backward(
+                halves.backward,
+                f"def backward{of}(state: Mapping[str, Tensor], gathered: Mapping[str, Tensor], saved: {saved}, "
+                "grad_loss: Tensor, returned: Sequence[Tensor]) -> "
+                + ("tuple[dict[str, Tensor], list[Tensor]]:" if sends else "dict[str, Tensor]:"),
+            )
+        return [
             *(text for _, text in writer.classes.values()),
             "\n".join(both.saved_class),
             *(text for _, text in functions),
             "\n".join(forward),
             *(text for _, text in list(writer.functions.values())[len(functions) :]),
             "\n".join(backward),
-            self._once("gather", "state", stage.gather, writer.spelling),
-            self._once("reduce", "gradients", stage.reduce, writer.spelling),
         ]
-        code = "\n\n\n".join(block for block in blocks if block) + "\n"
-        title = f"Stage {stage.number} of {emission.title_line}: what program.py runs on its ranks."
-        return assembled(title, code, shared.imports, local=_from_ranks({*shared.texts, "DEVICE"}, code))
 
     def _formats(self, name: str, values: Sequence[torch.Tensor], meaning: str) -> str:
         lines = [f"{name}: list[Format] = ["]
@@ -204,9 +205,15 @@ class Pipelined:
         numbers = range(pipeline.count)
         stages = ", ".join(f"stage{i}" for i in numbers)
         (term,) = program.losses[0].terms
+        kinds = {action.kind for actions in program.actions for action in actions}
+        apart = pipeline.checkpoint == "except_last"
         tail = (
             (_MAIN + TRAINING_LOOP)
             .replace("{seeded}", _SEEDED if random else _UNSEEDED)
+            .replace("{backward}", _DIVIDED if "W" in kinds else _WHOLE)
+            .replace("{made}", _MADE if "W" in kinds else "")
+            .replace("{forward_of}", _OF_LAST.format("forward") if apart else "stage.forward")
+            .replace("{backward_of}", _OF_LAST.format("backward") if apart else "stage.backward")
             .replace("{axis}", quoted(pipeline.axis))
             .replace("{last}", str(pipeline.rank_of(pipeline.count - 1)))
             .replace("{count}", str(pipeline.count))
@@ -214,15 +221,16 @@ class Pipelined:
             .replace("{data}", str(plan.data_size))
             .replace("{common}", "\n    common = common_draw()" if random else "")
             .replace("{weights}", _WEIGHTS[term.kind])
+            .replace("{scale}", emission.scale(shared, "float(sum(counts))"))
             .replace("{dtype}", str(_loss_dtype(program)))
         )
-        counted = self._counted(term, shared) if term.kind == "counted" else ""
+        counted = emission.counted(term, shared) if term.kind == "counted" else ""
         tables = [
             f"STAGES = ({stages}{',' if len(numbers) == 1 else ''})",
             "ORDER = (",
             *order,
             ")",
-            '"""What each place along the axis of stages does in a step: 1F0 is forward of microbatch 0 in stage 1."""',
+            f'"""{_ORDER}{_ORDER_DIVIDED if "W" in kinds else "."}"""',
             *of_rank,
             *wrapped(f"SHARED: dict[str, tuple[int, ...]] = {{{shares}}}"),
             '"""Parameters of several stages, with the places whose gradients are added up."""',
@@ -231,22 +239,6 @@ class Pipelined:
         fixed = {"AXES", "DATA_AXES", "DEVICE", "FROZEN", "GROUPS", "HERE", "INPUTS", "PARAMETERS"}
         local = [*(f"import stage{i}" for i in numbers), *_from_ranks({*shared.texts, *fixed}, code)]
         return assembled(emission.title(), code, shared.imports, local=local)
-
-    def _counted(self, term: Any, shared: Copied) -> str:
-        text = Text(Spelling(shared), Names({"state", "inputs"}), "", "")
-        places = {index: place for place, index in enumerate(self.emission.inputs)}
-        given_by: Any = ir.placeholders(term.count)
-        for role, node in given_by.items():
-            text.env[node] = (
-                f"inputs[{places[role.index]}]" if isinstance(role, ir.Input) else f"state[{quoted(role.fqn)}]"
-            )
-        nodes = [node for node in term.count.graph.nodes if node.op == "call_function"]
-        output = term.count.graph.output_node().args[0]
-        value = output[0] if isinstance(output, (tuple, list)) else output
-        text.write(nodes, [value])
-        head = "def counted(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> float:"
-        what = '"""How many elements the loss of a microbatch is a mean of."""'
-        return "\n".join([head, *indented([what, *text.lines, f"return float({text.env[value]})"])])
 
 
 def _from_ranks(names: set[str], code: str) -> list[str]:
@@ -301,9 +293,37 @@ _WEIGHTS = {
     "counted": "[counted(state, part) for part in parts]",
     "sum": "None",
 }
+_ORDER = "What each place along the axis of stages does in a step: 1F0 is forward of microbatch 0 in stage 1"
+_ORDER_DIVIDED = """, 1B0 its
+backward. 1I0 is a backward whose gradients are added up later, at 1W0."""
+_OF_LAST = "(stage.{0}_last if number == {{parts}} - 1 else stage.{0})"
 _SEEDED = """            with seeded(rank_seed(common, (number * {count} + i) * {data} + place_among(DATA_AXES))):
-                result, saved[i, number] = stage.forward(state, gathered[i], parts[number], received)"""
-_UNSEEDED = "            result, saved[i, number] = stage.forward(state, gathered[i], parts[number], received)"
+                result, saved[i, number] = {forward_of}(state, gathered[i], parts[number], received)"""
+_UNSEEDED = "            result, saved[i, number] = {forward_of}(state, gathered[i], parts[number], received)"
+_BACKWARD = """            returned = take(stage.RETURNED, i + 1, i, "B", number) if i < last else []
+            weight = torch.full((), weights[number] * scale, dtype={dtype}, device=DEVICE)
+            results = {backward_of}(state, gathered[i], saved.pop((i, number)), weight, returned)
+            own, sent = results if isinstance(results, tuple) else (results, [])
+            if sent:
+                give(sent, STAGES[i - 1].RETURNED, i - 1, "B", number)"""
+_ADD = """            for name, gradient in own.items():
+                gradient = gradient if weights[number] else torch.zeros_like(gradient)
+                before = gradients[i].get(name)
+                gradients[i][name] = gradient if before is None else before + gradient"""
+_MADE = "\n    made: dict[Any, dict[str, Tensor]] = {}  # gradients, until they are added up"
+_IF_TRAINED = '        elif hasattr(stage, "backward"):\n'
+_WHOLE = f"{_IF_TRAINED}{_BACKWARD}\n{_ADD}"
+_DIVIDED = (
+    _IF_TRAINED
+    + '            if kind == "W":\n'
+    + "                own = made.pop((i, number))\n"
+    + "            else:\n"
+    + "\n".join(indented(_BACKWARD.splitlines()))
+    + '\n            if kind == "I":\n'
+    + "                made[i, number] = own\n"
+    + "                continue\n"
+    + _ADD
+)
 _MAIN = '''
 def load_state() -> dict[str, Tensor]:
     """The parameters of this rank's stages, of which those that are trained require a gradient, and all buffers."""
@@ -337,14 +357,15 @@ def train_step(state: Mapping[str, Tensor], inputs: list[Tensor]) -> Tensor:
     here, axis, last = place({axis}), {axis}, {count} - 1
     parts = microbatches(inputs, {parts})
     counts: Any = {weights}
-    weights = [1.0] * {parts} if counts is None else [count / sum(counts) for count in counts]{common}
-    actions = [(int(a), kind, int(b)) for a, kind, b in (re.split("([FB])", each) for each in ORDER[here].split())]
+    weights = [1.0] * {parts} if counts is None else [count / sum(counts) for count in counts]
+    scale = {scale}{common}
+    actions = [(int(a), kind, int(b)) for a, kind, b in (re.split("([A-Z])", each) for each in ORDER[here].split())]
     mine = sorted({i for i, _, _ in actions})
     gathered = {i: STAGES[i].gather(state) if hasattr(STAGES[i], "gather") else {} for i in mine}
     place_of = {int(each.split("F")[0]): at for at, order in enumerate(ORDER) for each in order.split() if "F" in each}
     saved: dict[Any, Any] = {}
     arrived: dict[Any, list[Tensor]] = {}  # of another stage of this rank
-    gradients: dict[int, dict[str, Tensor]] = {i: {} for i in mine}
+    gradients: dict[int, dict[str, Tensor]] = {i: {} for i in mine}{made}
     losses, sends = [], []
 
     def give(values: list[Tensor], formats: list[Any], stage: int, kind: str, number: int) -> None:
@@ -368,17 +389,7 @@ def train_step(state: Mapping[str, Tensor], inputs: list[Tensor]) -> Tensor:
                 losses.append(result)
             else:
                 give(result, STAGES[i + 1].RECEIVED, i + 1, "F", number)
-        elif hasattr(stage, "backward"):
-            returned = take(stage.RETURNED, i + 1, i, "B", number) if i < last else []
-            weight = torch.full((), weights[number], dtype={dtype}, device=DEVICE)
-            made = stage.backward(state, gathered[i], saved.pop((i, number)), weight, returned)
-            own, sent = made if isinstance(made, tuple) else (made, [])
-            if sent:
-                give(sent, STAGES[i - 1].RETURNED, i - 1, "B", number)
-            for name, gradient in own.items():
-                gradient = gradient if weights[number] else torch.zeros_like(gradient)
-                before = gradients[i].get(name)
-                gradients[i][name] = gradient if before is None else before + gradient
+{backward}
     for work, _ in sends:
         work.wait()
 

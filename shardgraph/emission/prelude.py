@@ -203,6 +203,13 @@ def from_later(steps: int, axis: str) -> int:
     return int(place(axis) < steps)
 
 
+def rank_weight(elements: float, axes: str, ranks: int) -> float:
+    """What this rank's loss, a mean of so many elements, counts for in the mean over those of all ``ranks``."""
+    total = torch.tensor(elements, dtype=torch.float32, device=DEVICE)
+    dist.all_reduce(total, group=GROUPS[axes])
+    return elements * ranks / total.item() if total else math.nan
+
+
 # -- parameters --------------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from shardgraph import ir
 from shardgraph.emission import prelude
 from shardgraph.emission.expressions import Spelling
-from shardgraph.emission.functions import Writer
+from shardgraph.emission.functions import Text, Writer
 from shardgraph.emission.graphs import Both, Signature, parameters_of
-from shardgraph.emission.lines import generalized, quoted, wrapped
+from shardgraph.emission.lines import generalized, indented, quoted, wrapped
 from shardgraph.emission.names import Names, identifier
 from shardgraph.emission.segments import Units
 from shardgraph.emission.sources import Copied, import_lines
@@ -30,13 +30,17 @@ _GIVEN = frozenset({"MESH", "DEVICE", "GROUPS", "Tensor", "aten"})
 
 @dataclass(frozen=True)
 class Emission:
-    """A program to be written: its model by name, the names of its inputs by index, and whether as scheduled."""
+    """A program to be written: its model by name, the names of its inputs by index, and whether as scheduled.
+
+    ``by_tokens``: the losses of data ranks are weighed by the elements that they are means of.
+    """
 
     program: Program
     model: str
     inputs: Mapping[int, str]
     scheduled: bool
     versions: str
+    by_tokens: bool = False
 
     def file(self) -> str:
         """The program without a pipeline as one file.
@@ -86,6 +90,18 @@ class Emission:
             "\n".join(backward),
         ]
         tail = (_TAIL + TRAINING_LOOP).replace("{seeded}", _SEEDED if random else _UNSEEDED)
+        grad_loss, counted = "torch.ones_like(loss)", []
+        if self._weighs:
+            (term, *others) = program.losses[0].terms
+            elements = "counted(state, inputs)" if term.kind == "counted" else f"{float(program.joint.rows)}"
+            grad_loss = f"{grad_loss} * {self.scale(copied, elements)}"
+            if others:
+                raise ShardGraphError(
+                    f"the loss at {program.losses[0].source} adds up several means, whose elements emitted files do "
+                    "not compare: emit it without loss_weight, or reduce the loss by one mean"
+                )
+            counted = [self.counted(term, copied)] if term.kind == "counted" else []
+        tail = tail.replace("{grad_loss}", grad_loss)
         training, start = tail.strip().split(_START)
         begin, layout, end = self.tables(copied)
         code = "\n\n\n".join(
@@ -96,6 +112,7 @@ class Emission:
                 _rule("the model"),
                 *blocks,
                 _rule("training"),
+                *counted,
                 training.strip(),
                 _rule("ranks, collectives and kernels"),
                 *copied.texts.values(),
@@ -103,6 +120,44 @@ class Emission:
             ]
         )
         return assembled(self.title(), code, copied.imports)
+
+    def counted(self, term: Any, shared: Copied) -> str:
+        """The function that counts what the loss of a (micro)batch is a mean of."""
+        text = Text(Spelling(shared), Names({"state", "inputs"}), "", "")
+        places = {index: place for place, index in enumerate(self.inputs)}
+        given_by: Any = ir.placeholders(term.count)
+        for role, node in given_by.items():
+            text.env[node] = (
+                f"inputs[{places[role.index]}]" if isinstance(role, ir.Input) else f"state[{quoted(role.fqn)}]"
+            )
+        nodes = [node for node in term.count.graph.nodes if node.op == "call_function"]
+        output = term.count.graph.output_node().args[0]
+        value = output[0] if isinstance(output, (tuple, list)) else output
+        text.write(nodes, [value])
+        head = "def counted(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> float:"
+        what = '"""How many elements the loss of these inputs is a mean of."""'
+        return "\n".join([head, *indented([what, *text.lines, f"return float({text.env[value]})"])])
+
+    def scale(self, copied: Copied, elements: str) -> str:
+        """What the gradient of this rank's loss, a mean of so many ``elements``, is multiplied with, as an expression.
+
+        Raises:
+            ShardGraphError: the loss is no mean.
+        """
+        if not self._weighs:
+            return "1.0"
+        reduction = self.program.losses[0]
+        reduction.elements([1], [[1.0] for _ in reduction.terms])  # which refuses sums
+        copied.add(prelude.rank_weight)
+        return f"rank_weight({elements}, {quoted('+'.join(self._data_axes))}, {self.program.plan.data_size})"
+
+    @property
+    def _weighs(self) -> bool:
+        return self.by_tokens and self.program.plan.data_size > 1
+
+    @property
+    def _data_axes(self) -> list[str]:
+        return [axis for axis, _ in self.program.plan.data_mesh]
 
     @property
     def title_line(self) -> str:
@@ -128,7 +183,10 @@ class Emission:
         device = _device(program)
         graphs = program.graphs.values()
         stages = [] if program.plan.pipeline is None else [program.plan.pipeline.axis]
-        groups = dict.fromkeys([*stages, *(ir.group_of(node) for gm in graphs for node in ir.collectives(gm))])
+        weighed = ["+".join(self._data_axes)] if self._weighs else []
+        groups = dict.fromkeys(
+            [*stages, *(ir.group_of(node) for gm in graphs for node in ir.collectives(gm)), *weighed]
+        )
         data = [axis for axis, _ in program.plan.mesh if axis not in dict(program.plan.operators)]
         where = (
             'torch.device("cpu")'
@@ -356,7 +414,7 @@ def batch(step: int) -> list[Tensor]:
 def train_step(state: Mapping[str, Tensor], inputs: list[Tensor]) -> Tensor:
     """The loss of this rank's batch; gradients become those of the parameters."""
 {seeded}
-    for name, gradient in backward(state, saved, torch.ones_like(loss)).items():
+    for name, gradient in backward(state, saved, {grad_loss}).items():
         state[name].grad = gradient
     return loss
 

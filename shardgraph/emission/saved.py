@@ -37,6 +37,7 @@ def save(
     names: Sequence[str],
     scheduled: bool,
     whole: Mapping[str, torch.Tensor] | None = None,
+    by_tokens: bool = False,
 ) -> list[Path]:
     """Write the files; returns them.
 
@@ -48,12 +49,13 @@ def save(
         names: what these are called, as :func:`shardgraph.module.input_names.input_names` has it.
         scheduled: what ``program`` is, for the title.
         whole: the unsharded parameters by name; default: those of ``model``.
+        by_tokens: weigh the losses of data ranks by the elements that they are means of.
     """
     folder = Path(directory)
     short = input_names([(re.search(r"\((\w+)\)", name) or [0, name])[1] for name in names])
     inputs = {i: short[i] for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     versions = f"shardgraph {shardgraph.__version__} with torch {torch.__version__}"
-    emission = Emission(program, type(model).__name__, inputs, scheduled, versions)
+    emission = Emission(program, type(model).__name__, inputs, scheduled, versions, by_tokens)
     if program.plan.pipeline is None:
         files = {"program.py": emission.file()}
     else:

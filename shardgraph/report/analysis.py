@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import COPIES, StepTime, Timeline, simulate
 from shardgraph.errors import ShardGraphError
@@ -58,6 +59,8 @@ class StepCosts:
         def flops(self) -> int: ...
         @property
         def rows(self) -> tuple[Row, ...]: ...
+        @property
+        def call(self) -> Call | None: ...
 
     @property
     def fits(self) -> bool:
@@ -131,11 +134,13 @@ class StepCosts:
 class Analysis(StepCosts):
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
-    ``rows`` are its operations in execution order, the optimizer's update last.
+    ``rows`` are its operations in execution order, the optimizer's update last. ``call`` is the analysed call; None if
+    the program was compiled before.
     """
 
     rows: tuple[Row, ...]
     other_sizes: OtherSizes | None = field(default=None, repr=False, compare=False)
+    call: Call | None = field(default=None, repr=False, compare=False)
 
     @property
     def flops(self) -> int:

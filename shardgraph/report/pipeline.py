@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.capture.captures import Call
 from shardgraph.cost_models.actions import Action
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
@@ -95,12 +96,14 @@ class _Moment(NamedTuple):
 class PipelineAnalysis(StepCosts):
     """The predicted costs of a training step of a pipeline; see :func:`shardgraph.analyze`.
 
-    ``stages`` are in order, ``schedule`` is the simulated step, ``inputs`` is the bytes of a rank's batch.
+    ``stages`` are in order, ``schedule`` is the simulated step, ``inputs`` is the bytes of a rank's batch. ``call`` is
+    the analysed call, of the whole batch; None if the program was compiled before.
     """
 
     stages: tuple[StageAnalysis, ...]
     schedule: SimulatedSchedule
     inputs: int
+    call: Call | None = field(default=None, repr=False, compare=False)
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -20,7 +20,7 @@ from shardgraph.search.symbolic import Symbolic, symbolic
 
 def analyze_source(source: Source) -> Analysis:
     """The analysis of one rank's step under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
-    return folded(source) or unfolded(source)
+    return replace(folded(source) or unfolded(source), call=source.call)
 
 
 def folded(source: Source) -> Analysis | None:
@@ -37,6 +37,10 @@ def folded(source: Source) -> Analysis | None:
 
 def analyze_pipeline_source(source: Source) -> PipelineAnalysis:
     """The analysis of a pipeline's step, likewise."""
+    return replace(_of_pipeline(source), call=source.call)
+
+
+def _of_pipeline(source: Source) -> PipelineAnalysis:
     plan, stack = source.plan, source.stack
     assert plan.pipeline is not None
     layers = layers_of_stages(plan.pipeline, stack) if stack is not None else ()

@@ -1,4 +1,4 @@
-"""A self-contained HTML page: key figures, warnings, modules, pictures, timeline, alternatives and the plan's text."""
+"""A self-contained HTML page: key figures, warnings, findings, modules, pictures, timeline, alternatives, plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from shardgraph.findings.finding import Finding
 from shardgraph.pictures.svg import Drawing, document
 
 
@@ -31,6 +32,7 @@ class Page:
 
     ``modules`` is :func:`shardgraph.pictures.page.modules.module_tree`, ``timeline``
     :func:`shardgraph.pictures.page.timeline.timeline_data`. ``alternatives`` are the cells of a table, the heads first.
+    ``findings`` are those of lint, None if it was not run, of ``looked_at`` if not of the whole model.
     ``texts`` are shown in monospace under their heads, folded away but for the first.
     """
 
@@ -38,6 +40,8 @@ class Page:
     subtitle: str = ""
     figures: Sequence[Figure] = ()
     warnings: Sequence[str] = ()
+    findings: Sequence[Finding] | None = None
+    looked_at: str = ""
     modules: Mapping[str, Any] | None = None
     drawings: Mapping[str, Drawing] = field(default_factory=dict)
     timeline: Mapping[str, Any] | None = None
