@@ -73,6 +73,10 @@ WITHOUT = {
         "its mutants are in `tests/test_synchronized_batch_norm.py`; the judge of this page calls a model with one "
         "rank's rows"
     ),
+    "gather-scaled": (
+        "the judge of this page computes with the model as it is written, not in float8; "
+        "`tests/test_scaled_products.py` compares training with plain torch"
+    ),
     "add-accumulated": "derived under no_sync, which verify does not run; tests of no_sync compare with one process",
     "update-parameters": "derived for sharded.step, which verify does not run; tests compare it with torch's step",
     "shadow": "derived inside of join(), which verify does not run; tests compare it with DDP's",

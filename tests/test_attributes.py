@@ -39,6 +39,7 @@ KEPT = {  # besides by copies, which keep everything
     "offloaded_by": {"REWRITTEN", "DIVIDED", "CHUNKED"},
     "synchronized": {"REWRITTEN", "DIVIDED"},
     "scores": {"REWRITTEN", "DIVIDED"},
+    "unscaled": {"REWRITTEN", "DIVIDED"},
     "chunk": {"REWRITTEN", "DIVIDED"},
     "memory_kind": {"REWRITTEN", "DIVIDED", "CHUNKED"},
     "reduces": set(),

@@ -320,7 +320,7 @@ def test_what_other_options_come_to_is_told_where_no_recomputation_fits():
     with pytest.raises(PlanError) as error:
         shardgraph.analyze(Deep(), (rows(),), "fsdp", mesh={"dp": 2}, cluster="H100", memory="1 KiB")
     told = [line.strip() for line in str(error.value).splitlines()[1:]]
-    cost = r"[\d.]+ [KM]iB, [\d.]+ us a step, which is still too much"
+    cost = r"[\d.]+ [KM]iB, [\d.]+ [mu]s a step, which is still too much"
     assert told and all(re.match(rf"offload='\w+', recompute='full': {cost}", line) for line in told)
 
 
