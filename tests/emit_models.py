@@ -78,11 +78,11 @@ class ConvNet(nn.Module):
 class Mixture(nn.Module):
     """A language model whose layers have experts."""
 
-    def __init__(self, vocabulary: int = 32, width: int = 16) -> None:
+    def __init__(self, vocabulary: int = 32, width: int = 16, experts: int = 4, **options: Any) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.experts = nn.ModuleList(MoE(width, 24, 4, k=2) for _ in range(2))
+        self.experts = nn.ModuleList(MoE(width, 24, experts, **options) for _ in range(2))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -118,19 +118,16 @@ def mixture() -> Made:
     return Mixture(), (ids, ids), {}
 
 
-def mixtral() -> Made:
-    from transformers import MixtralConfig, MixtralForCausalLM
+def switch() -> Made:
+    """One expert for a token, of which each takes no more than its capacity."""
+    ids = torch.randint(0, 32, (4, 8))
+    return Mixture(k=1, capacity_factor=1.0, activation="relu"), (ids, ids), {}
 
-    return _of_transformers(MixtralForCausalLM, MixtralConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2))
 
-
-def qwen() -> Made:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        **_SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=4, norm_topk_prob=True
-    )
-    return _of_transformers(Qwen3MoeForCausalLM, config)
+def gated() -> Made:
+    """Three of six gated experts for a token, without biases, and nothing dropped."""
+    ids = torch.randint(0, 32, (4, 8))
+    return Mixture(experts=6, k=3, capacity_factor=None, activation="swiglu", bias=False), (ids, ids), {}
 
 
 _SMALL = {
@@ -156,8 +153,8 @@ _MODELS = {
     "conv": conv,
     "grouped": grouped,
     "mixture": mixture,
-    "mixtral": mixtral,
-    "qwen": qwen,
+    "switch": switch,
+    "gated": gated,
 }
 _PLANS: dict[str, dict[str, int]] = {
     "single": {},
@@ -182,5 +179,5 @@ _OF = {  # the third model of each plan
 CASES = [
     Case(f"{name}:{plan}", _MODELS[name], plan, mesh)
     for plan, mesh in _PLANS.items()
-    for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture", "mixtral", "qwen"))
+    for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture", "switch", "gated"))
 ]

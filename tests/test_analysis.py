@@ -17,7 +17,7 @@ import shardgraph
 from shardgraph import ClusterError, ShardGraphError
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Rate
-from shardgraph.report.folding import find_stack
+from shardgraph.report.folding import SHALLOW, extend, find_stack
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make
 
@@ -191,6 +191,61 @@ def test_a_cpu_that_nobody_measured_puts_plans_of_small_jobs_in_the_order_in_whi
 
 
 # -- stacks of equal layers ------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Equal layers that are larger than a bucket, whose communication takes longer than their computation."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(2048, 1536), nn.ReLU(), nn.Linear(1536, 2048)) for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _folded_and_whole(
+    monkeypatch, model: nn.Module, call: dict[str, object], tried: int, mesh: dict[str, int], plan: str
+):
+    """The analysis from a few layers, which are those of the try of this number, and that of all layers."""
+    search, tries = importlib.import_module("shardgraph.search.analysis"), []
+
+    def extended(few, least, layers):
+        tries.append(least)
+        return extend(few, least, layers)
+
+    monkeypatch.setattr(search, "extend", extended)
+    options = {"plan": plan, "mesh": mesh, "cluster": "H100"}
+    folded, whole = (shardgraph.analyze(model, **call, **options, fold=fold) for fold in (True, False))
+    assert tries == [least for least, *_ in SHALLOW[: tried + 1]]
+    return folded, whole
+
+
+def _assert_equal(folded: shardgraph.Analysis, whole: shardgraph.Analysis) -> None:
+    assert [row.memory for row in folded.rows] == [row.memory for row in whole.rows]
+    assert [(row.operation, row.module, row.seconds) for row in folded.rows] == [
+        (row.operation, row.module, row.seconds) for row in whole.rows
+    ]
+    assert folded.time.total == pytest.approx(whole.time.total)
+
+
+def test_layers_whose_communication_is_not_hidden_are_written_down_from_a_few(monkeypatch):
+    with torch.device("meta"):
+        model, call = Wide(40), {"example_inputs": (torch.zeros(8, 2048),)}
+    folded, whole = _folded_and_whole(monkeypatch, model, call, 1, {"dp": 64}, "fsdp")
+    _assert_equal(folded, whole)
+    assert folded.time.exposed > folded.time.compute
+
+
+@pytest.mark.slow
+def test_so_are_those_of_a_llama(monkeypatch):
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = llama(40, **sizes, vocab_size=32000)
+    _assert_equal(*_folded_and_whole(monkeypatch, model, {"example_kwargs": text(1, 128)}, 1, {"dp": 512}, "fsdp"))
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ class Text:
         for node in nodes:
             if node in self.env:
                 continue
-            if (alias := _alias(node)) is not None:
+            alias = _alias(node)
+            if alias is not None and alias in self.env:  # not if it is of a function beside this one
                 self.env[node] = self.env[alias]
                 continue
             text = self.spelling.operation(node, self.argument)

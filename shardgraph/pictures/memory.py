@@ -84,7 +84,8 @@ def draw_moments(rows: Sequence[Live], title: str, caption: str, limit: tuple[st
         body.append(f'<rect {area} fill-opacity="0"><title>{escape(where + held)}</title></rect>')
     at = next(bar.left for bar in bars if bar.row is peak)
     body.append(f'<path d="M{at} {y(peak.live) - 2}l-5 -9h10z" fill="#222"/>')
-    body.append(text(at + 9, y(peak.live) - 2, format_bytes(peak.live), "strong"))
+    beside, side = (at + 9, "strong") if at < _RIGHT - 80 else (at - 9, "strong end")  # the legend is on the right
+    body.append(text(beside, y(peak.live) - 2, format_bytes(peak.live), side))
     if shown is not None:
         name, nbytes = shown
         body.append(_line(_LEFT, y(nbytes), _RIGHT, y(nbytes), 'stroke="#c00" stroke-width="2"'))

@@ -20,9 +20,19 @@ from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import dtype_of
 
-SHALLOW = ((5, 6, 7), (8, 9, 10))
+SHALLOW = ((5, 6, 7), (11, 12, 13))
 """Numbers of layers of the programs that are analysed: the first and the last layer differ from those between, and so
-do their neighbours, whose all-gathers start early. The second numbers are tried if the first do not fold."""
+do their neighbours, whose all-gathers start early. The second numbers are tried if the first do not fold: where
+communication takes longer than computation, each layer's backward leaves more reductions to be awaited later, until as
+many are late as may be, and only from then on are layers scheduled alike."""
+
+
+def numbers_for(stack: Stack) -> Iterator[tuple[int, int, int]]:
+    """The numbers of layers that are tried for a stack: further ones if they are together fewer than it has."""
+    first, *others = SHALLOW
+    if first[-1] <= stack.layers:
+        yield first
+    yield from (each for each in others if sum(each) <= stack.layers)
 
 
 @dataclass(frozen=True)

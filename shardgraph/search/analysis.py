@@ -11,7 +11,7 @@ from functools import cached_property
 from shardgraph.errors import CaptureError, PlanError
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend, merges_layers
+from shardgraph.report.folding import NotPeriodicError, extend, merges_layers, numbers_for
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.report.pipeline_folding import extend_stages, layers_of_stages, short
 from shardgraph.search.source import Source
@@ -27,7 +27,7 @@ def folded(source: Source) -> Analysis | None:
     """The same from a few of the model's equal layers; None if there are not enough, or they are not done alike."""
     if (stack := source.stack) is not None and not merges_layers(source.plan, source.question.model, stack):
         depths = source.depths_of(stack)
-        for shallow in (each for each in SHALLOW if each[-1] <= stack.layers):
+        for shallow in numbers_for(stack):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
                 few = [unfolded(each) for each in source.shallow(depths, shallow)]
                 rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))
