@@ -154,7 +154,7 @@ def test_a_matrix_of_which_they_are_not_defined_is_told_with_the_line_in_every_c
     with torch.no_grad(), sharded.unsharded():
         sharded.matrix.zero_()
         model.matrix.zero_()
-    with pytest.raises(torch.linalg.LinAlgError):
+    with pytest.raises(RuntimeError, match="linalg"):
         model(x)
     for _ in range(2):
         with pytest.raises(shardgraph.ModelCheckError, match=r"test_layers\.py:\d+: .*linalg.* is singular"):
