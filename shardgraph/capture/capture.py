@@ -25,6 +25,7 @@ from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_t
 from shardgraph.capture.few_layers import from_few_layers
 from shardgraph.capture.lookups import check_lookups
 from shardgraph.capture.masks import drop_known_masks
+from shardgraph.capture.matrix_checks import check_matrices
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.record import Record, record
@@ -361,6 +362,7 @@ def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted:
 def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any]) -> ir.JointGraph:
     gm, effects, canonical = exported.lowered.graph_module, exported.effects, exported.canonical
     gm.graph.set_codegen(torch_api.CodeGen())
+    check_matrices(gm, _source_line)
     check_shapes(gm, _source_line)
     check_strides(gm, _source_line)
     bases: list[Any] = []

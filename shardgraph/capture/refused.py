@@ -80,13 +80,6 @@ def check_strides(gm: fx.GraphModule, line: Callable[[fx.Node], str]) -> None:
 
 
 def _refuse_effect(operator: str, at: str) -> None:
-    if "_linalg_check_errors" in operator:
-        raise CaptureError(
-            f"forward checks a matrix while it runs, at {at}, as torch.linalg.solve, inv and cholesky do, and a "
-            "program has only operations with results: use torch.linalg.solve_ex, inv_ex or cholesky_ex, which do "
-            "not stop at a singular matrix (in place of a parametrization's orthogonal_map='cayley', 'matrix_exp' or "
-            "'householder')"
-        )
     raise CaptureError(
         f"forward has an effect beside its outputs, at {at} ({operator}), and a program has only operations with "
         "results: leave it out of forward"
