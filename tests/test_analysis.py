@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ import shardgraph
 from shardgraph import ClusterError, ShardGraphError
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Rate
-from shardgraph.report.folding import SHALLOW, extend, find_stack
+from shardgraph.report.folding import SHALLOW, extend
 from tests.machines import GIB, toy_cluster
 from tests.zoo import make
 
@@ -251,31 +250,31 @@ def test_so_are_those_of_a_llama(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        pytest.param(llama(6), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
-        pytest.param(llama(6), "zero2", id="llama-zero2", marks=pytest.mark.slow),
-        pytest.param(llama(6), "fsdp+tp+sp", id="llama-tp", marks=pytest.mark.slow),
-        pytest.param(llama(6), "recomputed", id="llama-recomputed"),
-        pytest.param(gpt2(6), "ddp", id="gpt2-ddp", marks=pytest.mark.slow),
-        pytest.param(gpt2(6), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
-        pytest.param(gpt2(6), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
+        pytest.param(llama(9), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
+        pytest.param(llama(9), "zero2", id="llama-zero2", marks=pytest.mark.slow),
+        pytest.param(llama(9), "fsdp+tp+sp", id="llama-tp", marks=pytest.mark.slow),
+        pytest.param(gpt2(9), "ddp", id="gpt2-ddp"),
+        pytest.param(gpt2(9), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
+        pytest.param(gpt2(9), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
     ],
 )
-def test_six_layers_written_down_from_a_few_equal_six_layers_analysed(model, plan, monkeypatch):
-    source = importlib.import_module("shardgraph.search.source")
+def test_nine_layers_written_down_from_a_few_equal_nine_layers_analysed(model, plan, monkeypatch):
+    search, written = importlib.import_module("shardgraph.search.analysis"), []
+    monkeypatch.setattr(search, "extend", lambda *given: written.append(extend(*given)) or written[-1])
 
     def analysis(fold):
-        monkeypatch.setattr(source, "find_stack", lambda model: find_stack(model, least=5) if fold else None)
         cluster = toy_cluster(memory=16 * GIB)
         mesh = {"dp": 2, "tp": 2} if "tp" in plan else {"dp": 4}
-        options = {"plan": "fsdp", "recompute": "full"} if plan == "recomputed" else {"plan": plan}
-        return shardgraph.analyze(model, example_kwargs=text(), mesh=mesh, cluster=cluster, **options)
+        apart = replace(shardgraph.preset(plan, tuple(mesh.items())), bucket=0)  # one of small layers holds several
+        return shardgraph.analyze(model, (), apart, example_kwargs=text(), mesh=mesh, cluster=cluster, fold=fold)
 
     folded, whole = analysis(True), analysis(False)
+    assert len(written) == 1
     assert len(folded.rows) == len(whole.rows) and folded.flops == whole.flops
     assert [row.memory for row in folded.rows] == [row.memory for row in whole.rows]
     assert [row.module for row in folded.rows] == [row.module for row in whole.rows]
-    sent = [[re.sub(r"_\d+", "", row.label) for row in each.rows if row.stream] for each in (folded, whole)]
-    assert sent[0] == sent[1]  # but for the numbers of nodes
+    sent = [[(row.operation, row.stream) for row in each.rows if row.stream] for each in (folded, whole)]
+    assert sent[0] == sent[1]
     assert folded.time.total == pytest.approx(whole.time.total)
 
 
