@@ -50,15 +50,9 @@ def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     assert outcome.finished == 2, outcome.output
 
 
-def test_ranks_in_different_collectives_are_told_so() -> None:
-    outcome = run(SKIPS_CLIPPING)
-    assert not outcome.problem and outcome.took < LIMIT
-    assert "the ranks communicate different things: rank 0 is in all_reduce" in outcome.output
-    assert "rank 1 is in" in outcome.output
-
-
-def test_a_rank_that_leaves_out_a_collective_of_a_pipeline_is_told() -> None:
-    outcome = run(SKIPS_CLIPPING_OF_A_PIPELINE)
+@pytest.mark.parametrize("case", [SKIPS_CLIPPING, SKIPS_CLIPPING_OF_A_PIPELINE], ids=lambda case: case.plan)
+def test_a_rank_that_leaves_out_a_collective_is_told_with_the_places_of_both(case: Case) -> None:
+    outcome = run(case)
     assert not outcome.problem and outcome.took < LIMIT
     assert "none can go on: rank 0 is in all_reduce, called at job.py:" in outcome.output
     assert "rank 1 is in waiting for all ranks at step 2 of the checkpoint" in outcome.output
