@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardgraph as S
+from shardgraph import fairscale
 from shardgraph.errors import ArgumentError, ShardGraphError
 from shardgraph.saves.manifest import checksum_text
 
@@ -117,6 +118,17 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
     ("sharded", lambda: S.check_replicas(linear())),
     ("dtypes", lambda: S.calibrate(2, dtypes=3)),
     ("model", lambda: S.lint(3)),
+    ("module", lambda: fairscale.ShardedDataParallel(3, [])),
+    ("sharded_optimizer", lambda: fairscale.ShardedDataParallel(linear(), 3)),
+    ("chunks", lambda: fairscale.Pipe(nn.Sequential(linear()), [1], chunks=0)),
+    ("checkpoint", lambda: fairscale.Pipe(nn.Sequential(linear()), [1], checkpoint="often")),
+    ("num_experts", lambda: fairscale.Top2Gate(4, 0)),
+    ("experts", lambda: fairscale.MOELayer(linear(), 3)),
+    ("reduction", lambda: fairscale.MEVO(nn.Parameter(X), reduction="max")),
+    ("scale", lambda: fairscale.MEVO(nn.Parameter(X), scale=-1)),
+    ("model", lambda: fairscale.OffloadModel(3, "cpu")),
+    ("device", lambda: fairscale.OffloadModel(linear(), 3)),
+    ("num_microbatches", lambda: fairscale.OffloadModel(linear(), "cpu", num_microbatches=0)),
 ]
 
 

@@ -71,5 +71,5 @@ def test_without_a_target_it_gives_scores_in_evaluation_and_is_refused_in_traini
 
 
 def test_another_reduction_is_refused():
-    with pytest.raises(ShardGraphError, match="has 'sum' and 'mean'"):
+    with pytest.raises(ShardGraphError, match="reduction is 'none'; it may be 'sum' or 'mean'"):
         Tied(reduction="none")

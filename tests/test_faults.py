@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timeout(120)
 STOPPED = Case(0, "stop", "forward", 1, victim=1, ranks=2, plan="fsdp", way="plain")
 HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain", seconds=6.0)
 SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way="launch")
+SKIPS_CLIPPING_OF_A_PIPELINE = replace(SKIPS_CLIPPING, plan="pp", way="plain")
+CUT = Case(0, "cut", "clip", 1, victim=1, ranks=3, plan="fsdp", way="plain", link="ranks")
 WITHOUT_STORE = Case(0, "stall", "save", 0, victim=1, ranks=2, plan="fsdp", way="plain", link="store", seconds=1.0)
 SKIPS_SAVING = Case(0, "skip", "save", 1, victim=0, ranks=2, plan="ddp", way="plain")
 FULL = Case(1, "full", "save", 1, victim=1, ranks=2, plan="fsdp", way="plain", room=3000)
@@ -48,11 +50,18 @@ def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     assert outcome.finished == 2, outcome.output
 
 
-def test_ranks_in_different_collectives_are_told_so() -> None:
-    outcome = run(SKIPS_CLIPPING)
+@pytest.mark.parametrize("case", [SKIPS_CLIPPING, SKIPS_CLIPPING_OF_A_PIPELINE], ids=lambda case: case.plan)
+def test_a_rank_that_leaves_out_a_collective_is_told_with_the_places_of_both(case: Case) -> None:
+    outcome = run(case)
     assert not outcome.problem and outcome.took < LIMIT
-    assert "the ranks communicate different things: rank 0 is in all_reduce" in outcome.output
-    assert "rank 1 is in" in outcome.output
+    assert "none can go on: rank 0 is in all_reduce, called at job.py:" in outcome.output
+    assert "rank 1 is in waiting for all ranks at step 2 of the checkpoint" in outcome.output
+
+
+def test_a_connection_cut_between_two_ranks_is_told_with_the_ranks_that_communicated() -> None:
+    outcome = run(CUT)
+    assert not outcome.problem and outcome.took < LIMIT
+    assert "rank 1 failed in clip_grad_norm_ with ranks 0, 2: another rank has closed its connection" in outcome.output
 
 
 def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_finally() -> None:

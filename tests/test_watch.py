@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_a_rank_at_an_agreement_and_one_in_a_collective_wait_for_each_other() ->
     other = Status("all_gather over dp", "all_gather", "dp", BOTH, counts={"dp": 5})
     assert verdict({0: agreeing, 1: other}) is not None
     assert verdict({0: agreeing}) is None
+
+
+def test_a_rank_that_leaves_out_a_collective_of_a_pipeline_beside_its_steps_is_told() -> None:
+    clips = Status("all_reduce", "all_reduce", "", BOTH, counts={"pp": 1}, beside="pp")
+    saves = Status("waiting at step 2 of the checkpoint", "agreement", absent=(0,), counts={"pp": 0})
+    assert verdict({0: clips, 1: saves}) is not None
+    assert verdict({0: clips, 1: replace(saves, counts={"pp": 1})}) is None  # what it has sent is on its way
+    assert verdict({0: clips, 1: replace(saves, counts={})}) is None  # it is in a step
 
 
 def collective(call: int, place: int, value: str, started: float) -> dict[str, object]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardgraph.arguments import POSITIVE, TENSOR, checked, number, one_of
 from shardgraph.errors import ShardGraphError
+
+_FINITE = number("a number", math.isfinite)
 
 
 class MemoryEfficientVocabOutput(nn.Module):
@@ -27,6 +32,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         ShardGraphError: there is no such reduction.
     """
 
+    @checked(proj_weight=TENSOR, reduction=one_of(["sum", "mean"]), margin=_FINITE, scale=POSITIVE)
     def __init__(
         self,
         proj_weight: nn.Parameter,
@@ -36,8 +42,6 @@ class MemoryEfficientVocabOutput(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        if reduction not in ("sum", "mean"):
-            raise ShardGraphError(f"MEVO was given reduction={reduction!r}, and has 'sum' and 'mean'")
         self.proj_weight, self.reduction, self.margin, self.scale = proj_weight, reduction, margin, scale
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
+from shardgraph.arguments import MODEL, WHOLE, checked, instance
 from shardgraph.errors import ShardGraphError
 from shardgraph.nn.gating import Routing, TopKGate
 
@@ -26,6 +27,7 @@ class Top2Gate(TopKGate):
         num_experts: experts of all ranks together.
     """
 
+    @checked(model_dim=WHOLE, num_experts=WHOLE)
     def __init__(self, model_dim: int, num_experts: int) -> None:
         super().__init__(model_dim, num_experts, 2, 1.0, sampled=True)
 
@@ -71,6 +73,7 @@ class MOELayer(nn.Module):
 
     l_aux: Tensor | None
 
+    @checked(gate=MODEL, experts=MODEL, group=instance("a process group", dist.ProcessGroup))
     def __init__(self, gate: nn.Module, experts: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if group is not None and dist.get_world_size(group) < dist.get_world_size():

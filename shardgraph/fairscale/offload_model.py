@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardgraph.api.compile import compile
+from shardgraph.arguments import BOOL, MODEL, WHOLE, Kind, checked, sequence_of
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.torch_api import pytree
+
+
+def _names_device(value: Any) -> bool:
+    try:
+        return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
+    except RuntimeError:
+        return False
+
+
+_DEVICE = Kind("a device, such as 'cpu' or 'cuda:0'", _names_device)
 
 
 class OffloadModel(ShardedModule):
@@ -32,9 +44,16 @@ class OffloadModel(ShardedModule):
         ShardGraphError: an option cannot be.
     """
 
+    @checked(
+        model=MODEL | sequence_of("a list of its parts", MODEL),
+        device=_DEVICE,
+        offload_device=_DEVICE,
+        checkpoint_activation=BOOL,
+        num_microbatches=WHOLE,
+    )
     def __init__(
         self,
-        model: nn.Module | list[nn.Module],
+        model: nn.Module | Sequence[nn.Module],
         device: torch.device | str,
         offload_device: torch.device | str = "cpu",
         num_slices: int = 3,
@@ -48,7 +67,7 @@ class OffloadModel(ShardedModule):
                 f"num_microbatches={num_microbatches} saves no memory while all activations are kept for backward: "
                 "give checkpoint_activation=True too"
             )
-        module = nn.Sequential(*model) if isinstance(model, list) else model
+        module = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         sharded = compile(
             module,
             "ddp" if dist.is_initialized() else "single",

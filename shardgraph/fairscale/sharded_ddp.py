@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph.api.compile import compile
+from shardgraph.arguments import BOOL, MODEL, OPTIMIZER, Kind, checked, instance
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.first_rank import take_from_first_rank
 from shardgraph.optim.sharded import ShardedOptimizer
@@ -42,6 +43,14 @@ class ShardedDataParallel(nn.Module):
         options: of :func:`shardgraph.compile`, such as ``gradient_statistics=True``.
     """
 
+    @checked(
+        module=MODEL,
+        sharded_optimizer=OPTIMIZER | Kind("several of them", lambda value: isinstance(value, Iterable)),
+        process_group=instance("a process group", dist.ProcessGroup),
+        broadcast_buffers=BOOL,
+        sync_models_at_startup=BOOL,
+        reduce_fp16=BOOL,
+    )
     def __init__(
         self,
         module: nn.Module,

@@ -69,7 +69,8 @@ def operation_counts(without: set[str]) -> dict[str, int]:
         with contextlib.suppress(RuntimeError, AttributeError):
             device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
             backend: Any = group._get_backend(device)
-            counts[_name(group)] = int(backend._get_sequence_number_for_group())
+            probes = len(_probes) if group is dist.group.WORLD else 0
+            counts[_name(group)] = int(backend._get_sequence_number_for_group()) - probes
     return {name: count for name, count in counts.items() if name not in without}
 
 

@@ -53,6 +53,7 @@ class RunningPipeline:
         state.accumulated.append(self._used)
         if self.group is not None:
             watch.place.with_messages.add(str(self.group.group_name))
+            watch.place.in_steps.setdefault(str(self.group.group_name), 0)
         self._schedules: dict[int, Any] = {}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _SENTINEL = 1.0  # seconds for a sentinel to tell what it knows
+_NAMED = 8  # ranks of many that a message names
 _ASKED = 8  # ranks of many that are asked at once whether they are there
 
 _PLAIN = (
@@ -134,15 +135,25 @@ def is_of_others(error: BaseException) -> bool:
 def failed(error: BaseException, doing: str) -> RankFailedError | None:
     """What is raised in place of an error of communication: the failure of another rank that is behind it.
 
-    If none is known within seconds the others are told that this rank has failed, and it raises its own error.
+    If none is known within seconds the others are told that this rank has failed, and with whom it communicated; where
+    that is not known either, it raises its own error.
     """
     watcher = _current()
     if watcher is None or not is_of_others(error):
         return None
-    if not watcher.cause():
-        watcher.fail(f"rank {watcher.rank} failed in {doing}: {plain(error)}")
-        return None
-    return watcher.error(doing)
+    if watcher.cause():
+        return watcher.error(doing)
+    peers = [rank for rank in torch_api.members(place.of_error(error).group) if rank != watcher.rank]
+    text = f"rank {watcher.rank} failed in {doing}{_with(peers)}: {plain(error)}"
+    watcher.fail(text)
+    return RankFailedError(f"{text}, and no rank is known to have ended") if peers else None
+
+
+def _with(peers: Sequence[int]) -> str:
+    if not peers:
+        return ""
+    named = ", ".join(map(str, peers[:_NAMED])) + f" and {len(peers) - _NAMED} more" * (len(peers) > _NAMED)
+    return f" with {'rank' if len(peers) == 1 else 'ranks'} {named}"
 
 
 def plain(error: BaseException) -> str:
@@ -171,10 +182,7 @@ def translated(fn: Callable[P, T]) -> Callable[P, T]:
 
 def seen(error: BaseException) -> BaseException:
     """What an error that ends this rank is: the failure of another rank, if it is of communication and there is one."""
-    watcher = _current()
-    if watcher is not None and is_of_others(error) and watcher.cause():
-        return watcher.error()
-    return error
+    return failed(error, place.of_error(error).text) or error
 
 
 def abandon(error: BaseException) -> None:
@@ -194,16 +202,13 @@ def fail(error: BaseException) -> None:
 def stepping() -> Iterator[None]:
     """Run a step of a pipeline; if it fails, others that are in the same one wait in vain."""
     raise_failure()
-    place.calls += 1
-    place.step = place.calls
-    try:
-        yield
-    except Exception as error:
-        if not is_of_others(error):
-            abandon(error)
-        raise
-    finally:
-        place.step = None
+    with place.counted_step():
+        try:
+            yield
+        except Exception as error:
+            if not is_of_others(error):
+                abandon(error)
+            raise
 
 
 def leave(how: str = "has ended: its program returned, or called sys.exit") -> None:

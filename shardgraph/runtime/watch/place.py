@@ -22,7 +22,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgraph import ir
+from shardgraph import ir, torch_api
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -75,11 +75,41 @@ waiting: dict[int, Waiting] = {}
 with_messages = set[str]()
 """Groups in which ranks also send to one another, so that their counts of operations differ."""
 
+in_steps = dict[str, int]()
+"""How many operations of the groups of pipelines were in steps; ranks have as many outside of them as each other."""
+
 calls = 0
 """Graphs with collectives, and steps of pipelines, that this rank has begun to run."""
 
 step: int | None = None
 """The number of the step of a pipeline that this rank is in."""
+
+
+def counts() -> dict[str, int]:
+    """How many operations of each group this rank has started, where they are as many on all ranks."""
+    found = torch_api.operation_counts(with_messages - (in_steps.keys() if step is None else set()))
+    return {name: count - in_steps.get(name, 0) for name, count in found.items()}
+
+
+@contextmanager
+def counted_step() -> Iterator[None]:
+    """Run a step of a pipeline, whose operations are as many as its stages send and receive."""
+    global calls, step
+    calls += 1
+    before, step = counts(), calls
+    try:
+        yield
+    finally:
+        after = torch_api.operation_counts(set())
+        for name in in_steps:
+            in_steps[name] = after.get(name, 0) - before.get(name, 0)
+        step = None
+
+
+def of_error(error: BaseException) -> Place:
+    """The place where an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return _of_thread(0, frames[-1]) if frames else Place("", ())
 
 
 def know(code: Any, module: fx.GraphModule) -> None:

@@ -14,6 +14,8 @@ class Status:
     group it has started; or ``absent`` are the ranks that it waits for at an agreement. ``run`` is the number of the
     graph that it is in: ranks in the same one may wait for different collectives of it, which are in flight together.
     A ``message`` is between two of the ``members``; where there are any, counts say nothing, and ``group`` is empty.
+    Those of a pipeline are in its steps alone: ``beside`` is its group for a collective outside of them, and ``counts``
+    has those collectives while the rank is in no step.
     """
 
     text: str
@@ -24,6 +26,7 @@ class Status:
     run: int | None = None
     message: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
+    beside: str = ""
 
 
 def verdict(waiting: Mapping[int, Status]) -> str | None:
@@ -66,6 +69,11 @@ def _waited_for(rank: int, waiting: Mapping[int, Status]) -> int | None:
     for other in one.absent or one.members:
         if other != rank and other in waiting:
             theirs = waiting[other]
-            if one.absent or (one.group and theirs.counts.get(one.group, 0) < one.counts.get(one.group, 0)):
+            if one.absent or _is_behind(theirs, one, one.group) or _is_behind(theirs, one, one.beside):
                 return other
     return None
+
+
+def _is_behind(theirs: Status, one: Status, group: str) -> bool:
+    """Whether they have not started the collective of ``group`` that this rank waits for."""
+    return group in theirs.counts and theirs.counts[group] < one.counts.get(group, 0)

@@ -243,10 +243,11 @@ class Watcher:
 
     def _waits(self, now: Place) -> None:
         """Post what this rank waits for, and find out whether it waits in vain: at two looks, of which it then is."""
-        counts = torch_api.operation_counts(place.with_messages)
         members = torch_api.members(now.group)
         group = "" if now.message or now.group in place.with_messages else now.group
-        status = Status(now.text, now.operation, group, members, now.absent, now.run, now.message, counts)
+        beside = now.group if now.group in place.in_steps and now.run is None else ""
+        counts = place.counts()
+        status = Status(now.text, now.operation, group, members, now.absent, now.run, now.message, counts, beside)
         self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
