@@ -53,8 +53,9 @@ def front(
         example_inputs: as for :func:`shardgraph.plan`.
         devices: the numbers of devices to compare; a named device, or a cluster with a network, has as many nodes as
             each needs.
-        example_kwargs, cluster, memory, global_batch, optimizer, precision, backend, loss_fn, recompute, loss_chunk,
-            offload: as for :func:`shardgraph.plan`. What takes more than ``memory`` is part of the front, and marked.
+        example_kwargs, cluster, memory, global_batch, optimizer, precision, backend, loss_fn: as for
+            :func:`shardgraph.plan`. What takes more than ``memory`` is part of the front, and marked.
+        recompute, loss_chunk, offload: as for :func:`shardgraph.plan`.
         seconds: a limit on the search; the front's remarks say if it cut.
         progress: show a progress line on standard error; None: on a terminal only.
 
