@@ -74,6 +74,22 @@ def test_experts_in_a_loop_are_captured_as_grouped_products_with_equal_gradients
     assert report.ok, str(report)
 
 
+def xmod(ln_before_adapter):
+    model, call = families.build("xmod")
+    for module in model.modules():
+        if hasattr(module, "adapter_modules"):
+            module.ln_before_adapter = ln_before_adapter
+    return model, call | {"lang_ids": torch.tensor([0, 2, 0, 0])}
+
+
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("ln_before_adapter", [True, False])
+def test_adapters_of_the_languages_of_a_batch_are_captured_with_equal_gradients(ln_before_adapter):
+    model, call = xmod(ln_before_adapter)
+    report = shardgraph.verify(model, (), "fsdp", mesh={"dp": 2}, example_kwargs=call, steps=2)
+    assert report.ok, str(report)
+
+
 class Hit(nn.Module):
     """It computes for the rows that it finds."""
 

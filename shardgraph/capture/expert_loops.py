@@ -1,7 +1,8 @@
 """Mixtures of experts of ``transformers`` that loop over the experts that were chosen, as products of grouped rows.
 
 Most of its mixtures have such an implementation (``experts_implementation``); these are the ones that have none. Rows
-are sorted by their expert, and one operation multiplies each group with the matrix of its expert.
+are sorted by their expert, and one operation multiplies each group with the matrix of its expert. Adapters of languages
+are small, and all are computed.
 """
 
 from __future__ import annotations
@@ -89,6 +90,21 @@ def _nllb_experts(self: Any, hidden_states: Tensor, router_mask: Tensor, router_
     return computed.view(-1, self.num_experts, hidden_states.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
+def _xmod_output(self: Any, hidden_states: Tensor, input_tensor: Tensor, lang_ids: Tensor) -> Tensor:
+    """The adapters of all languages on all rows, of which each row has that of its own."""
+    hidden = normed = self.dropout(self.dense(hidden_states)) + input_tensor
+    if self.adapter_layer_norm is not None:
+        normed = self.adapter_layer_norm(hidden)
+    elif self.adapter_reuse_layer_norm:
+        normed = self.LayerNorm(hidden)
+    adapted = torch.zeros_like(normed)
+    for language, adapter in enumerate(self.adapter_modules.values()):
+        own = (lang_ids == language).reshape(*lang_ids.shape, *[1] * (normed.dim() - lang_ids.dim()))
+        adapted = torch.where(own, adapter(normed), adapted)
+    residual: Tensor = normed if self.ln_before_adapter else hidden
+    return self.dropout(adapted) + residual
+
+
 _MODELS = "transformers.models."
 EXPERT_LOOPS: dict[str, Callable[..., Any]] = {
     _MODELS + "jetmoe.modeling_jetmoe.JetMoeTopKGating": _jetmoe_router,
@@ -97,5 +113,6 @@ EXPERT_LOOPS: dict[str, Callable[..., Any]] = {
     _MODELS + "switch_transformers.modeling_switch_transformers.SwitchTransformersExperts": _switch_experts,
     _MODELS + "nllb_moe.modeling_nllb_moe.NllbMoeExperts": _nllb_experts,
     _MODELS + "dbrx.modeling_dbrx.DbrxExperts": _dbrx_experts,
+    _MODELS + "xmod.modeling_xmod.XmodOutput": _xmod_output,
 }
 """Forwards by the name of the class."""
