@@ -27,6 +27,8 @@ SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way
 SKIPS_CLIPPING_OF_A_PIPELINE = replace(SKIPS_CLIPPING, plan="pp", way="plain")
 CUT = Case(0, "cut", "clip", 1, victim=1, ranks=3, plan="fsdp", way="plain", link="ranks")
 WITHOUT_STORE = Case(0, "stall", "save", 0, victim=1, ranks=2, plan="fsdp", way="plain", link="store", seconds=1.0)
+KILLED_AT_FIRST = Case(0, "kill", "compile", 0, victim=1, ranks=2, plan="ddp", way="script", delay=0.02)
+SERVES_THE_STORE = Case(0, "kill", "compile", 0, victim=0, ranks=4, plan="zero2", way="plain")
 SKIPS_SAVING = Case(0, "skip", "save", 1, victim=0, ranks=2, plan="ddp", way="plain")
 FULL = Case(1, "full", "save", 1, victim=1, ranks=2, plan="fsdp", way="plain", room=3000)
 RAISES = Case(0, "raise", "save", 0, victim=1, ranks=3, plan="fsdp", way="plain")
@@ -48,6 +50,12 @@ def test_a_stopped_rank_is_told_to_the_others_by_name_and_by_what_it_was_doing()
 def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     outcome = run(HOLDS_THE_LOCK)
     assert outcome.finished == 2, outcome.output
+
+
+@pytest.mark.parametrize("case", [KILLED_AT_FIRST, SERVES_THE_STORE], ids=["makes groups", "serves the store"])
+def test_a_rank_that_is_killed_in_the_first_moments_of_compile_is_told(case: Case) -> None:
+    outcome = run(case)
+    assert not outcome.problem and outcome.took < LIMIT
 
 
 @pytest.mark.parametrize("case", [SKIPS_CLIPPING, SKIPS_CLIPPING_OF_A_PIPELINE], ids=lambda case: case.plan)

@@ -20,7 +20,7 @@ from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.runtime import watch
 from shardgraph.runtime.store_waits import looks
-from shardgraph.torch_api import default_store
+from shardgraph.torch_api import own_connection
 
 _AGREED = "agreed"
 _ASKING = 3  # looks after which ranks that have not come are asked whether they are there
@@ -50,7 +50,7 @@ class Agreement:
         _made[group.group_name] += 1
         watch.begin()
         # A separate connection: a long wait on the shared one would block the process group's own threads.
-        self._store = dist.PrefixStore(prefix, default_store().clone())  # type: ignore[attr-defined]  # the stubs lack it
+        self._store = dist.PrefixStore(prefix, own_connection())
 
     def agree(
         self, topic: str, value: str | None = None, error: BaseException | None = None, shown: str | None = None
@@ -211,6 +211,8 @@ class Agreement:
         self, store: dist.Store, topic: str, value: str, error: BaseException | None, shown: str | None
     ) -> str:
         key = f"{self._round}/verdict"
+        if self._round == 1:
+            watch.introduced(topic)
         if error is not None:
             store.compare_set(key, "", f"rank {self._rank} failed at {topic}: {type(error).__name__}: {error}")
         # Posts are overwritten in the next round, which a rank enters only with the verdict of this one.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardgraph.errors import RankMismatchError, ShardGraphError
 from shardgraph.runtime import watch
 from shardgraph.runtime.store_waits import looks
-from shardgraph.torch_api import default_store
+from shardgraph.torch_api import own_connection
 
 _FAILED = b"!"
 _MARGIN = 5.0  # seconds that ranks allow the first one beyond the timeout, to say which rank is missing
@@ -40,10 +40,8 @@ class Ranks:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         prefix = f"shardgraph/exchange/{next(_numbers)}"
         watch.begin()
-        self._store = self._reached(
-            "the store",
-            lambda: dist.PrefixStore(prefix, default_store().clone()),  # type: ignore[attr-defined]  # stubs lack it
-        )
+        watch.introduced("saving or loading")
+        self._store = self._reached("the store", lambda: dist.PrefixStore(prefix, own_connection()))
 
     @property
     def is_first(self) -> bool:

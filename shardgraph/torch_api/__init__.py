@@ -28,6 +28,7 @@ from shardgraph.torch_api.connections import (
     innermost_store,
     members,
     operation_counts,
+    own_connection,
     recorded_connections,
 )
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value

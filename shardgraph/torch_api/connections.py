@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -72,6 +73,24 @@ def operation_counts(without: set[str]) -> dict[str, int]:
             probes = len(_probes) if group is dist.group.WORLD else 0
             counts[_name(group)] = int(backend._get_sequence_number_for_group()) - probes
     return {name: count for name, count in counts.items() if name not in without}
+
+
+def own_connection(seconds: float = 5.0) -> dist.Store:
+    """Another connection to the default group's store, for waits that may be long: a store serves one at a time.
+
+    Raises:
+        DistNetworkError: it could not be made for so many ``seconds``, and some more that torch takes; the store's own
+            timeout, which may be minutes, is for what is waited for.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    innermost, whole = innermost_store(store), store.timeout
+    innermost.set_timeout(min(whole, timedelta(seconds=seconds)))
+    try:
+        made: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+    finally:
+        innermost.set_timeout(whole)
+    made.set_timeout(whole)
+    return made
 
 
 def innermost_store(store: dist.Store) -> dist.Store:

@@ -34,6 +34,7 @@ __all__ = [
     "begin_graph",
     "fail",
     "failed",
+    "introduced",
     "is_of_others",
     "leave",
     "look_after",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 _SENTINEL = 1.0  # seconds for a sentinel to tell what it knows
+_INTRODUCED = 10.0  # seconds for the sentinel of rank 0, which the others are told of by the store
 _NAMED = 8  # ranks of many that a message names
 _ASKED = 8  # ranks of many that are asked at once whether they are there
 
@@ -84,7 +86,13 @@ def begin() -> None:
         return
     with _lock:
         if _watcher is None or _watcher.group is not group:
-            _watcher = Watcher(group)
+            try:
+                _watcher = Watcher(group)
+            except dist.DistNetworkError as error:
+                raise RankFailedError(
+                    f"rank {dist.get_rank()} cannot reach the store of the process group ({plain(error)}): the process "
+                    "that serves it has ended, usually rank 0 or the launcher: look at its output"
+                ) from error
             _hook()
 
 
@@ -123,6 +131,14 @@ def look_after(ranks: Sequence[int], doing: str, ask: bool) -> None:
         watcher.fail(f"rank {gone} has ended before {doing}")
         watcher.failed.wait(_SENTINEL)
     watcher.raise_failure()
+
+
+def introduced(doing: str) -> None:
+    """Wait, for some seconds, until others would hear of the end of this rank, which then may let them wait for it."""
+    watcher, looks = _current(), int(_INTRODUCED / _SENTINEL)
+    while watcher is not None and looks and not watcher.introduced.wait(_SENTINEL):
+        look_after([0] if watcher.rank else [], doing, ask=True)
+        looks -= 1
 
 
 def is_of_others(error: BaseException) -> bool:

@@ -51,7 +51,8 @@ class Watcher:
         self.abandoned: dict[int, tuple[int, str]] = {}  # ranks that have left this graph in the middle, and how
         self.failed = threading.Event()
         self.process = os.getpid()
-        self._store = torch_api.default_store().clone()  # type: ignore[attr-defined]  # the stubs lack it
+        self.introduced = threading.Event()  # others hear of it if this rank ends from now on
+        self._store = torch_api.own_connection()
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._writing = threading.Lock()
         self._told = self._over = False
@@ -137,7 +138,10 @@ class Watcher:
 
     def _run(self) -> None:
         with contextlib.suppress(dist.DistError, OSError, ValueError):  # the store is gone, or the sentinel
-            self._introduce()
+            try:
+                self._introduce()
+            finally:
+                self.introduced.set()
             while not self._over:
                 self._hear(_LOOK)
                 self._look()
