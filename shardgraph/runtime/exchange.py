@@ -144,8 +144,8 @@ class Ranks:
                 return call()
         except dist.DistError as error:
             raise self._error(
-                f"rank {self.rank} lost the store of the process group at {topic}: {error}. The process that serves it "
-                "has ended, usually rank 0 or the launcher: look at its output"
+                f"rank {self.rank} cannot reach the store of the process group, at {topic}: {error}. The process that "
+                "serves it has ended, usually rank 0 or the launcher: look at its output"
             ) from error
 
 

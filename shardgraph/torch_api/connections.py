@@ -82,11 +82,11 @@ def own_connection(seconds: float = 5.0) -> dist.Store:
         DistNetworkError: it could not be made for so many ``seconds``, and some more that torch takes; the store's own
             timeout, which may be minutes, is for what is waited for.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()  # whose timeout and clone() the stubs lack
     innermost, whole = innermost_store(store), store.timeout
     innermost.set_timeout(min(whole, timedelta(seconds=seconds)))
     try:
-        made: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+        made: dist.Store = store.clone()
     finally:
         innermost.set_timeout(whole)
     made.set_timeout(whole)
