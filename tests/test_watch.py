@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardgraph.cli.main import main
+from shardgraph.runtime.watch import place
 from shardgraph.runtime.watch.compared import findings
 from shardgraph.runtime.watch.stuck import Status, verdict
 
@@ -109,3 +111,13 @@ def test_the_command_shows_what_was_found_and_the_last_collectives(
     file.write_text("{}")
     assert main(["flight", str(file)]) == 2
     assert "is no flight record" in capsys.readouterr().err
+
+
+def test_one_agreement_after_the_other_at_the_same_topic_is_progress() -> None:
+    marks = []
+    with ThreadPoolExecutor(1) as looking:
+        for _ in range(2):
+            with place.agreeing("the store") as waiting:
+                waiting.absent = [0]
+                marks += [looking.submit(place.here).result().mark for _ in range(2)]
+    assert marks[0] == marks[1] != marks[2] == marks[3]

@@ -140,7 +140,7 @@ class Ranks:
     def _reached(self, topic: str, call: Callable[[], Any]) -> Any:
         try:
             with watch.agreeing(topic) as waiting:  # an answer of the store, by the process that serves it
-                waiting.absent = [0] if self.rank else []
+                waiting.absent, waiting.answer = [0] if self.rank else [], True
                 return call()
         except dist.DistError as error:
             raise self._error(

@@ -12,7 +12,8 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -49,7 +50,8 @@ class Place:
     """Where a thread is: ``text`` for messages; ``operation`` and ``group`` if it communicates.
 
     ``mark`` changes whenever it has gone on. ``absent`` are ranks that an agreement waits for,
-    ``run`` is the number of the graph, or of the step of a pipeline, that it is in. A ``message`` is between two ranks.
+    ``run`` is the number of the graph, or of the step of a pipeline, that it is in. A ``message`` is between two ranks;
+    an ``answer`` is the store's.
     """
 
     text: str
@@ -59,14 +61,21 @@ class Place:
     absent: tuple[int, ...] = ()
     run: int | None = None
     message: bool = False
+    answer: bool = False
 
 
 @dataclass
 class Waiting:
-    """An agreement that a thread waits for: its topic, and who has not come."""
+    """An agreement that a thread waits for: its topic, and who has not come.
+
+    With ``answer`` it waits for an answer of the store alone, which the first of ``absent`` may serve. ``number`` is of
+    this wait: the next one at the same topic is another.
+    """
 
     topic: str
     absent: Sequence[int] = ()
+    answer: bool = False
+    number: int = field(default_factory=count().__next__)
 
 
 waiting: dict[int, Waiting] = {}
@@ -179,7 +188,8 @@ def _of_thread(thread: int, frame: FrameType) -> Place:
     if (agreement := waiting.get(thread)) is not None:
         absent = tuple(agreement.absent)
         text = f"waiting for all ranks at {agreement.topic}{line}"
-        return Place(text, (thread, agreement.topic, absent), "agreement", absent=absent)
+        mark = thread, agreement.number, absent
+        return Place(text, mark, "agreement", absent=absent, answer=agreement.answer)
     mark = thread, id(frame), frame.f_lasti, calls
     called: FrameType | None = None
     functional = ""

@@ -250,8 +250,8 @@ class Watcher:
         members = torch_api.members(now.group)
         group = "" if now.message or now.group in place.with_messages else now.group
         beside = now.group if now.group in place.in_steps and now.run is None else ""
-        counts = place.counts()
-        status = Status(now.text, now.operation, group, members, now.absent, now.run, now.message, counts, beside)
+        counts, absent = place.counts(), () if now.answer else now.absent
+        status = Status(now.text, now.operation, group, members, absent, now.run, now.message, counts, beside)
         self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
