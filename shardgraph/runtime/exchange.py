@@ -21,6 +21,7 @@ from shardgraph.torch_api import own_connection
 
 _FAILED = b"!"
 _MARGIN = 5.0  # seconds that ranks allow the first one beyond the timeout, to say which rank is missing
+_connected: tuple[Any, dist.Store] | None = None  # and the group that it is of
 _numbers = itertools.count()  # all ranks make them in the same order
 
 
@@ -41,7 +42,7 @@ class Ranks:
         prefix = f"shardgraph/exchange/{next(_numbers)}"
         watch.begin()
         watch.introduced("saving or loading")
-        self._store = self._reached("the store", lambda: dist.PrefixStore(prefix, own_connection()))
+        self._store = self._reached("the store", lambda: dist.PrefixStore(prefix, _connection()))
 
     @property
     def is_first(self) -> bool:
@@ -147,6 +148,15 @@ class Ranks:
                 f"rank {self.rank} cannot reach the store of the process group, at {topic}: {error}. The process that "
                 "serves it has ended, usually rank 0 or the launcher: look at its output"
             ) from error
+
+
+def _connection() -> dist.Store:
+    """The connection of all exchanges of the default group, of which none waits inside of the store: one for each save
+    of a long job would be more than the store can have."""
+    global _connected
+    if _connected is None or _connected[0] is not dist.group.WORLD:
+        _connected = dist.group.WORLD, own_connection()
+    return _connected[1]
 
 
 def _packed(value: Any) -> bytes:
