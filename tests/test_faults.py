@@ -28,6 +28,7 @@ SKIPS_CLIPPING_OF_A_PIPELINE = replace(SKIPS_CLIPPING, plan="pp", way="plain")
 CUT = Case(0, "cut", "clip", 1, victim=1, ranks=3, plan="fsdp", way="plain", link="ranks")
 WITHOUT_STORE = Case(0, "stall", "save", 0, victim=1, ranks=2, plan="fsdp", way="plain", link="store", seconds=1.0)
 KILLED_AT_FIRST = Case(0, "kill", "compile", 0, victim=1, ranks=2, plan="ddp", way="script", delay=0.02)
+RETURNS_AT_FIRST = Case(0, "return", "compile", 0, victim=0, ranks=2, plan="ddp", way="launch")
 SERVES_THE_STORE = Case(0, "kill", "compile", 0, victim=0, ranks=4, plan="zero2", way="plain")
 SKIPS_SAVING = Case(0, "skip", "save", 1, victim=0, ranks=2, plan="ddp", way="plain")
 FULL = Case(1, "full", "save", 1, victim=1, ranks=2, plan="fsdp", way="plain", room=3000)
@@ -52,8 +53,8 @@ def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     assert outcome.finished == 2, outcome.output
 
 
-@pytest.mark.parametrize("case", [KILLED_AT_FIRST, SERVES_THE_STORE], ids=["makes groups", "serves the store"])
-def test_a_rank_that_is_killed_in_the_first_moments_of_compile_is_told(case: Case) -> None:
+@pytest.mark.parametrize("case", [KILLED_AT_FIRST, SERVES_THE_STORE, RETURNS_AT_FIRST], ids=lambda case: case.kind)
+def test_a_rank_that_ends_in_the_first_moments_of_compile_is_told(case: Case) -> None:
     outcome = run(case)
     assert not outcome.problem and outcome.took < LIMIT
 

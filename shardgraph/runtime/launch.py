@@ -35,7 +35,7 @@ from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError, RankFailedError
 from shardgraph.runtime import watch
 from shardgraph.runtime.start_again import StartAgain, tell
-from shardgraph.torch_api import default_store, innermost_store, recorded_connections
+from shardgraph.torch_api import innermost_store, own_connection, recorded_connections
 
 _GRACE = 5.0  # seconds for the other ranks to end after one has failed
 _NOTICE = 1.0  # maximum seconds between a rank's death and our notice of it, on a busy machine
@@ -308,7 +308,10 @@ def _tell(folder: Path, rank: int, record: str) -> None:
         draft.rename(folder / f"{rank}.error")  # atomic: this process may be killed at any moment
     except OSError:
         with contextlib.suppress(RuntimeError, ValueError):  # no group was made, or the store cannot be reached
-            innermost_store(default_store()).set(_KEY.format(rank), record)
+            # The group's own connections are shut down if another rank has failed at the same time.
+            store, key = innermost_store(own_connection()), _KEY.format(rank)
+            store.set(key, record)
+            store.check([key])  # set() does not wait until the store has it, and this process ends now
 
 
 def _told(folder: Path, rank: int, store: dist.Store) -> dict[str, Any] | None:

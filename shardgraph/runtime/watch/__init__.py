@@ -128,8 +128,9 @@ def look_after(ranks: Sequence[int], doing: str, ask: bool) -> None:
         raise watcher.error(doing)
     gone = next((rank for rank in ranks[:_ASKED] if torch_api.has_hung_up(rank)), None) if ask else None
     if gone is not None and not watcher.failed.wait(_SENTINEL):
-        watcher.fail(f"rank {gone} has ended before {doing}")
-        watcher.failed.wait(_SENTINEL)
+        watcher.fail(text := f"rank {gone} has ended before {doing}")
+        if not watcher.failed.wait(_SENTINEL):  # the sentinels that would tell it have ended with rank 0
+            raise RankFailedError(text)
     watcher.raise_failure()
 
 
