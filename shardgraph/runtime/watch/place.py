@@ -188,8 +188,8 @@ def _of_thread(thread: int, frame: FrameType) -> Place:
     if (agreement := waiting.get(thread)) is not None:
         absent = tuple(agreement.absent)
         text = f"waiting for all ranks at {agreement.topic}{line}"
-        mark = thread, agreement.number, absent
-        return Place(text, mark, "agreement", absent=absent, answer=agreement.answer)
+        passed = thread, agreement.number, absent
+        return Place(text, passed, "agreement", absent=absent, answer=agreement.answer)
     mark = thread, id(frame), frame.f_lasti, calls
     called: FrameType | None = None
     functional = ""
