@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
+from tests.plain_loop import losses_of
 
 RANKS, SAMPLES, EVERY = 4, 10, 10  # samples of a step; steps between two checkpoints
 PAUSE = 0.05  # seconds in a step, so that a machine has room for other things
@@ -137,18 +138,15 @@ def _scheduled(faults: list[Fault], folder: Path, rank: int, ranks: int) -> Call
     return happen
 
 
-def undisturbed(steps: int) -> list[float]:
+def undisturbed(steps: int) -> dict[int, float]:
     """The loss of each step on one device."""
-    one, losses = model(), [0.0]
-    optimizer = optimizer_of(one)
-    for step in range(1, steps + 1):
+    one = model()
+
+    def loss(step: int) -> torch.Tensor:
         inputs, targets = batch_of(step)
-        loss = loss_of(one(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return loss_of(one(inputs), targets)
+
+    return losses_of(optimizer_of(one), loss, range(1, steps + 1))
 
 
 def soak(minutes: float, pause: float = 60.0) -> dict[str, Any]:

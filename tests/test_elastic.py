@@ -14,22 +14,20 @@ import torch
 import shardgraph
 from shardgraph import LaunchError, ShardGraphError
 from tests import elastic_jobs
+from tests.plain_loop import losses_of
 
 pytestmark = pytest.mark.timeout(240)
 
 
 def undisturbed(steps: int) -> dict[int, float]:
     """The loss of each step on one device."""
-    model, losses = elastic_jobs.model(), {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(1, steps + 1):
+    model = elastic_jobs.model()
+
+    def loss_of(step: int) -> torch.Tensor:
         inputs, targets = elastic_jobs.batch_of(step)
-        loss = elastic_jobs.loss_of(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step] = loss.item()
-    return losses
+        return elastic_jobs.loss_of(model(inputs), targets)
+
+    return losses_of(torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of, range(1, steps + 1))
 
 
 def run(

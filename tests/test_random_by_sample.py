@@ -9,6 +9,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph import PlanError, ShardGraphError
+from tests.plain_loop import losses_of
 from tests.standing import on_ranks
 
 SAMPLES = 7  # not divisible by 2 or 3
@@ -47,16 +48,13 @@ def _model() -> nn.Module:
 
 
 def _original(steps: int) -> list[float]:
-    model, losses = _model(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
+    model = _model()
+
+    def loss(step: int) -> torch.Tensor:
         inputs, target = _batch(step)
-        loss = loss_of(model(inputs), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return loss_of(model(inputs), target)
+
+    return list(losses_of(torch.optim.AdamW(model.parameters(), lr=1e-2), loss, range(steps)).values())
 
 
 def _train(plan: str, steps: int) -> tuple[list[float], list[float]]:

@@ -104,10 +104,10 @@ class Differentiable(Executor):
             return self.sample_rows.drawing()
         mesh, plan, seed = self.state.mesh, self.program.plan, None
         batches = plan.data_size if mesh is not None else 1
-        on_host = self.program.draws_on_host and mesh is not None  # NumPy's generators may be seeded unlike
-        if self.program.random and (on_host or plan.copies * batches > 1):
+        on_host = self.program.draws_on_host  # where NumPy's generators may be seeded unlike
+        if self.program.random and (plan.copies * batches > 1 or (on_host and mesh is not None)):
             seed = rank_seed(common_draw(), self.state.replica * batches + plan.data_rank(mesh_rank(mesh)))
-        return seeded(seed, self.state.device)
+        return seeded(seed, self.state.device, on_host)
 
     def as_run(self, gm: fx.GraphModule) -> fx.GraphModule:
         """A graph as this executor binds it."""

@@ -28,7 +28,7 @@ def rank_generator(rank: int, world_size: int, device: torch.device) -> Abstract
 
     With one rank the default generators are used unchanged, so that the body draws what the original model would.
     """
-    return seeded(None if world_size == 1 else rank_seed(common_draw(), rank), device)
+    return seeded(None if world_size == 1 else rank_seed(common_draw(), rank), device, on_host=True)
 
 
 def common_draw() -> int:
@@ -37,19 +37,23 @@ def common_draw() -> int:
 
 
 @contextmanager
-def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Run the body with ``device``'s (and the CPU's) generator seeded, then restore it; None changes nothing."""
+def seeded(seed: int | None, device: torch.device, on_host: bool) -> Iterator[None]:
+    """Run the body with ``device``'s (and the CPU's) generator seeded, then restore it; None changes nothing.
+
+    ``on_host``: NumPy's too, which takes longer than torch's.
+    """
     if seed is None:
         yield
         return
     accelerators = [device] if device.type != "cpu" else []
-    numbers = numpy.random.get_state()
+    numbers = numpy.random.get_state() if on_host else None
     with torch.random.fork_rng(accelerators, device_type=device.type):
-        seed_all(seed)
+        (seed_all if on_host else torch.manual_seed)(seed)
         try:
             yield
         finally:
-            numpy.random.set_state(numbers)
+            if numbers is not None:
+                numpy.random.set_state(numbers)
 
 
 def seed_all(seed: int) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 _PROBE = (1 << 20) + 1  # a tag of messages that nobody takes
+_CONNECTING = 5.0  # seconds, and some more that torch takes, until a store is not reached
 _probes: list[object] = []
 _connections = set[tuple[int, int]]()  # file descriptor and inode of those to other ranks
 
@@ -75,16 +76,16 @@ def operation_counts(without: set[str]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if name not in without}
 
 
-def own_connection(seconds: float = 5.0) -> dist.Store:
+def own_connection() -> dist.Store:
     """Another connection to the default group's store, for waits that may be long: a store serves one at a time.
 
     Raises:
-        DistNetworkError: it could not be made for so many ``seconds``, and some more that torch takes; the store's own
-            timeout, which may be minutes, is for what is waited for.
+        DistNetworkError: it could not be made for some seconds; the store's own timeout, which may be minutes, is for
+            what is waited for.
     """
     store: Any = dist.distributed_c10d._get_default_store()  # whose timeout and clone() the stubs lack
     innermost, whole = innermost_store(store), store.timeout
-    innermost.set_timeout(min(whole, timedelta(seconds=seconds)))
+    innermost.set_timeout(min(whole, timedelta(seconds=_CONNECTING)))
     try:
         made: dist.Store = store.clone()
     finally:

@@ -113,7 +113,7 @@ class RunningStage(torch_api.PipelineStageBase):
         arrived = self.arrived.pop(("forward", fwd_chunk_id), [])
         inputs = [self._input(role, microbatch, arrived) for role, _ in bound.inputs]
         del arrived
-        with seeded(microbatch.seed, self.state.device):
+        with seeded(microbatch.seed, self.state.device, microbatch.executor.program.draws_on_host):
             results = bound(inputs)
         for (role, traced), value in zip(bound.results, results, strict=True):
             if isinstance(role, ir.Forwarded):
