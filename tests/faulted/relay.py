@@ -166,8 +166,11 @@ class Relay:
 
 
 def _listener_beside(port: int) -> socket.socket:
-    """A listener at the next free port: of two ranks the one with the lower port waits for the other to connect."""
-    for near in (*range(port + 1, min(port + 20, 65535)), 0):
+    """A listener that two ranks think of as they do of ``port``: the one with the lower port waits for the other.
+
+    Gloo compares ports as they stand in addresses, with the bytes swapped, so the next ones are 256 apart.
+    """
+    for near in (*range(port + 256, min(port + 20 * 256, 65536), 256), 0):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", near), backlog=64)
     raise OSError("no port is free")

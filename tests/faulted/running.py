@@ -82,7 +82,9 @@ def run(case: Case) -> Outcome:
         files = [path.name for path in folder.iterdir()]
         finished, finals = (sum(name.endswith(end) for name in files) for end in (".finished", ".finally"))
         outcome = Outcome(case, ended - since, codes, finished, finals, output, load=os.getloadavg()[0])
-        if case.kind != "skip":  # what others then compute is another thing
+        if not fault.exists():
+            outcome.wrong = f"it did not come to its fault: {output[-300:]}"
+        elif case.kind != "skip":  # what others then compute is another thing
             outcome.wrong = computed(folder, expected()) or resumed(folder, expected())
         return outcome
 
