@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 STOPPED = Case(0, "stop", "forward", 1, victim=1, ranks=2, plan="fsdp", way="plain")
 HOLDS_THE_LOCK = Case(0, "lock", "backward", 1, victim=0, ranks=2, plan="ddp", way="plain", seconds=6.0)
+COMES_LATE = Case(0, "lock", "save", 0, victim=2, ranks=3, plan="zero2", way="plain", seconds=9.0)
 SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way="launch")
 SKIPS_CLIPPING_OF_A_PIPELINE = replace(SKIPS_CLIPPING, plan="pp", way="plain")
 CUT = Case(0, "cut", "clip", 1, victim=1, ranks=3, plan="fsdp", way="plain", link="ranks")
@@ -51,6 +52,11 @@ def test_a_stopped_rank_is_told_to_the_others_by_name_and_by_what_it_was_doing()
 def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     outcome = run(HOLDS_THE_LOCK)
     assert outcome.finished == 2, outcome.output
+
+
+def test_ranks_that_wait_for_a_late_one_at_a_save_do_not_wait_for_each_other() -> None:
+    outcome = run(COMES_LATE)
+    assert outcome.finished == 3, outcome.output
 
 
 @pytest.mark.parametrize("case", [KILLED_AT_FIRST, SERVES_THE_STORE, RETURNS_AT_FIRST], ids=lambda case: case.kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Ranks:
             return []
         keys = [f"{self._round}/{rank}" for rank in range(1, self.count)]
         try:
-            self._await(topic, keys, list(range(1, self.count)), self._timeout)
+            self._await(topic, dict(enumerate(keys, start=1)), self._timeout)
         except dist.DistError:
             absent = [rank for rank, key in enumerate(keys, start=1) if not self._reached(topic, self._has(key))]
             message = (
@@ -102,7 +102,7 @@ class Ranks:
             self._reached(topic, lambda: self._store.compare_set(key, "", b"=" + _packed(value)))
             return value
         try:
-            self._await(topic, [key], [0], self._timeout + _MARGIN)
+            self._await(topic, {0: key}, self._timeout + _MARGIN)
         except dist.DistError as error:
             raise self._error(
                 f"rank 0 did not get as far as rank {self.rank} at {topic} within {self._timeout:g} s: it has ended or "
@@ -123,17 +123,18 @@ class Ranks:
         result: list[Any] = self.from_first(topic, given)
         return result
 
-    def _await(self, topic: str, keys: list[str], absent: list[int], timeout: float) -> None:
-        """Wait for keys of the ``absent``, and look now and then whether a rank has failed.
+    def _await(self, topic: str, keys: Mapping[int, str], timeout: float) -> None:
+        """Wait for the keys of some ranks, and look now and then who has not come, and whether one has failed.
 
         Raises:
             DistError: one does not come in time, or the store is gone.
             RankFailedError: a rank has failed.
         """
         with watch.agreeing(topic) as waiting:
-            waiting.absent = absent
-            for _ in looks(self._store, keys, timeout):
-                watch.look_after(absent, topic, ask=False)
+            waiting.absent = list(keys)
+            for _ in looks(self._store, list(keys.values()), timeout):
+                waiting.absent = [rank for rank in waiting.absent if not self._store.check([keys[rank]])]
+                watch.look_after(waiting.absent, topic, ask=False)
 
     def _has(self, key: str) -> Callable[[], bool]:
         return lambda: self._store.check([key])
