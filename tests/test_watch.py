@@ -12,7 +12,7 @@ import pytest
 from shardgraph.cli.main import main
 from shardgraph.runtime.watch import place
 from shardgraph.runtime.watch.compared import findings
-from shardgraph.runtime.watch.stuck import Status, verdict
+from shardgraph.runtime.watch.stuck import STILL, Status, verdict
 
 BOTH = (0, 1)
 
@@ -73,6 +73,30 @@ def test_a_rank_that_leaves_out_a_collective_of_a_pipeline_beside_its_steps_is_t
     assert verdict({0: clips, 1: saves}) is not None
     assert verdict({0: clips, 1: replace(saves, counts={"pp": 1})}) is None  # what it has sent is on its way
     assert verdict({0: clips, 1: replace(saves, counts={})}) is None  # it is in a step
+
+
+STALLED = Status("all_reduce at a.py:1", "all_reduce", "dp", BOTH, counts={"dp": 5}, still=STILL)
+
+
+def test_ranks_in_one_collective_on_which_nothing_moves_are_stalled() -> None:
+    assert verdict({0: STALLED, 1: STALLED}) == (
+        "nothing moves any more between ranks 0, 1: their connections are stalled: ranks 0, 1 are in all_reduce at a.py:1"
+    )
+    assert verdict({0: STALLED, 1: replace(STALLED, still=STILL - 1)}) is None  # bytes have come there
+    assert verdict({0: STALLED}) is None  # rank 1 computes
+
+
+def test_stalled_ranks_are_told_together_with_those_that_wait_for_them() -> None:
+    ahead = replace(STALLED, text="all_gather over all", group="all", members=(0, 1, 2), counts={"dp": 5, "all": 1})
+    agrees = replace(STALLED, text="waiting at the inputs", operation="agreement", group="", members=(), absent=(0, 1))
+    for waiting in ({0: STALLED, 1: STALLED, 2: ahead}, {0: STALLED, 1: STALLED, 2: agrees}):
+        found = verdict(waiting)
+        assert found is not None and "between ranks 0, 1, 2" in found and f"rank 2 is in {waiting[2].text}" in found
+
+
+def test_a_rank_that_waits_for_one_that_computes_is_not_stalled() -> None:
+    waits_for_three = replace(STALLED, group="all", members=(0, 1, 3), counts={"all": 1})
+    assert verdict({0: STALLED, 1: waits_for_three}) is None
 
 
 def collective(call: int, place: int, value: str, started: float) -> dict[str, object]:

@@ -24,6 +24,8 @@ from shardgraph.torch_api.attention import attention_on, positions_first, unit_s
 from shardgraph.torch_api.checkpoints import box_of, read_metadata, storage_info
 from shardgraph.torch_api.connections import (
     break_connections,
+    can_break,
+    carried,
     has_hung_up,
     innermost_store,
     members,

@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 import stat
+import struct
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,17 +18,19 @@ import torch.distributed as dist
 _PROBE = (1 << 20) + 1  # a tag of messages that nobody takes
 _CONNECTING = 5.0  # seconds, and some more that torch takes, until a store is not reached
 _probes: list[object] = []
-_connections = set[tuple[int, int]]()  # file descriptor and inode of those to other ranks
+_connections = dict[tuple[int, int], str]()  # those to other ranks, and the backend whose groups they are of
+_TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
+_CARRIED = struct.Struct("120x2Q")  # bytes that the other side has acknowledged, and that came, in struct tcp_info
 
 
 @contextlib.contextmanager
-def recorded_connections() -> Iterator[None]:
-    """Note the connections that are made inside, by one thread at a time: those of a process group."""
+def recorded_connections(backend: str) -> Iterator[None]:
+    """Note the connections that are made inside, by one thread at a time: those of a process group of a ``backend``."""
     before = _sockets()
     try:
         yield
     finally:
-        _connections.update(_sockets() - before)
+        _connections.update(dict.fromkeys(_sockets() - before, backend))
 
 
 def break_connections() -> None:
@@ -34,7 +38,7 @@ def break_connections() -> None:
 
     Gloo's connections are shut down, as if the other ranks had closed them, and NCCL's groups are aborted.
     """
-    for descriptor, _ in _connections & _sockets():
+    for descriptor, _ in _connections.keys() & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies if it cannot listen
                 connection.shutdown(socket.SHUT_RDWR)
@@ -43,6 +47,13 @@ def break_connections() -> None:
         if dist.get_backend(group) == "nccl":
             with contextlib.suppress(RuntimeError):
                 group.abort()
+
+
+def can_break(group_name: str) -> bool:
+    """Whether a collective of this group fails by :func:`break_connections`: not one over gloo that the user has made."""
+    group = _group(group_name)
+    backend = "" if group is None else dist.get_backend(group)
+    return backend != "gloo" or (group is dist.group.WORLD and backend in _connections.values())
 
 
 def has_hung_up(rank: int) -> bool:
@@ -59,9 +70,35 @@ def has_hung_up(rank: int) -> bool:
     return False
 
 
+def carried(group_name: str) -> int | None:
+    """The bytes that gloo's connections of this process have carried, both ways, for all groups like this one.
+
+    None where that is not known: over another backend, where the system does not count them, or where there is an
+    accelerator, since gloo waits for what that computes. A group that the user has made may have any connection of the
+    process but those to the store, which are used all the time.
+    """
+    group = _group(group_name)
+    if group is None or _TCP_INFO is None or torch.accelerator.is_available():
+        return None
+    if any(group._get_backend(device).name() != "gloo" for device in group._device_types):
+        return None
+    backend, sockets = dist.get_backend(group), _sockets()
+    if backend != "gloo":
+        sockets &= {each for each, made_by in _connections.items() if made_by == backend}
+    port = getattr(innermost_store(dist.distributed_c10d._get_default_store()), "port", None)
+    total = 0
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            own, other = connection.getsockname(), connection.getpeername()
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and port not in (own[1], other[1]):
+                total += sum(_CARRIED.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _CARRIED.size)))
+    return total or None
+
+
 def members(group_name: str) -> tuple[int, ...]:
     """The global ranks of a process group; none if there is no such group."""
-    return next((tuple(dist.get_process_group_ranks(group)) for group in _groups() if _name(group) == group_name), ())
+    group = _group(group_name)
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def operation_counts(without: set[str]) -> dict[str, int]:
@@ -103,6 +140,10 @@ def innermost_store(store: dist.Store) -> dist.Store:
 
 def _groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    return next((each for each in _groups() if _name(each) == name), None)
 
 
 def _name(group: dist.ProcessGroup) -> str:

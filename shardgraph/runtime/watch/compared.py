@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from shardgraph.runtime.watch.wording import named
+
 Records = Sequence[Mapping[str, Any]]
 """Of one rank, as :func:`shardgraph.runtime.watch.flight.records` has them."""
 
@@ -30,7 +32,7 @@ def _different(known: Mapping[int, Mapping[tuple[int, int], Mapping[str, Any]]])
         for rank, what in here.items():
             kinds.setdefault(what, []).append(rank)
         if len(kinds) > 1:
-            told = "; ".join(f"{_named(members)}: {what}" for what, members in kinds.items())
+            told = "; ".join(f"{_first(members)}: {what}" for what, members in kinds.items())
             return [f"The ranks differ at collective {place[1]} of graph {place[0]}: {told}."]
     return []
 
@@ -43,7 +45,7 @@ def _late(known: Mapping[int, Mapping[tuple[int, int], Mapping[str, Any]]]) -> l
     if behind:
         first = min(set(known) - set(behind))
         theirs, ours = (_what(known[rank][last[rank]]) for rank in (behind[0], first))
-        found.append(f"{_named(behind)} had last started {theirs}, when rank {first} had started {ours}.")
+        found.append(f"{_first(behind)} had last started {theirs}, when rank {first} had started {ours}.")
     shared = set.intersection(*(set(places) for places in known.values()))
     if shared:
         starts = {place: {rank: places[place]["started"] for rank, places in known.items()} for place in shared}
@@ -73,5 +75,6 @@ def _what(record: Mapping[str, Any]) -> str:
     return f"{record['kind']} of {record['value']}, {record['bytes']} bytes over {record['axis']!r}{where}"
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _first(ranks: Sequence[int]) -> str:
+    """Ranks at the beginning of a sentence."""
+    return named(ranks).capitalize()

@@ -1,0 +1,54 @@
+"""Whether what this rank waits for moves: the bytes of its connections, and what its threads compute.
+
+A collective that is slow moves something on some rank of its group all the time: bytes come or go, or are copied and
+added up. One whose connections are stalled leaves all its ranks still. Where that cannot be told, nobody is still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from shardgraph import torch_api
+from shardgraph.runtime.watch.place import Place
+
+_IDLE = 0.02  # seconds of the processor between two looks, up to which a thread is idle: some wake up now and then
+_CARRIERS = ("gloo_tcp_loop", "pt_tcpstore_uv")  # threads that do nothing but carry bytes, which are counted
+_OWN = "shardgraph "  # how the names of the watch's threads begin
+
+
+class Motion:
+    """``still`` is the number of looks in a row that found that nothing moves, at one place of the main thread."""
+
+    def __init__(self) -> None:
+        self.still = 0
+        self._seen: tuple[object, int] | None = None  # the place, and the bytes that were carried by then
+        self._computed: dict[int, float] = {}  # the seconds of each thread
+
+    def look(self, now: Place) -> None:
+        """Look at what this rank does, which is in a collective, in a step of a pipeline, or at an agreement."""
+        carried = torch_api.carried(now.group) if now.group else 0
+        seen = None if carried is None or now.answer or not _is_of_main_thread(now) else (now.mark, carried)
+        active = self._computes()
+        self.still = self.still + 1 if seen is not None and seen == self._seen and not active else 0
+        self._seen = seen
+
+    def _computes(self) -> bool:
+        """Whether a thread has computed since the last look, or waits for a disk; also where that cannot be told."""
+        own = {each.native_id for each in threading.enumerate() if each.name.startswith(_OWN)}
+        before, self._computed, waits = self._computed, {}, False
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+                fields = rest.split()
+                if thread not in own and name not in _CARRIERS:
+                    self._computed[thread] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                    waits |= fields[0] == "D"
+        used = [seconds - before.get(thread, 0.0) for thread, seconds in self._computed.items()]
+        return waits or max(used, default=0.0) > _IDLE or not any(self._computed.values())
+
+
+def _is_of_main_thread(now: Place) -> bool:
+    """Whether nothing else can be what others wait for. A message of the user's may come from any thread."""
+    return now.mark[0] == threading.main_thread().ident and not (now.message and now.run is None)
