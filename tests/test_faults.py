@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import time
 from dataclasses import replace
@@ -163,6 +164,16 @@ def _record(folder: str) -> list[dict[str, object]]:
     return shardgraph.flight_record(Path(folder, "record.json"))
 
 
+def _record_outside(backend: str) -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp", backend=backend)
+    before = len(shardgraph.flight_record())
+    sharded(torch.ones(2, 4)).sum().backward()
+    sharded.clip_grad_norm_(1.0)
+    dist.barrier()
+    return shardgraph.flight_record()[before:]
+
+
 def _wait_of_groups() -> list[float]:
     from shardgraph.torch_api import wait_of
 
@@ -189,6 +200,17 @@ def test_a_rank_that_catches_the_failure_of_another_and_calls_again_is_told_agai
 
 def test_the_timeout_of_compile_is_that_of_every_group() -> None:
     assert all(set(waits) == {77.0} for waits in standing.on_ranks(_wait_of_groups))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_record_has_what_is_communicated_outside_of_graphs_and_in_those_of_inductor(backend: str) -> None:
+    for own in standing.on_ranks(_record_outside, args=(backend,)):
+        kinds = ["all_gather", "all_to_all", "all_reduce", "barrier"]
+        assert [re.match("all_[a-z]+|barrier", str(each["kind"]))[0] for each in own] == kinds
+        clip, barrier = own[-2:]
+        assert (clip["axis"], clip["bytes"], clip["done"]) == ("dp", 8, True)
+        assert re.fullmatch(r"test_faults.py:\d+ in _record_outside", str(clip["line"])) and barrier["done"]
+        assert all(bool(each["call"]) == (backend == "eager") for each in own[:-2])
 
 
 def test_the_record_has_the_last_hundred_collectives_of_all_ranks_in_one_file(tmp_path: Path) -> None:

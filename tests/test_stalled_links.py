@@ -22,7 +22,7 @@ from tests.faulted.relay import Relay
 from tests.faulted.running import launched_through
 from tests.ranks import whole
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 LAUNCHED = Case(0, "stall", "forward", 1, victim=1, ranks=2, plan="fsdp", way="launch", link="ranks")
 SLOW = pytest.mark.slow
@@ -55,7 +55,7 @@ def slow_links(port: int) -> Iterator[int]:
 
 
 def _step(rows: int, backward: bool) -> tuple[float, float]:
-    """The seconds of a forward whose gather has each of two ranks send ``rows`` KiB; the largest error of what comes."""
+    """The seconds of a forward in which two ranks send each other ``rows`` KiB, and the largest error of the step."""
     torch.manual_seed(0)
     model, x = nn.Linear(512, rows, bias=False), torch.randn(4, 512)
     expected = model(x).square().mean()
@@ -84,23 +84,30 @@ def _looks(computes: bool) -> list[int]:
     over, motion, found = threading.Event(), Motion(), []
     group = dist.new_group(backend=shardgraph.torch_api.ordered_gloo())
     dist.barrier(group)
-    numbers = torch.randn(300, 300)
+    computed = threading.Event()
 
     def compute() -> None:
         while not over.is_set():
-            numbers.mm(numbers)
+            until = time.thread_time() + 0.05
+            while time.thread_time() < until:
+                torch.randn(100, 100).sum()
+            computed.set()
 
     def look() -> None:
         for _ in range(6):
             time.sleep(0.5)
+            if computes:
+                computed.clear()
+                assert computed.wait(60)
             motion.look(place.here())
             found.append(motion.still)
+        dist.send(torch.zeros(1), 1)  # over another group
 
     threads = [threading.Thread(target=look), *([threading.Thread(target=compute)] if computes else [])]
     for thread in threads if dist.get_rank() == 0 else []:
         thread.start()
     if dist.get_rank():
-        time.sleep(4)
+        dist.recv(torch.zeros(1), 0)  # rank 0 has looked often enough
     dist.barrier(group)
     over.set()
     for thread in threads if dist.get_rank() == 0 else []:

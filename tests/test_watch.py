@@ -79,9 +79,8 @@ STALLED = Status("all_reduce at a.py:1", "all_reduce", "dp", BOTH, counts={"dp":
 
 
 def test_ranks_in_one_collective_on_which_nothing_moves_are_stalled() -> None:
-    assert verdict({0: STALLED, 1: STALLED}) == (
-        "nothing moves any more between ranks 0, 1: their connections are stalled: ranks 0, 1 are in all_reduce at a.py:1"
-    )
+    told = "nothing moves any more between ranks 0, 1: their connections are stalled: ranks 0, 1 are in all_reduce at"
+    assert verdict({0: STALLED, 1: STALLED}) == f"{told} a.py:1"
     assert verdict({0: STALLED, 1: replace(STALLED, still=STILL - 1)}) is None  # bytes have come there
     assert verdict({0: STALLED}) is None  # rank 1 computes
 
@@ -121,6 +120,22 @@ def test_the_rank_that_was_different_is_found() -> None:
     different, *_ = findings(ranks)
     assert "differ at collective 1 of graph 1: Ranks 0, 2: all_gather of a" in different
     assert "Rank 1: all_gather of b" in different
+
+
+def outside(place: int, kind: str, group: str = "3", line: str = "a.py:3") -> dict[str, object]:
+    about = {"kind": kind, "group": group, "call": 0, "place": place, "line": line, "done": True, "finished": None}
+    return {**collective(0, place, "Float[2]", float(place)), **about}
+
+
+def test_collectives_outside_of_graphs_are_compared_by_their_number_in_the_group() -> None:
+    first = [outside(1, "all_reduce"), outside(2, "barrier", "0"), outside(2, "all_reduce")]
+    second = [outside(1, "all_reduce", line="a.py:9"), outside(2, "barrier", "0"), outside(2, "broadcast")]
+    (different,) = findings({0: first, 1: second})
+    assert different == (
+        "The ranks differ at collective 2 of group 'dp', outside of graphs: Rank 0: all_reduce; Rank 1: broadcast."
+    )
+    (behind,) = findings({0: first, 1: second[:2]})
+    assert behind.startswith("Rank 1 had last started all_reduce of Float[2]")
 
 
 def test_the_command_shows_what_was_found_and_the_last_collectives(

@@ -50,7 +50,7 @@ def break_connections() -> None:
 
 
 def can_break(group_name: str) -> bool:
-    """Whether a collective of this group fails by :func:`break_connections`: not one over gloo that the user has made."""
+    """Whether collectives of a group fail by :func:`break_connections`: not if the user has made it, over gloo."""
     group = _group(group_name)
     backend = "" if group is None else dist.get_backend(group)
     return backend != "gloo" or (group is dist.group.WORLD and backend in _connections.values())

@@ -13,7 +13,7 @@ import threading
 from shardgraph import torch_api
 from shardgraph.runtime.watch.place import Place
 
-_IDLE = 0.02  # seconds of the processor between two looks, up to which a thread is idle: some wake up now and then
+_IDLE = 1  # tick of the processor between two looks, up to which a thread is idle: some wake up now and then
 _CARRIERS = ("gloo_tcp_loop", "pt_tcpstore_uv")  # threads that do nothing but carry bytes, which are counted
 _OWN = "shardgraph "  # how the names of the watch's threads begin
 
@@ -24,7 +24,7 @@ class Motion:
     def __init__(self) -> None:
         self.still = 0
         self._seen: tuple[object, int] | None = None  # the place, and the bytes that were carried by then
-        self._computed: dict[int, float] = {}  # the seconds of each thread
+        self._computed: dict[int, int] = {}  # the ticks of each thread, mostly hundredths of a second
 
     def look(self, now: Place) -> None:
         """Look at what this rank does, which is in a collective, in a step of a pipeline, or at an agreement."""
@@ -43,10 +43,10 @@ class Motion:
                 name, _, rest = file.read().partition("(")[2].rpartition(")")
                 fields = rest.split()
                 if thread not in own and name not in _CARRIERS:
-                    self._computed[thread] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                    self._computed[thread] = int(fields[11]) + int(fields[12])
                     waits |= fields[0] == "D"
-        used = [seconds - before.get(thread, 0.0) for thread, seconds in self._computed.items()]
-        return waits or max(used, default=0.0) > _IDLE or not any(self._computed.values())
+        used = [ticks - before.get(thread, 0) for thread, ticks in self._computed.items()]
+        return waits or max(used, default=0) > _IDLE or not any(self._computed.values())
 
 
 def _is_of_main_thread(now: Place) -> bool:

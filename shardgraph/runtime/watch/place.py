@@ -167,7 +167,7 @@ def described(error: BaseException) -> str:
 def shown(error: BaseException) -> str:
     """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause."""
     found = traceback.TracebackException.from_exception(error)
-    users = [frame for frame in found.stack if _is_users(frame.filename)]
+    users = [frame for frame in found.stack if is_users(frame.filename)]
     frames = [*users[-_LINES:], *([] if found.stack[-1:] == users[-1:] else found.stack[-1:])]
     lines = traceback.StackSummary.from_list(frames).format() if frames else []
     return "".join([*lines, *found.format_exception_only()]).rstrip()
@@ -177,7 +177,7 @@ def _raised_at(error: BaseException) -> str:
     at, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not at or _is_users(code.co_filename):
+        if not at or is_users(code.co_filename):
             at = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
         trace = trace.tb_next
     return at
@@ -248,16 +248,17 @@ def _group_of(frame: FrameType | None) -> str:
     return ""
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of code is neither Python's nor torch's nor this package's, nor generated."""
     python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not python and not file.startswith((_TORCH, _OURS, "<"))
+    return not python and "torchinductor" not in file and not file.startswith((_TORCH, _OURS, "<"))
 
 
 def _users_line(frame: FrameType | None) -> str:
     """The innermost line that is of neither torch nor this package."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             return f", called at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

@@ -7,7 +7,8 @@ input and output, with each other over TCP.
 
 From the rank: its place in the run (first line), ``at`` (what it does), ``failed`` or ``left`` (how it ends),
 ``abandoned`` (a graph that it has left in the middle), ``told`` (the failure of another was raised in it), ``held`` (it
-could not be, so far) and ``ending`` (its program is over). To the rank: ``port``, ``event`` and ``lost`` (there is no connection any more).
+could not be, so far) and ``ending`` (its program is over). To the rank: ``port``, ``event`` and ``lost`` (there is no
+connection any more).
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Watcher:
         return None
 
     def _waiting(self, own: Status) -> tuple[dict[int, Status], dict[int, int]]:
-        """What all ranks that wait have posted, and at which of their looks: one that posts no more may have gone on."""
+        """What all who wait have posted, and at which of their looks: a rank that posts no more may have gone on."""
         ranks = [rank for rank in range(self.size) if rank != self.rank]
         waiting, looks = {self.rank: own}, {self.rank: self._looks}
         present = [rank for rank in ranks if self._store.check([self._key(rank)])]
@@ -299,12 +299,14 @@ class Watcher:
     def _interrupt(self, now: Place) -> None:
         """Raise the failure in a main thread that has not met it, as it will not where it is held."""
         waited = time.monotonic() - self._since
-        if not self._told and waited > _INTERRUPT and _SIGNAL is not None and not self._over:
+        if self._told or self._over:
+            return
+        if now.mark == self._held:
+            self._send({"held": True})
+        elif waited > _INTERRUPT and _SIGNAL is not None:
             main = threading.main_thread()
             if main.ident is not None and signal.getsignal(_SIGNAL) == self._interrupted:
                 signal.pthread_kill(main.ident, _SIGNAL)
-            if now.mark == self._held:
-                self._send({"held": True})
 
     def _interrupted(self, *_: Any) -> None:
         if self.failure is not None and not self._told:
