@@ -157,6 +157,24 @@ def _live_on(folder: str) -> None:
             Path(folder, str(number)).write_text(str(error))
 
 
+def _compute_beside_a_save(folder: str) -> bool:
+    """Rank 1 writes for 9 seconds on a thread, for which one of rank 0 waits, and waits for rank 0, which computes."""
+    from shardgraph.saves import writing
+
+    write = writing._write_file
+
+    def slowly(*args: object) -> object:
+        time.sleep(9.0 * dist.get_rank())
+        return write(*args)
+
+    writing._write_file = slowly
+    save = shardgraph.save_checkpoint(folder, 1, nn.Linear(4, 4), background=True)
+    if dist.get_rank() == 0:
+        time.sleep(9.0)
+    dist.barrier()
+    return save.result().exists()
+
+
 def _record(folder: str) -> list[dict[str, object]]:
     sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp")
     for _ in range(70):
@@ -196,6 +214,10 @@ def test_a_rank_that_catches_the_failure_of_another_and_calls_again_is_told_agai
     with pytest.raises(shardgraph.LaunchError, match=r"ValueError: no data$"):
         shardgraph.launch(_live_on, 2, args=(str(tmp_path),), timeout=600)
     assert all("rank 1 raised ValueError: no data" in (tmp_path / name).read_text() for name in "01")
+
+
+def test_a_rank_that_computes_while_its_checkpoint_is_written_is_waited_for(tmp_path: Path) -> None:
+    assert shardgraph.launch(_compute_beside_a_save, 2, args=(str(tmp_path),), timeout=600) == [True, True]
 
 
 def test_the_timeout_of_compile_is_that_of_every_group() -> None:

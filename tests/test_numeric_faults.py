@@ -68,7 +68,7 @@ PIPELINES = {
     [
         ("logarithm", "NaN", "log", "torch.log(x + 1)", "forward"),
         ("masked away", "NaN", "softmax", "torch.softmax(self.mid(hidden) + gone", "forward"),
-        ("root", "NaN", "", "torch.sqrt(", "backward"),
+        ("root", "inf", "", "torch.sqrt(", "backward"),
     ],
 )
 def test_in_a_pipeline_it_is_named_with_stage_and_microbatch(pipeline, kind, value, operation, text, graph):

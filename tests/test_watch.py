@@ -98,6 +98,13 @@ def test_a_rank_that_waits_for_one_that_computes_is_not_stalled() -> None:
     assert verdict({0: STALLED, 1: waits_for_three}) is None
 
 
+def test_a_rank_whose_save_alone_waits_may_go_on() -> None:
+    saves = Status("waiting at the checkpoint", "agreement", absent=(1,), counts={"dp": 4})
+    other = Status("all_gather over dp", "all_gather", "dp", BOTH, counts={"dp": 5})
+    assert verdict({0: saves, 1: other}) is not None
+    assert verdict({0: replace(saves, computes=True), 1: other}) is None
+
+
 def collective(call: int, place: int, value: str, started: float) -> dict[str, object]:
     return {
         **{"kind": "all_gather", "axis": "dp", "bytes": 8, "value": value, "line": "a.py:3"},

@@ -15,11 +15,11 @@ from shardgraph.runtime.watch.place import Place
 
 _IDLE = 1  # tick of the processor between two looks, up to which a thread is idle: some wake up now and then
 _CARRIERS = ("gloo_tcp_loop", "pt_tcpstore_uv")  # threads that do nothing but carry bytes, which are counted
-_OWN = "shardgraph "  # how the names of the watch's threads begin
+_OWN = ("shardgraph watch", "shardgraph store")  # threads of the watch
 
 
 class Motion:
-    """``still`` is the number of looks in a row that found that nothing moves, at one place of the main thread."""
+    """``still`` is the number of looks in a row that found that nothing moves, while the main thread waits."""
 
     def __init__(self) -> None:
         self.still = 0
@@ -29,14 +29,15 @@ class Motion:
     def look(self, now: Place) -> None:
         """Look at what this rank does, which is in a collective, in a step of a pipeline, or at an agreement."""
         carried = torch_api.carried(now.group) if now.group else 0
-        seen = None if carried is None or now.answer or not _is_of_main_thread(now) else (now.mark, carried)
+        of_user = now.message and now.run is None  # a message, which any thread of another rank may send
+        seen = None if carried is None or now.answer or now.beside or of_user else (now.mark, carried)
         active = self._computes()
         self.still = self.still + 1 if seen is not None and seen == self._seen and not active else 0
         self._seen = seen
 
     def _computes(self) -> bool:
         """Whether a thread has computed since the last look, or waits for a disk; also where that cannot be told."""
-        own = {each.native_id for each in threading.enumerate() if each.name.startswith(_OWN)}
+        own = {each.native_id for each in threading.enumerate() if each.name in _OWN}
         before, self._computed, waits = self._computed, {}, False
         for thread in map(int, os.listdir("/proc/self/task")):
             with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
@@ -47,8 +48,3 @@ class Motion:
                     waits |= fields[0] == "D"
         used = [ticks - before.get(thread, 0) for thread, ticks in self._computed.items()]
         return waits or max(used, default=0) > _IDLE or not any(self._computed.values())
-
-
-def _is_of_main_thread(now: Place) -> bool:
-    """Whether nothing else can be what others wait for. A message of the user's may come from any thread."""
-    return now.mark[0] == threading.main_thread().ident and not (now.message and now.run is None)

@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -51,7 +51,8 @@ class Place:
 
     ``mark`` changes whenever it has gone on. ``absent`` are ranks that an agreement waits for,
     ``run`` is the number of the graph, or of the step of a pipeline, that it is in. A ``message`` is between two ranks;
-    an ``answer`` is the store's.
+    an ``answer`` is the store's. ``beside`` says whose thread this is, if the main thread does not wait for it: "save",
+    which writes a checkpoint, or "user".
     """
 
     text: str
@@ -62,6 +63,7 @@ class Place:
     run: int | None = None
     message: bool = False
     answer: bool = False
+    beside: str = ""
 
 
 @dataclass
@@ -150,9 +152,20 @@ def here() -> Place:
     for thread in sorted(frames, key=lambda each: each != main):
         place = _of_thread(thread, frames[thread])
         if place.operation or place.absent:
-            return place
+            return place if thread == main else replace(place, beside=_beside(thread, frames.get(main)))
         found = found or (place if thread == main else None)
     return found or Place("nothing that is known", ())
+
+
+def _beside(thread: int, main: FrameType | None) -> str:
+    """What a thread is to a main thread at the frame ``main``: as :attr:`Place.beside` has it."""
+    name = next((each.name for each in threading.enumerate() if each.ident == thread), "")
+    if not name.startswith("shardgraph save"):
+        return "user"
+    waits = main is not None and main.f_code.co_filename == threading.__file__
+    while main is not None and main.f_code.co_filename == threading.__file__:
+        main = main.f_back
+    return "" if waits and main is not None and main.f_code.co_filename.startswith(_OURS) else "save"
 
 
 def described(error: BaseException) -> str:

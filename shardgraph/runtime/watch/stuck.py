@@ -19,7 +19,8 @@ class Status:
     graph that it is in: ranks in the same one may wait for different collectives of it, which are in flight together.
     A ``message`` is between two of the ``members``; where there are any, counts say nothing, and ``group`` is empty.
     Those of a pipeline are in its steps alone: ``beside`` is its group for a collective outside of them, and ``counts``
-    has those collectives while the rank is in no step. For ``still`` looks nothing of it has moved.
+    has those collectives while the rank is in no step. For ``still`` looks nothing of it has moved. With ``computes``
+    its main thread does not wait, but one that writes a checkpoint.
     """
 
     text: str
@@ -32,6 +33,7 @@ class Status:
     counts: Mapping[str, int] = field(default_factory=dict)
     beside: str = ""
     still: int = 0
+    computes: bool = False
 
 
 def verdict(waiting: Mapping[int, Status]) -> str | None:
@@ -57,6 +59,7 @@ def _mismatch(waiting: Mapping[int, Status]) -> str | None:
 
 def _circle(waiting: Mapping[int, Status]) -> str | None:
     """Ranks of which each waits for the next, and the last for the first."""
+    waiting = {rank: one for rank, one in waiting.items() if not one.computes}
     for start in waiting:
         path = [start]
         while (after := _waited_for(path[-1], waiting)) is not None:

@@ -257,8 +257,9 @@ class Watcher:
         group = "" if now.message or now.group in place.with_messages else now.group
         beside = now.group if now.group in place.in_steps and now.run is None else ""
         counts, absent = place.counts(), () if now.answer else now.absent
-        still = self._motion.still
-        status = Status(now.text, now.operation, group, members, absent, now.run, now.message, counts, beside, still)
+        still, computes = self._motion.still, now.beside == "save"
+        told = now.text, now.operation, group, members, absent, now.run, now.message, counts
+        status = Status(*told, beside, still, computes)
         self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
