@@ -25,13 +25,14 @@ from shardgraph.torch_api.checkpoints import box_of, read_metadata, storage_info
 from shardgraph.torch_api.connections import (
     break_connections,
     can_break,
-    carried,
+    connections_of,
     has_hung_up,
     innermost_store,
     members,
     operation_counts,
     own_connection,
     recorded_connections,
+    store_port,
 )
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value
 from shardgraph.torch_api.execution import (

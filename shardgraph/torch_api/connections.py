@@ -6,8 +6,6 @@ import contextlib
 import os
 import socket
 import stat
-import struct
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,8 +17,6 @@ _PROBE = (1 << 20) + 1  # a tag of messages that nobody takes
 _CONNECTING = 5.0  # seconds, and some more that torch takes, until a store is not reached
 _probes: list[object] = []
 _connections = dict[tuple[int, int], str]()  # those to other ranks, and the backend whose groups they are of
-_TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
-_CARRIED = struct.Struct("120x2Q")  # bytes that the other side has acknowledged, and that came, in struct tcp_info
 
 
 @contextlib.contextmanager
@@ -70,29 +66,26 @@ def has_hung_up(rank: int) -> bool:
     return False
 
 
-def carried(group_name: str) -> int | None:
-    """The bytes that gloo's connections of this process have carried, both ways, for all groups like this one.
+def connections_of(group_name: str) -> list[int] | None:
+    """The sockets of gloo's connections in this process, for all groups like this one.
 
-    None where that is not known: over another backend, where the system does not count them, or where there is an
-    accelerator, since gloo waits for what that computes. A group that the user has made may have any connection of the
-    process but those to the store, which are used all the time.
+    None over another backend, or where there is an accelerator, since gloo waits for what that computes. For a group
+    that the user has made, they are all sockets of the process.
     """
     group = _group(group_name)
-    if group is None or _TCP_INFO is None or torch.accelerator.is_available():
+    if group is None or torch.accelerator.is_available():
         return None
     if any(group._get_backend(device).name() != "gloo" for device in group._device_types):
         return None
     backend, sockets = dist.get_backend(group), _sockets()
     if backend != "gloo":
         sockets &= {each for each, made_by in _connections.items() if made_by == backend}
-    port = getattr(innermost_store(dist.distributed_c10d._get_default_store()), "port", None)
-    total = 0
-    for descriptor, _ in sockets:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            own, other = connection.getsockname(), connection.getpeername()
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and port not in (own[1], other[1]):
-                total += sum(_CARRIED.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _CARRIED.size)))
-    return total or None
+    return [descriptor for descriptor, _ in sockets]
+
+
+def store_port() -> int:
+    """The port that the default group's store is served at; 0 if it has none."""
+    return int(getattr(innermost_store(dist.distributed_c10d._get_default_store()), "port", 0))
 
 
 def members(group_name: str) -> tuple[int, ...]:

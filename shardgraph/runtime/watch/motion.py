@@ -9,30 +9,35 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 
 from shardgraph import torch_api
+from shardgraph.runtime.watch import tcp
 from shardgraph.runtime.watch.place import Place
 
 _IDLE = 1  # tick of the processor between two looks, up to which a thread is idle: some wake up now and then
+_LONGEST = 2.0  # seconds that a look may stand for: between two, all ranks may have been stopped together
 _CARRIERS = ("gloo_tcp_loop", "pt_tcpstore_uv")  # threads that do nothing but carry bytes, which are counted
 _OWN = ("shardgraph watch", "shardgraph store")  # threads of the watch
 
 
 class Motion:
-    """``still`` is the number of looks in a row that found that nothing moves, while the main thread waits."""
+    """``still`` is for how many seconds nothing has moved, in all looks while the main thread waits at one place."""
 
     def __init__(self) -> None:
-        self.still = 0
+        self.still, self._looked = 0.0, 0.0
         self._seen: tuple[object, int] | None = None  # the place, and the bytes that were carried by then
         self._computed: dict[int, int] = {}  # the ticks of each thread, mostly hundredths of a second
 
     def look(self, now: Place) -> None:
         """Look at what this rank does, which is in a collective, in a step of a pipeline, or at an agreement."""
-        carried = torch_api.carried(now.group) if now.group else 0
+        carried = _carried(now.group) if now.group else 0
         of_user = now.message and now.run is None  # a message, which any thread of another rank may send
         seen = None if carried is None or now.answer or now.beside or of_user else (now.mark, carried)
         active = self._computes()
-        self.still = self.still + 1 if seen is not None and seen == self._seen and not active else 0
+        passed, self._looked = time.monotonic() - self._looked, time.monotonic()
+        is_still = seen is not None and seen == self._seen and not active
+        self.still = self.still + min(passed, _LONGEST) if is_still else 0.0
         self._seen = seen
 
     def _computes(self) -> bool:
@@ -48,3 +53,9 @@ class Motion:
                     waits |= fields[0] == "D"
         used = [ticks - before.get(thread, 0) for thread, ticks in self._computed.items()]
         return waits or max(used, default=0) > _IDLE or not any(self._computed.values())
+
+
+def _carried(group: str) -> int | None:
+    """The bytes of connections to other ranks for groups like this one, but for the store's, which carry on always."""
+    sockets = torch_api.connections_of(group)
+    return None if sockets is None else tcp.carried(sockets, but_at=torch_api.store_port())

@@ -51,6 +51,5 @@ def _record(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _size(kind: str) -> int:
     """The bytes of an element, by the name that torch's C++ has for its type."""
-    name = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32"}.get(kind)
-    dtype = getattr(torch, name or kind.lower(), None)
+    dtype = getattr(torch, kind.lower().replace("complex", "c"), torch.uint8)  # torch.float, torch.long, torch.cfloat
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 1

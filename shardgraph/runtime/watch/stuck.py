@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardgraph.runtime.watch.wording import named
 
-STILL = 6  # looks, of a second each, after which what does not move is stalled
+STILL = 6.0  # seconds after which what does not move is stalled
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Status:
     graph that it is in: ranks in the same one may wait for different collectives of it, which are in flight together.
     A ``message`` is between two of the ``members``; where there are any, counts say nothing, and ``group`` is empty.
     Those of a pipeline are in its steps alone: ``beside`` is its group for a collective outside of them, and ``counts``
-    has those collectives while the rank is in no step. For ``still`` looks nothing of it has moved. With ``computes``
+    has those collectives while the rank is in no step. For ``still`` seconds nothing of it has moved. With ``computes``
     its main thread does not wait, but one that writes a checkpoint.
     """
 
@@ -32,7 +32,7 @@ class Status:
     message: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     beside: str = ""
-    still: int = 0
+    still: float = 0.0
     computes: bool = False
 
 
