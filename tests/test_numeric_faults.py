@@ -57,7 +57,7 @@ PIPELINES = {
     "recomputed": (2, {"pp": 2}, Pipeline(2, stages=("mid",), checkpoint="always")),
     "halves": (2, {"pp": 2}, Pipeline(2, "interleaved-zero-bubble", stages=("mid",))),
     "two-stages-each": (2, {"pp": 2}, Pipeline(2, "interleaved-1f1b", stages=("positive", "mid", "down"))),
-    "replicas": (4, {"pp": 2, "dp": 2}, Pipeline(2, stages=("mid",))),
+    "shards": (4, {"pp": 2, "dp": 2}, Pipeline(2, stages=("mid",))),
 }
 
 
@@ -73,7 +73,8 @@ PIPELINES = {
 )
 def test_in_a_pipeline_it_is_named_with_stage_and_microbatch(pipeline, kind, value, operation, text, graph):
     count, mesh, options = PIPELINES[pipeline]
-    results = on_ranks(numeric_faults.found, count, args=(kind, "+".join(mesh), mesh, count // 4, options))
+    plan = "pp+fsdp" if "dp" in mesh else "pp"
+    results = on_ranks(numeric_faults.found, count, args=(kind, plan, mesh, count // 4, options))
     made = results[0][0]
     assert all(result == made and unchanged for result, unchanged in results)
     assert (made.value, made.graph, made.microbatch) == (value, graph, 1) and operation in made.operation
