@@ -69,7 +69,7 @@ class Run:
         """Its place in the step, in which what a graph takes comes before it; the same on ranks of one program."""
         if self.stage is None:
             return self.number, 0, 0, 0
-        when, half = _ORDER[self.name], self.name == "weights"
+        when, half = _ORDER.get(self.name, len(_ORDER)), self.name == "weights"
         return when, self.microbatch or 0, self.stage if when < 2 else -self.stage, int(half)
 
     def of(self, node: fx.Node) -> Value:

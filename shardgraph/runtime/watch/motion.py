@@ -15,6 +15,7 @@ from shardgraph import torch_api
 from shardgraph.runtime.watch import tcp
 from shardgraph.runtime.watch.place import Place
 
+_THREADS = "/proc/self/task"
 _IDLE = 1  # tick of the processor between two looks, up to which a thread is idle: some wake up now and then
 _LONGEST = 2.0  # seconds that a look may stand for: between two, all ranks may have been stopped together
 _CARRIERS = ("gloo_tcp_loop", "pt_tcpstore_uv")  # threads that do nothing but carry bytes, which are counted
@@ -44,8 +45,8 @@ class Motion:
         """Whether a thread has computed since the last look, or waits for a disk; also where that cannot be told."""
         own = {each.native_id for each in threading.enumerate() if each.name in _OWN}
         before, self._computed, waits = self._computed, {}, False
-        for thread in map(int, os.listdir("/proc/self/task")):
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
+        for thread in map(int, os.listdir(_THREADS) if os.path.isdir(_THREADS) else ()):
+            with contextlib.suppress(OSError), open(f"{_THREADS}/{thread}/stat") as file:
                 name, _, rest = file.read().partition("(")[2].rpartition(")")
                 fields = rest.split()
                 if thread not in own and name not in _CARRIERS:
