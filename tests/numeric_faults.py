@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
+from shardgraph import Pipeline
 from tests.ranks import whole
 
 
@@ -18,10 +19,10 @@ class Fragile(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.up, self.mid, self.down = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.up, self.positive, self.mid, self.down = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.up(x))
+        hidden = self.positive(self.up(x))
         mask = torch.full((16,), 0.0).masked_fill(torch.arange(16) > 7, -torch.inf)
         hidden = hidden + torch.softmax(self.mid(hidden) + mask, -1)  # infinities that do no harm
         if self.kind == "logarithm":
@@ -29,22 +30,24 @@ class Fragile(nn.Module):
         if self.kind == "overflow":
             return (self.down(hidden) * torch.exp(x * -400).sigmoid().sum()).mean() + torch.exp(x * -400).mean()
         if self.kind == "root":
-            return self.down(hidden + torch.sqrt(self.mid(hidden).square() * torch.relu(x).sum())).mean()
+            return self.down(hidden + torch.sqrt(self.mid(hidden).square() * torch.relu(x).sum(1, True))).mean()
         if self.kind == "masked away":
             gone = torch.where(x.mean(1, True) < 0, -torch.inf, 0.0)
             return self.down(torch.softmax(self.mid(hidden) + gone, -1)).square().mean()
         return self.down(hidden).square().mean()
 
 
-def found(kind: str, plan: str, mesh: dict[str, int], bad: int | None = None) -> tuple[Any, bool]:
-    """What :func:`shardgraph.find_nonfinite` says, where the data rank ``bad`` has rows that break the model; and
-    whether all is as before."""
+def found(
+    kind: str, plan: str, mesh: dict[str, int], bad: int | None = None, pipeline: Pipeline | None = None
+) -> tuple[Any, bool]:
+    """What :func:`shardgraph.find_nonfinite` says, where the data rank ``bad`` has rows that break the model, in a
+    pipeline of two microbatches the rows of the second; and whether all is as before."""
     torch.manual_seed(0)
     x = torch.rand(4, 8) + 0.1
     model = Fragile(kind)
-    sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=(x,))
+    sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=(x,), pipeline=pipeline)
     if bad is not None and sharded.plan.data_rank(dist.get_rank()) == bad:
-        x = -3 * x
+        x[0 if pipeline is None else 2 :] *= -3
     if kind == "parameter" and dist.get_rank() == 1:
         with torch.no_grad():
             sharded.mid.weight.to_local()[0, 0] = torch.nan

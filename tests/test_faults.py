@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import time
 from dataclasses import replace
@@ -162,11 +163,39 @@ def _live_on(folder: str) -> None:
             Path(folder, str(number)).write_text(str(error))
 
 
+def _compute_beside_a_save(folder: str) -> bool:
+    """Rank 1 writes for 9 seconds on a thread, for which one of rank 0 waits, and waits for rank 0, which computes."""
+    from shardgraph.saves import writing
+
+    write = writing._write_file
+
+    def slowly(*args: object) -> object:
+        time.sleep(9.0 * dist.get_rank())
+        return write(*args)
+
+    writing._write_file = slowly
+    save = shardgraph.save_checkpoint(folder, 1, nn.Linear(4, 4), background=True)
+    if dist.get_rank() == 0:
+        time.sleep(9.0)
+    dist.barrier()
+    return save.result().exists()
+
+
 def _record(folder: str) -> list[dict[str, object]]:
     sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp")
     for _ in range(70):
         sharded(torch.ones(2, 4)).sum().backward()
     return shardgraph.flight_record(Path(folder, "record.json"))
+
+
+def _record_outside(backend: str) -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp", backend=backend)
+    before = len(shardgraph.flight_record())
+    sharded(torch.ones(2, 4)).sum().backward()
+    sharded.clip_grad_norm_(1.0)
+    dist.barrier()
+    return shardgraph.flight_record()[before:]
 
 
 def _wait_of_groups() -> list[float]:
@@ -193,8 +222,23 @@ def test_a_rank_that_catches_the_failure_of_another_and_calls_again_is_told_agai
     assert all("rank 1 raised ValueError: no data" in (tmp_path / name).read_text() for name in "01")
 
 
+def test_a_rank_that_computes_while_its_checkpoint_is_written_is_waited_for(tmp_path: Path) -> None:
+    assert shardgraph.launch(_compute_beside_a_save, 2, args=(str(tmp_path),), timeout=600) == [True, True]
+
+
 def test_the_timeout_of_compile_is_that_of_every_group() -> None:
     assert all(set(waits) == {77.0} for waits in standing.on_ranks(_wait_of_groups))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_record_has_what_is_communicated_outside_of_graphs_and_in_those_of_inductor(backend: str) -> None:
+    for own in standing.on_ranks(_record_outside, args=(backend,)):
+        kinds = ["all_gather", "all_to_all", "all_reduce", "barrier"]
+        assert all(str(each["kind"]).startswith(kind) for each, kind in zip(own, kinds, strict=True))
+        clip, barrier = own[-2:]
+        assert (clip["axis"], clip["bytes"], clip["done"]) == ("dp", 16, True)  # two sums in float64
+        assert re.fullmatch(r"test_faults.py:\d+ in _record_outside", str(clip["line"])) and barrier["done"]
+        assert all(bool(each["call"]) == (backend == "eager") for each in own[:-2])
 
 
 def test_the_record_has_the_last_hundred_collectives_of_all_ranks_in_one_file(tmp_path: Path) -> None:

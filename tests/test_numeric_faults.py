@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardgraph import Pipeline
 from tests import numeric_faults
 from tests.standing import on_ranks
 
@@ -49,6 +50,38 @@ def test_the_first_operation_that_made_it_is_named_with_its_line(kind, value, op
 def test_a_derivative_that_is_not_finite_is_named_by_the_line_that_it_is_of(plan):
     made = found("root", plan, PLANS[plan], 1 if plan != "tp" else 0)
     assert made.graph == "backward" and f"numeric_faults.py:{line_of('torch.sqrt(')}" in made.source, str(made)
+
+
+PIPELINES = {
+    "1f1b": (2, {"pp": 2}, Pipeline(2, stages=("down",))),
+    "recomputed": (2, {"pp": 2}, Pipeline(2, stages=("mid",), checkpoint="always")),
+    "halves": (2, {"pp": 2}, Pipeline(2, "interleaved-zero-bubble", stages=("mid",))),
+    "two-stages-each": (2, {"pp": 2}, Pipeline(2, "interleaved-1f1b", stages=("positive", "mid", "down"))),
+    "shards": (4, {"pp": 2, "dp": 2}, Pipeline(2, stages=("mid",))),
+}
+
+
+@pytest.mark.quick("*-1f1b", "masked*-two-stages-each")
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    ("kind", "value", "operation", "text", "graph"),
+    [
+        ("logarithm", "NaN", "log", "torch.log(x + 1)", "forward"),
+        ("masked away", "NaN", "softmax", "torch.softmax(self.mid(hidden) + gone", "forward"),
+        ("root", "inf", "", "torch.sqrt(", "backward"),
+    ],
+)
+def test_in_a_pipeline_it_is_named_with_stage_and_microbatch(pipeline, kind, value, operation, text, graph):
+    count, mesh, options = PIPELINES[pipeline]
+    plan = "pp+fsdp" if "dp" in mesh else "pp"
+    results = on_ranks(numeric_faults.found, count, args=(kind, plan, mesh, count // 4, options))
+    made = results[0][0]
+    assert all(result == made and unchanged for result, unchanged in results)
+    assert (made.value, made.graph, made.microbatch) == (value, graph, 1) and operation in made.operation
+    assert f"numeric_faults.py:{line_of(text)}" in made.source and "Fragile" in made.module, str(made)
+    before_down = "down" in options.stages and kind != "logarithm"
+    assert made.stage == len(options.stages) - before_down
+    assert f"in {graph} of microbatch 1 in stage {made.stage}" in str(made)
 
 
 def test_a_parameter_that_was_not_finite_before_is_named():

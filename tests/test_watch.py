@@ -12,7 +12,7 @@ import pytest
 from shardgraph.cli.main import main
 from shardgraph.runtime.watch import place
 from shardgraph.runtime.watch.compared import findings
-from shardgraph.runtime.watch.stuck import Status, verdict
+from shardgraph.runtime.watch.stuck import STILL, Status, verdict
 
 BOTH = (0, 1)
 
@@ -75,6 +75,36 @@ def test_a_rank_that_leaves_out_a_collective_of_a_pipeline_beside_its_steps_is_t
     assert verdict({0: clips, 1: replace(saves, counts={})}) is None  # it is in a step
 
 
+STALLED = Status("all_reduce at a.py:1", "all_reduce", "dp", BOTH, counts={"dp": 5}, still=STILL)
+
+
+def test_ranks_in_one_collective_on_which_nothing_moves_are_stalled() -> None:
+    told = "nothing moves any more between ranks 0, 1: their connections are stalled: ranks 0, 1 are in all_reduce at"
+    assert verdict({0: STALLED, 1: STALLED}) == f"{told} a.py:1"
+    assert verdict({0: STALLED, 1: replace(STALLED, still=STILL - 1)}) is None  # bytes have come there
+    assert verdict({0: STALLED}) is None  # rank 1 computes
+
+
+def test_stalled_ranks_are_told_together_with_those_that_wait_for_them() -> None:
+    ahead = replace(STALLED, text="all_gather over all", group="all", members=(0, 1, 2), counts={"dp": 5, "all": 1})
+    agrees = replace(STALLED, text="waiting at the inputs", operation="agreement", group="", members=(), absent=(0, 1))
+    for waiting in ({0: STALLED, 1: STALLED, 2: ahead}, {0: STALLED, 1: STALLED, 2: agrees}):
+        found = verdict(waiting)
+        assert found is not None and "between ranks 0, 1, 2" in found and f"rank 2 is in {waiting[2].text}" in found
+
+
+def test_a_rank_that_waits_for_one_that_computes_is_not_stalled() -> None:
+    waits_for_three = replace(STALLED, group="all", members=(0, 1, 3), counts={"all": 1})
+    assert verdict({0: STALLED, 1: waits_for_three}) is None
+
+
+def test_a_rank_whose_save_alone_waits_may_go_on() -> None:
+    saves = Status("waiting at the checkpoint", "agreement", absent=(1,), counts={"dp": 4})
+    other = Status("all_gather over dp", "all_gather", "dp", BOTH, counts={"dp": 5})
+    assert verdict({0: saves, 1: other}) is not None
+    assert verdict({0: replace(saves, computes=True), 1: other}) is None
+
+
 def collective(call: int, place: int, value: str, started: float) -> dict[str, object]:
     return {
         **{"kind": "all_gather", "axis": "dp", "bytes": 8, "value": value, "line": "a.py:3"},
@@ -99,6 +129,22 @@ def test_the_rank_that_was_different_is_found() -> None:
     assert "Rank 1: all_gather of b" in different
 
 
+def outside(place: int, kind: str, group: str = "3", line: str = "a.py:3") -> dict[str, object]:
+    about = {"kind": kind, "group": group, "call": 0, "place": place, "line": line, "done": True, "finished": None}
+    return {**collective(0, place, "Float[2]", float(place)), **about}
+
+
+def test_collectives_outside_of_graphs_are_compared_by_their_number_in_the_group() -> None:
+    first = [outside(1, "all_reduce"), outside(2, "barrier", "0"), outside(2, "all_reduce")]
+    second = [outside(1, "all_reduce", line="a.py:9"), outside(2, "barrier", "0"), outside(2, "broadcast")]
+    (different,) = findings({0: first, 1: second})
+    assert different == (
+        "The ranks differ at collective 2 of group 'dp', outside of graphs: Rank 0: all_reduce; Rank 1: broadcast."
+    )
+    (behind,) = findings({0: first, 1: second[:2]})
+    assert behind.startswith("Rank 1 had last started all_reduce of Float[2]")
+
+
 def test_the_command_shows_what_was_found_and_the_last_collectives(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -111,6 +157,21 @@ def test_the_command_shows_what_was_found_and_the_last_collectives(
     file.write_text("{}")
     assert main(["flight", str(file)]) == 2
     assert "is no flight record" in capsys.readouterr().err
+
+
+def test_what_a_graph_of_inductor_waits_for_has_its_group(tmp_path: Path) -> None:
+    file = tmp_path / "torchinductor.py"
+    code = """
+        buf5 = torch.ops._c10d_functional.all_gather_into_tensor.default(reinterpret_tensor(buf4, (8, ), (1, ), 0), 2, '1')
+        assert_alignment(buf5, 16, 'torch.ops._c10d_functional.all_gather_into_tensor.default')
+        torch.ops._c10d_functional.all_reduce_.default(buf55, 'sum', '7')
+        torch.ops._c10d_functional.wait_tensor.default(buf5)
+        torch.ops._c10d_functional.wait_tensor.default(buf55)
+    """  # noqa: E501
+    file.write_text(code)
+    found = [place._of_inductor(str(file), line) for line in (2, 3, 4, 5, 6)]
+    gather, reduce = (("all_gather_into_tensor", "1"), ("all_reduce_", "7"))
+    assert [each and (each[0], each[2]) for each in found] == [gather, None, reduce, gather, reduce]
 
 
 def test_one_agreement_after_the_other_at_the_same_topic_is_progress() -> None:

@@ -15,12 +15,15 @@ from shardgraph.runtime.watch import flight, translated
 @translated
 @checked(path=PATH)
 def flight_record(path: str | Path | None = None) -> list[dict[str, Any]]:
-    """The last 100 collectives of this rank's compiled graphs, oldest first; with ``path``, a file of all ranks too.
+    """The last 100 collectives of this rank, oldest first; with ``path``, a file of all ranks too.
 
     Each is a dictionary with its ``kind``, mesh ``axis``, ``bytes``, ``value`` (the parameter, or what else it moves),
     source ``line``, ``call`` (the number of the graph's run, the same on all ranks) and ``place`` in it, and the times
-    when it ``started`` and ``finished``, in seconds since 1970; ``finished`` is None while it is not awaited. Graphs
-    that inductor has compiled have none.
+    when it ``started`` and ``finished``, in seconds since 1970; ``finished`` is None while it is not awaited.
+
+    Those outside of graphs, of clipping, saves and the user, and those of graphs that inductor has compiled, are what
+    torch keeps over gloo: ``call`` is 0, ``place`` the number in the ``group``, ``value`` the type and sizes of what
+    comes out, and ``done`` says whether it has come. Messages between two ranks are left out.
 
     With ``path``, all ranks must call it, and rank 0 writes what ``shardgraph flight PATH`` reads. After a failure of a
     rank such a file is written by itself, and the error names it.

@@ -18,7 +18,7 @@ from shardgraph.ir.attributes import FORWARD_MODULES, MADE_BY, MODULES, SOURCE
 from shardgraph.module.joining import refuse_inside
 from shardgraph.module.sharded import COMPILED, ShardedModule
 from shardgraph.runtime.exchange import Ranks
-from shardgraph.runtime.executor import Bound
+from shardgraph.runtime.executor import Bound, mesh_rank
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class NonFinite:
     ``value`` is "NaN" or "inf"; ``operation`` made it of finite values, in the ``graph`` ("forward", "backward"), on
     ``rank``; ``module`` is the path of the user's module, with its class, and ``source`` the user's line. ``then`` says
     where an infinity became a NaN. ``seen`` has the same of every rank, for those on which anything was not finite.
+    ``stage`` and ``microbatch`` are those of a pipeline, by number from 0; a graph that runs once for all has none.
     """
 
     value: str
@@ -38,6 +39,8 @@ class NonFinite:
     rank: int
     then: str
     seen: tuple[str, ...] = ()
+    stage: int | None = None
+    microbatch: int | None = None
 
     def __str__(self) -> str:
         lines = [f"the first value that is not finite: {self._told()}"]
@@ -48,7 +51,9 @@ class NonFinite:
     def _told(self) -> str:
         where = f" in module {self.module}" if self.module else ""
         line = f", at {self.source}" if self.source else ""
-        return f"{self.value} by {self.operation} in {self.graph}{where}{line}, on rank {self.rank}"
+        part = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
+        part += "" if self.stage is None else f" in stage {self.stage}"
+        return f"{self.value} by {self.operation} in {self.graph}{part}{where}{line}, on rank {self.rank}"
 
 
 @checked(sharded=COMPILED, timeout=SECONDS)
@@ -63,11 +68,12 @@ def find_nonfinite(sharded: ShardedModule, *args: Any, timeout: float = 300.0, *
             raise RuntimeError(shardgraph.find_nonfinite(sharded, ids))
 
     Ranks run the step together, and each one looks at its own values; the first in the order of the program is
-    returned, on all ranks. Infinities that are meant, as in masks, are passed over if they do no harm. Parameters,
-    buffers, gradients and torch's generators are as before afterwards. It takes several times as long as a step.
+    returned, on all ranks; in a pipeline, of the first microbatch, forward before backward. Infinities that are meant,
+    as in masks, are passed over if they do no harm. Parameters, buffers, gradients and torch's generators are as before
+    afterwards. It takes several times as long as a step.
 
     Args:
-        sharded: what ``shardgraph.compile`` returned, under a plan without a pipeline.
+        sharded: what ``shardgraph.compile`` returned.
         args: of :meth:`ShardedModule.train_step`; for a model without a loss, of its forward.
         timeout: seconds that ranks wait for each other's findings.
         kwargs: likewise.
@@ -76,21 +82,16 @@ def find_nonfinite(sharded: ShardedModule, *args: Any, timeout: float = 300.0, *
         what was found, or None if the loss and all gradients are finite on all ranks.
 
     Raises:
-        ShardGraphError: the plan has a pipeline, or a tracker is active.
+        ShardGraphError: a tracker is active.
     """
     refuse_inside("find_nonfinite")
-    if sharded.plan.pipeline is not None:
-        raise ShardGraphError(
-            "find_nonfinite follows the values of one program, and a pipeline has one for each stage: compile the "
-            "model under a plan without 'pp', load its state, and call it there"
-        )
     if Bound.observer is not None:
         raise ShardGraphError("a tracker runs the graphs: call find_nonfinite outside of its block")
     observer = Observer(sharded.original)
     with _as_before(sharded):
         _run(sharded, observer, args, kwargs)
     ranks = Ranks(timeout)
-    found = _first_of(observer, ranks.rank)
+    found = _first_of(_behind(observer, sharded, ranks), ranks.rank)
     return _agreed(ranks.gather("find_nonfinite", None if found is None else [found[0], asdict(found[1])]))
 
 
@@ -135,9 +136,25 @@ def _as_before(sharded: ShardedModule) -> Iterator[None]:
                     buffer.copy_(values)
 
 
-def _first_of(observer: Observer, rank: int) -> tuple[tuple[int, int], NonFinite] | None:
-    """What this rank has seen first of what reaches the loss or a gradient, with its place in the order of the step."""
-    behind = _ancestors(observer.ends(), lambda place: bool(place.value))
+def _behind(observer: Observer, sharded: ShardedModule, ranks: Ranks) -> list[Place]:
+    """What was not finite on this rank and reaches the loss or a gradient, of this rank or by messages of another."""
+    ends, asked = observer.ends(), set[Any]()
+    while True:
+        behind = _ancestors(ends, lambda place: bool(place.value))
+        if (pipeline := sharded.plan.pipeline) is None:
+            return behind
+        mesh = sharded.mesh
+        column = 0 if mesh is None else mesh_rank(mesh) % (mesh.size() // pipeline.ranks)
+        posts = ranks.gather("find_nonfinite", [[column, *each] for each in sorted(observer.received(behind))])
+        wanted = {tuple(each) for post in posts for each in post}
+        if wanted == asked:
+            return behind
+        asked = wanted
+        ends += observer.sent([message for own, *message in wanted if own == column])
+
+
+def _first_of(behind: list[Place], rank: int) -> tuple[tuple[int, ...], NonFinite] | None:
+    """What this rank has seen first of what is ``behind`` the loss or a gradient, with its place in the step."""
     if not behind:
         return None
     nans = sorted((each for each in behind if each.makes_nan()), key=lambda each: each.order)
@@ -153,11 +170,13 @@ def _first_of(observer: Observer, rank: int) -> tuple[tuple[int, int], NonFinite
     return first.order, NonFinite(
         "NaN" if first.value.nan else "inf",
         _operation(first),
-        first.run.name,
+        "backward" if first.run.name in ("inputs", "weights") else first.run.name,
         _module(first),
         _source(first),
         rank,
         then,
+        stage=first.run.stage,
+        microbatch=first.run.microbatch,
     )
 
 
@@ -183,6 +202,8 @@ def _operation(place: Place) -> str:
         return f"what is computed outside of the module of output {role.index}"
     if ir.is_wait(place.node):
         return "what came from other ranks"
+    if isinstance(role, (ir.Forwarded, ir.Returned)):
+        return f"what came from the {'stage before' if isinstance(role, ir.Forwarded) else 'next stage'}"
     target = place.node.target
     return str(target.name()) if hasattr(target, "name") else getattr(target, "__name__", str(target))
 

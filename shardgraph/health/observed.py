@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,19 +40,37 @@ class Value:
 
 FINITE = Value(False, False)
 
+_STAGE = re.compile(r"stage(\d+)/(?:recompute/)?(\w+)")
+_ORDER = {"gather": 0, "forward": 1, "backward": 2, "inputs": 2, "weights": 2, "reduce": 3}
+
+Message = tuple[str, int, int, int]
+"""What one stage of a pipeline gives to another: "forward" or "backward", the stage that takes it, the microbatch, and
+the number of the value."""
+
 
 @dataclass
 class Run:
-    """One graph as it ran: its number in the step, its name, and the nodes whose values were not finite.
+    """One graph as it ran: its number in this rank's step, its name, and the nodes whose values were not finite.
 
-    ``sources`` are the nodes of earlier graphs that gave its inputs.
+    ``sources`` are the nodes of earlier graphs that gave its inputs. In a pipeline it is of a ``stage``, and of a
+    ``microbatch`` if it is not run once for all.
     """
 
     number: int
     name: str
     module: fx.GraphModule
+    stage: int | None = None
+    microbatch: int | None = None
     values: dict[fx.Node, Value] = field(default_factory=dict)
     sources: dict[fx.Node, Place] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Its place in the step, in which what a graph takes comes before it; the same on ranks of one program."""
+        if self.stage is None:
+            return self.number, 0, 0, 0
+        when, half = _ORDER.get(self.name, len(_ORDER)), self.name == "weights"
+        return when, self.microbatch or 0, self.stage if when < 2 else -self.stage, int(half)
 
     def of(self, node: fx.Node) -> Value:
         """What is not finite in the value of a node."""
@@ -77,9 +96,9 @@ class Place:
         return isinstance(other, Place) and (self.run.number, self.node) == (other.run.number, other.node)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, ...]:
         """Its place in the step; the same on ranks that run the same program."""
-        return self.run.number, self.run.positions[self.node]
+        return *self.run.order, self.run.positions[self.node]
 
     @property
     def value(self) -> Value:
@@ -114,23 +133,42 @@ class Observer:
         self.runs: list[Run] = []
         self._model = model
         self._given: dict[Any, Place] = {}
+        self._sent: dict[Message, Place] = {}
 
-    def __call__(self, bound: Bound, inputs: list[Any]) -> Sequence[Any]:
+    def __call__(self, bound: Bound, inputs: list[Any], microbatch: int | None = None) -> Sequence[Any]:
         """As ``Bound.observer``."""
         if bound.model is not self._model:
             return torch_api.boxed(bound.module)(inputs)
-        run = Run(len(self.runs), bound.name, bound.module)
+        found = _STAGE.fullmatch(bound.name)
+        stage, name = (None, bound.name) if found is None else (int(found[1]), found[2])
+        run = Run(len(self.runs), name, bound.module, stage, microbatch)
         self.runs.append(run)
         for given, node in ir.placeholders(bound.module).items():
-            if given in self._given:
-                run.sources[node] = self._given[given]
+            message = _message(run, given)
+            source = self._given.get(_key(run, given)) if message is None else self._sent.get(message)
+            if source is not None:
+                run.sources[node] = source
         results: Sequence[Any] = _Interpreter(run).run(*inputs)
         inputs.clear()
         for result, value in ir.outputs(bound.module):
             role: Any = result
-            if isinstance(value, fx.Node) and isinstance(role, (ir.Saved, ir.Gathered, ir.Forwarded, ir.Returned)):
-                self._given[role] = Place(run, value)
+            if not isinstance(value, fx.Node):
+                continue
+            if (message := _message(run, role, sends=True)) is not None:
+                self._sent[message] = Place(run, value)
+            elif isinstance(role, (ir.Saved, ir.Gathered)):
+                self._given[_key(run, role)] = Place(run, value)
         return results
+
+    def sent(self, messages: Iterable[Sequence[Any]]) -> list[Place]:
+        """What this rank gave to other stages, of these."""
+        return [self._sent[each] for each in map(tuple, messages) if each in self._sent]
+
+    def received(self, places: Iterable[Place]) -> set[Message]:
+        """Of these, what other ranks gave to this one's stages."""
+        arrived = [each for each in places if each.node.op == "placeholder" and each.node not in each.run.sources]
+        messages = (_message(each.run, ir.attributes.ROLE.of(each.node)) for each in arrived)
+        return {message for message in messages if message is not None}
 
     def ends(self) -> list[Place]:
         """The outputs and gradients that are not finite."""
@@ -140,6 +178,20 @@ class Observer:
             for role, value in ir.outputs(run.module)
             if isinstance(role, (ir.Output, ir.Gradient)) and isinstance(value, fx.Node) and run.of(value)
         ]
+
+
+def _key(run: Run, role: ir.Role) -> Any:
+    """What is kept from one graph to another, of this stage and, if it is not of all, of this microbatch."""
+    return run.stage, None if isinstance(role, ir.Gathered) else run.microbatch, role
+
+
+def _message(run: Run, role: ir.Role, sends: bool = False) -> Message | None:
+    """The message between stages that an input of a graph is, or with ``sends`` a result."""
+    if run.stage is None or run.microbatch is None or not isinstance(role, (ir.Forwarded, ir.Returned)):
+        return None
+    forward = isinstance(role, ir.Forwarded)
+    taker = run.stage + sends * (1 if forward else -1)
+    return "forward" if forward else "backward", taker, run.microbatch, role.index
 
 
 class _Interpreter(fx.Interpreter):

@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.runtime import watch
 from shardgraph.runtime.store_waits import looks
+from shardgraph.runtime.watch.wording import named, unreachable
 from shardgraph.torch_api import own_connection
 
 _AGREED = "agreed"
 _ASKING = 3  # looks after which ranks that have not come are asked whether they are there
-_SHOWN = 12  # maximum lines of a difference, and ranks of a list, in a message
+_SHOWN = 12  # maximum lines of a difference in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
 
@@ -73,7 +74,7 @@ class Agreement:
             except RuntimeError as lost:
                 if error is None and (cause := watch.failed(lost, f"the agreement on {topic}")) is not None:
                     raise cause from lost
-                verdict = self._lost(topic, lost)
+                verdict = unreachable(self._rank, topic, str(lost))
             self._since = 0
         if error is not None:
             raise error
@@ -109,7 +110,7 @@ class Agreement:
         try:  # if the other ranks have given up, their post is the final one
             post = self._store.compare_set(key, "", post).decode() if first else self._wait(self._store, key, topic)
         except dist.DistError as lost:
-            post = _error_post(RankMismatchError(self._lost(topic, lost)))
+            post = _error_post(RankMismatchError(unreachable(self._rank, topic, str(lost))))
         if failure is not None:
             raise failure
         return _text_of(post)
@@ -201,12 +202,6 @@ class Agreement:
         except RuntimeError:  # the store is gone with the rank that served it
             return text
 
-    def _lost(self, topic: str, lost: Exception) -> str:
-        return (
-            f"rank {self._rank} lost the store of the process group at {topic}: {lost}. "
-            "The process that serves it has ended, usually rank 0: look for the error of that rank"
-        )
-
     def _verdict(
         self, store: dist.Store, topic: str, value: str, error: BaseException | None, shown: str | None
     ) -> str:
@@ -271,7 +266,7 @@ class Agreement:
         posts = [json.loads(post) for post in store.multi_get([f"post/{rank}" for rank in self._ranks])]
         topics = _ranks_by_value(self._ranks, [topic for _, topic, _ in posts])
         if len(topics) > 1:
-            where = "; ".join(f"{_named(ranks)} at {topic}" for topic, ranks in topics.items())
+            where = "; ".join(f"{named(ranks)} at {topic}" for topic, ranks in topics.items())
             return f"the ranks are not at the same point: {where}. All ranks must make the same calls in the same order"
         majority, *others = _ranks_by_value(self._ranks, [digest for _, _, digest in posts]).values()
         if not others:
@@ -279,14 +274,14 @@ class Agreement:
         shown = majority[0], others[0][0]
         differing = sorted(rank for ranks in others for rank in ranks)
         message = (
-            f"the ranks differ in {posts[0][1]}: {_named(differing)} from {_named(majority)}. Give every rank the "
+            f"the ranks differ in {posts[0][1]}: {named(differing)} from {named(majority)}. Give every rank the "
             "same; only the content of its batch may differ"
         )
         return "\n".join([message, *self._differences(store, *((rank, f"text/{rank}") for rank in shown))])
 
     def _overdue(self, store: dist.Store, topic: str) -> str:
         absent = [rank for rank in self._ranks if not self._has_posted(store, rank)]
-        who = f"{_named(absent)} did not come" if absent else "all ranks came, but one then stopped"
+        who = f"{named(absent)} did not come" if absent else "all ranks came, but one then stopped"
         return (
             f"{who} to {topic} within {self._timeout:g} s of rank {self._rank}. Such a rank makes another "
             "call, or none, or has ended, or is still busy: give all ranks equally many batches, or train inside of "
@@ -329,9 +324,3 @@ def _ranks_by_value(ranks: Iterable[int], values: Iterable[str]) -> dict[str, li
     for rank, value in zip(ranks, values, strict=True):
         groups[value].append(rank)
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
-
-
-def _named(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardgraph.errors import RankMismatchError, ShardGraphError
 from shardgraph.runtime import watch
 from shardgraph.runtime.store_waits import looks
+from shardgraph.runtime.watch.wording import named, unreachable
 from shardgraph.torch_api import own_connection
 
 _FAILED = b"!"
@@ -69,7 +70,7 @@ class Ranks:
         except dist.DistError:
             absent = [rank for rank, key in enumerate(keys, start=1) if not self._reached(topic, self._has(key))]
             message = (
-                f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:12]))} did not come to {topic} "
+                f"{named(absent)} did not come to {topic} "
                 f"within {self._timeout:g} s: it has ended, makes another call, or is busy: look at its output, or "
                 "allow more time with timeout="
             )
@@ -145,10 +146,7 @@ class Ranks:
                 waiting.absent, waiting.answer = [0] if self.rank else [], True
                 return call()
         except dist.DistError as error:
-            raise self._error(
-                f"rank {self.rank} cannot reach the store of the process group, at {topic}: {error}. The process that "
-                "serves it has ended, usually rank 0 or the launcher: look at its output"
-            ) from error
+            raise self._error(unreachable(self.rank, topic, str(error))) from error
 
 
 def _connection() -> dist.Store:

@@ -166,10 +166,11 @@ class Bound:
     ``inputs`` has the roles of its inputs with the values that they were traced with; ``results`` likewise for its
     results, of which those of ``own`` share memory with nothing else. ``after`` is the forward graph that ran before
     and may have left copies in flight, ``model`` the one that was captured. While there is an ``observer``, it runs the
-    graphs of all, with the same inputs. One that communicates tells the ``agreement`` that it begins.
+    graphs of all, with the same inputs, and the number of the microbatch in a pipeline. One that communicates tells the
+    ``agreement`` that it begins.
     """
 
-    observer: ClassVar[Callable[[Bound, list[Any]], Sequence[Any]] | None] = None
+    observer: ClassVar[Callable[[Bound, list[Any], int | None], Sequence[Any]] | None] = None
 
     def __init__(
         self,
@@ -199,13 +200,14 @@ class Bound:
         # After a step's last graph the caller may change parameters, and read gradients, in host memory.
         self.settles = copies and not continues
 
-    def __call__(self, inputs: list[Any]) -> list[Any]:
+    def __call__(self, inputs: list[Any], microbatch: int | None = None) -> list[Any]:
         if self._agreement is not None:
             watch.begin_graph()
             self._agreement.go_on()
         try:
             with torch_api.below_autograd():
-                results = list(self._run(inputs) if Bound.observer is None else Bound.observer(self, inputs))
+                observed = Bound.observer
+                results = list(self._run(inputs) if observed is None else observed(self, inputs, microbatch))
         except Exception as error:
             node = self._failing_collective(error)
             if node is None or not isinstance(error, RuntimeError) or isinstance(error, ShardGraphError):

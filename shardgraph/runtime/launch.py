@@ -342,6 +342,7 @@ def _join_group(timeout: float) -> None:
     gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     if gpu_each:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    with recorded_connections():
-        dist.init_process_group("nccl" if gpu_each else "gloo", timeout=timedelta(seconds=timeout))
+    backend = "nccl" if gpu_each else "gloo"
+    with recorded_connections(backend):
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     watch.begin()

@@ -24,12 +24,15 @@ from shardgraph.torch_api.attention import attention_on, positions_first, unit_s
 from shardgraph.torch_api.checkpoints import box_of, read_metadata, storage_info
 from shardgraph.torch_api.connections import (
     break_connections,
+    can_break,
+    connections_of,
     has_hung_up,
     innermost_store,
     members,
     operation_counts,
     own_connection,
     recorded_connections,
+    store_port,
 )
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value
 from shardgraph.torch_api.execution import (
@@ -66,6 +69,7 @@ from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.inductor import compile_by_inductor, cxx_compiler_error
 from shardgraph.torch_api.nodes import append_node
 from shardgraph.torch_api.optimizers import after_every_step, before_every_step, has_own_step, has_step_hooks
+from shardgraph.torch_api.recorder import GENERATED, communicated
 from shardgraph.torch_api.recurrent import list_weights, read_weights
 from shardgraph.torch_api.rms_norm import rms_norm_on
 from shardgraph.torch_api.schedules import PipelineAction, pipeline_actions

@@ -16,17 +16,17 @@ import torch.distributed as dist
 _PROBE = (1 << 20) + 1  # a tag of messages that nobody takes
 _CONNECTING = 5.0  # seconds, and some more that torch takes, until a store is not reached
 _probes: list[object] = []
-_connections = set[tuple[int, int]]()  # file descriptor and inode of those to other ranks
+_connections = dict[tuple[int, int], str]()  # those to other ranks, and the backend whose groups they are of
 
 
 @contextlib.contextmanager
-def recorded_connections() -> Iterator[None]:
-    """Note the connections that are made inside, by one thread at a time: those of a process group."""
+def recorded_connections(backend: str) -> Iterator[None]:
+    """Note the connections that are made inside, by one thread at a time: those of a process group of a ``backend``."""
     before = _sockets()
     try:
         yield
     finally:
-        _connections.update(_sockets() - before)
+        _connections.update(dict.fromkeys(_sockets() - before, backend))
 
 
 def break_connections() -> None:
@@ -34,7 +34,7 @@ def break_connections() -> None:
 
     Gloo's connections are shut down, as if the other ranks had closed them, and NCCL's groups are aborted.
     """
-    for descriptor, _ in _connections & _sockets():
+    for descriptor, _ in _connections.keys() & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies if it cannot listen
                 connection.shutdown(socket.SHUT_RDWR)
@@ -43,6 +43,13 @@ def break_connections() -> None:
         if dist.get_backend(group) == "nccl":
             with contextlib.suppress(RuntimeError):
                 group.abort()
+
+
+def can_break(group_name: str) -> bool:
+    """Whether collectives of a group fail by :func:`break_connections`: not if the user has made it, over gloo."""
+    group = _group(group_name)
+    backend = "" if group is None else dist.get_backend(group)
+    return backend != "gloo" or (group is dist.group.WORLD and backend in _connections.values())
 
 
 def has_hung_up(rank: int) -> bool:
@@ -59,9 +66,32 @@ def has_hung_up(rank: int) -> bool:
     return False
 
 
+def connections_of(group_name: str) -> list[int] | None:
+    """The sockets of gloo's connections in this process, for all groups like this one.
+
+    None over another backend, or where there is an accelerator, since gloo waits for what that computes. For a group
+    that the user has made, they are all sockets of the process.
+    """
+    group = _group(group_name)
+    if group is None or torch.accelerator.is_available():
+        return None
+    if any(group._get_backend(device).name() != "gloo" for device in group._device_types):
+        return None
+    backend, sockets = dist.get_backend(group), _sockets()
+    if backend != "gloo":
+        sockets &= {each for each, made_by in _connections.items() if made_by == backend}
+    return [descriptor for descriptor, _ in sockets]
+
+
+def store_port() -> int:
+    """The port that the default group's store is served at; 0 if it has none."""
+    return int(getattr(innermost_store(dist.distributed_c10d._get_default_store()), "port", 0))
+
+
 def members(group_name: str) -> tuple[int, ...]:
     """The global ranks of a process group; none if there is no such group."""
-    return next((tuple(dist.get_process_group_ranks(group)) for group in _groups() if _name(group) == group_name), ())
+    group = _group(group_name)
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def operation_counts(without: set[str]) -> dict[str, int]:
@@ -103,6 +133,10 @@ def innermost_store(store: dist.Store) -> dist.Store:
 
 def _groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    return next((each for each in _groups() if _name(each) == name), None)
 
 
 def _name(group: dist.ProcessGroup) -> str:

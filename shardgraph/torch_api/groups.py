@@ -74,7 +74,7 @@ def _one_worker_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta
     options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 1
     options._timeout = timeout
-    with recorded_connections():
+    with recorded_connections(ordered_gloo()):
         return dist.ProcessGroupGloo(store, rank, size, options)
 
 

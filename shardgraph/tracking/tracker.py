@@ -176,7 +176,7 @@ class MemoryTracker:
 
     # -- compiled graphs
 
-    def _run(self, bound: Bound, inputs: list[Any]) -> Sequence[Any]:
+    def _run(self, bound: Bound, inputs: list[Any], _: int | None = None) -> Sequence[Any]:
         """Run a compiled graph operation by operation; empties ``inputs``."""
         kinds, roles = kinds_of(bound.module), [role for role, _ in bound.inputs]
         half = "backward" if any(isinstance(role, (ir.Saved, ir.Tangent)) for role in roles) else "forward"

@@ -76,7 +76,7 @@ class WaitTracker:
     def __exit__(self, *error: Any) -> None:
         Bound.observer = None
 
-    def _run(self, bound: Bound, inputs: list[Any]) -> Sequence[Any]:
+    def _run(self, bound: Bound, inputs: list[Any], _: int | None = None) -> Sequence[Any]:
         if bound.model is not self._model.original:
             return torch_api.boxed(bound.module)(inputs)
         kept = any(isinstance(role, (ir.Saved, ir.Tangent)) for role, _ in bound.inputs)

@@ -1,4 +1,4 @@
-"""A relay on the loopback interface that the connections of a rank go through, and that cuts, stalls or delays them.
+"""A relay on the loopback interface that the connections of a rank go through: it cuts, stalls, delays or slows them.
 
 It stands between a rank and the store. What it sees go by there, addresses of gloo's sockets and the port of the watch,
 it replaces by its own, of the same length: so what connects to them later comes through it too.
@@ -31,6 +31,7 @@ class _End:
     link: str
     other: _End | None = None
     waiting: deque[tuple[float, bytes]] = field(default_factory=deque)  # what is to go out here, and when
+    read_again: float = 0.0  # when more may come in here
 
 
 class Relay:
@@ -40,7 +41,7 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._fronts: dict[int, int] = {}  # by the port behind
         self._ends: list[_End] = []
-        self._cut, self._stalled, self._delay = set[str](), dict[str, float](), 0.0
+        self._cut, self._stalled, self._delay, self._rates = set[str](), dict[str, float](), 0.0, dict[str, int]()
         self._lock, self._over = threading.RLock(), False
         self.port = self._front(port, "store")
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -76,6 +77,11 @@ class Relay:
         """Carry everything that comes from now on later."""
         with self._lock:
             self._delay = seconds
+
+    def slow(self, links: tuple[str, ...], rate: int) -> None:
+        """Carry ``rate`` bytes a second on each connection of these links, in each direction."""
+        with self._lock:
+            self._rates |= dict.fromkeys(links, rate)
 
     def _front(self, port: int, link: str) -> int:
         """The port of the relay for one behind it."""
@@ -124,16 +130,19 @@ class Relay:
     def _read(self, end: _End) -> None:
         if end not in self._ends or end.other is None:
             return
-        if self._is_stalled(end.link):
+        if self._is_stalled(end.link) or time.monotonic() < end.read_again:
             time.sleep(0.002)  # it is left where it is, as on a connection that is full
             return
+        rate = self._rates.get(end.link)
         try:
-            data = end.socket.recv(1 << 20)
+            data = end.socket.recv(1 << 20 if rate is None else max(rate // 20, 1))
         except OSError:
             data = b""
         if not data:
             self._close(end)
             return
+        if rate is not None:
+            end.read_again = time.monotonic() + len(data) / rate
         if end.link == "store":
             data = _ADDRESS.sub(self._address, _PORT.sub(self._named, data))
         end.other.waiting.append((time.monotonic() + self._delay, data))

@@ -67,7 +67,7 @@ class Outcome:
         if not all(others):
             return f"a rank ended well: {self.codes}"
         wanted = "could not be saved" if case.kind in DISK else rf"rank {case.victim}\b"
-        named = re.search(r"rank \d" if case.kind in ("skip", "mesh", *NETWORK) else wanted, self.output)
+        named = re.search(r"ranks? \d" if case.kind in ("skip", "mesh", *NETWORK) else wanted, self.output)
         return "" if named else f"the rank is not named: {self.output[-300:]}"
 
 
@@ -149,23 +149,30 @@ def _relayed(case: Case, folder: str, port: int) -> Iterator[int]:
 
 def _launched(case: Case, folder: str) -> tuple[list[int | None], float, str]:
     import shardgraph
-    from shardgraph.runtime import launch
 
-    with contextlib.ExitStack() as stack:
-        serve = launch.serve_store
-        if case.kind in NETWORK:
-
-            def relayed(timeout: float) -> Any:
-                store = serve(timeout)
-                return _At(store, stack.enter_context(_relayed(case, folder, store.port)))
-
-            launch.serve_store = relayed
-            stack.callback(setattr, launch, "serve_store", serve)
+    with launched_through(lambda port: _relayed(case, folder, port)):
         try:
             shardgraph.launch(job, case.ranks, args=(case, folder), timeout=TIMEOUT)
         except shardgraph.LaunchError as error:
             return [1], time.time(), str(error)
         return [0], time.time(), ""
+
+
+@contextlib.contextmanager
+def launched_through(relayed: Callable[[int], contextlib.AbstractContextManager[int]]) -> Iterator[None]:
+    """Let ranks that are launched reach the store at the port that ``relayed`` has for its own."""
+    from shardgraph.runtime import launch
+
+    serve = launch.serve_store
+    with contextlib.ExitStack() as stack:
+
+        def served(timeout: float) -> Any:
+            store = serve(timeout)
+            return _At(store, stack.enter_context(relayed(store.port)))
+
+        launch.serve_store = served
+        stack.callback(setattr, launch, "serve_store", serve)
+        yield
 
 
 class _At:

@@ -71,7 +71,8 @@ class RunningStage(torch_api.PipelineStageBase):
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # read by torch's validation
         self.gradients: dict[str, torch.Tensor] = {}
         state.accumulated.append(self.gradients)
-        self._own: set[str] = set()  # the gradients that have memory of their own
+        self._own: dict[str, None] = {}  # the gradients that have memory of their own
+        state.accumulated.append(self._own)
         self.tangents: Sequence[Mapping[ir.Tangent, torch.Tensor]] | None = None
 
     def begin(self, work: Sequence[Microbatch], gathers: bool = True) -> None:
@@ -114,7 +115,7 @@ class RunningStage(torch_api.PipelineStageBase):
         inputs = [self._input(role, microbatch, arrived) for role, _ in bound.inputs]
         del arrived
         with seeded(microbatch.seed, self.state.device, microbatch.executor.program.draws_on_host):
-            results = bound(inputs)
+            results = bound(inputs, fwd_chunk_id)
         for (role, traced), value in zip(bound.results, results, strict=True):
             if isinstance(role, ir.Forwarded):
                 self.leaving["forward", fwd_chunk_id].append(in_layout(value, traced))
@@ -161,7 +162,7 @@ class RunningStage(torch_api.PipelineStageBase):
             weights = {role for role, _ in microbatch.graph("W").inputs}
             self.saved[number] = {role: value for role, value in values.items() if role in weights}
         del values
-        results = bound(inputs)
+        results = bound(inputs, number)
         for role, traced in bound.results:
             value = results.pop(0)  # freed as soon as it has been added
             if isinstance(role, ir.Returned):
@@ -186,17 +187,19 @@ class RunningStage(torch_api.PipelineStageBase):
     def _add(self, fqn: str, gradient: torch.Tensor, own: bool) -> None:
         if fqn not in self.gradients:
             self.gradients[fqn] = gradient
-            (self._own.add if own else self._own.discard)(fqn)
+            if own:
+                self._own[fqn] = None
         elif fqn in self._own:
             self.gradients[fqn].add_(gradient)
         else:
             self.gradients[fqn] = self.gradients[fqn] + gradient
-            self._own.add(fqn)
+            self._own[fqn] = None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """This rank's own gradients, added up since they were last taken, each in memory of its own."""
         gradients = {fqn: value if fqn in self._own else value.clone() for fqn, value in self.gradients.items()}
         self.gradients.clear()
+        self._own.clear()
         return gradients
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -26,6 +26,7 @@ from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.place import agreeing
 from shardgraph.runtime.watch.sentinel import state
 from shardgraph.runtime.watch.watcher import Watcher
+from shardgraph.runtime.watch.wording import named, unreachable
 
 __all__ = [
     "abandon",
@@ -49,7 +50,6 @@ __all__ = [
 
 _SENTINEL = 1.0  # seconds for a sentinel to tell what it knows
 _INTRODUCED = 10.0  # seconds for the sentinel of rank 0, which the others are told of by the store
-_NAMED = 8  # ranks of many that a message names
 _ASKED = 8  # ranks of many that are asked at once whether they are there
 
 _PLAIN = (
@@ -89,10 +89,7 @@ def begin() -> None:
             try:
                 _watcher = Watcher(group)
             except dist.DistNetworkError as error:
-                raise RankFailedError(
-                    f"rank {dist.get_rank()} cannot reach the store of the process group ({plain(error)}): the process "
-                    "that serves it has ended, usually rank 0 or the launcher: look at its output"
-                ) from error
+                raise RankFailedError(unreachable(dist.get_rank(), "its beginning", plain(error))) from error
             _hook()
 
 
@@ -161,16 +158,9 @@ def failed(error: BaseException, doing: str) -> RankFailedError | None:
     if watcher.cause():
         return watcher.error(doing)
     peers = [rank for rank in torch_api.members(place.of_error(error).group) if rank != watcher.rank]
-    text = f"rank {watcher.rank} failed in {doing}{_with(peers)}: {plain(error)}"
+    text = f"rank {watcher.rank} failed in {doing}{f' with {named(peers)}' if peers else ''}: {plain(error)}"
     watcher.fail(text)
     return RankFailedError(f"{text}, and no rank is known to have ended") if peers else None
-
-
-def _with(peers: Sequence[int]) -> str:
-    if not peers:
-        return ""
-    named = ", ".join(map(str, peers[:_NAMED])) + f" and {len(peers) - _NAMED} more" * (len(peers) > _NAMED)
-    return f" with {'rank' if len(peers) == 1 else 'ranks'} {named}"
 
 
 def plain(error: BaseException) -> str:

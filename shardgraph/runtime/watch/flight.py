@@ -1,6 +1,7 @@
-"""The flight record: the last collectives of this rank's graphs, as numbers that are given names when they are read.
+"""The flight record: the last collectives of this rank, those of graphs as numbers that get names when they are read.
 
 A graph notes the number of a collective when it starts and when it is awaited, with the time: two integers in a ring.
+Others are those that torch has kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir.attributes import AXIS, SOURCE, SUBJECT
+from shardgraph.runtime.watch import outside
 
 LENGTH = 100  # collectives that are kept
 
@@ -57,8 +59,13 @@ def records() -> list[dict[str, Any]]:
 
     Each has its ``kind``, mesh ``axis``, ``bytes``, ``value`` (the parameter, or what else it moves), source ``line``,
     ``call`` (the number of the graph, the same on all ranks) and its ``place`` in it, and the times when it ``started``
-    and ``finished``, in seconds since 1970; ``finished`` is None if it has not been awaited.
+    and ``finished``, in seconds since 1970; ``finished`` is None if it has not been awaited. Those outside of graphs
+    are as :mod:`shardgraph.runtime.watch.outside` says.
     """
+    return sorted([*_of_graphs(), *outside.records(LENGTH)], key=lambda each: each["started"])[-LENGTH:]
+
+
+def _of_graphs() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     running: dict[int, dict[str, Any]] = {}
     named: dict[int, dict[str, fx.Node]] = {}
@@ -73,7 +80,7 @@ def records() -> list[dict[str, Any]]:
             found.append(running[number])
         elif number - 1 in running:
             running.pop(number - 1)["finished"] = when / 1e9
-    return found[-LENGTH:]
+    return found
 
 
 def _described(number: int, named: dict[int, dict[str, fx.Node]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from shardgraph import ir, torch_api
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
-_FUNCTIONAL = re.compile(r"_c10d_functional\.\w+")
+_FUNCTIONAL = re.compile(r"_c10d_functional\.(\w+)\.default\((.*)\)")
 
 _PIPELINING = os.path.join("torch", "distributed", "pipelining")
 _LINES = 3  # of the user, in a traceback that is shown
@@ -51,7 +51,8 @@ class Place:
 
     ``mark`` changes whenever it has gone on. ``absent`` are ranks that an agreement waits for,
     ``run`` is the number of the graph, or of the step of a pipeline, that it is in. A ``message`` is between two ranks;
-    an ``answer`` is the store's.
+    an ``answer`` is the store's. ``beside`` says whose thread this is, if the main thread does not wait for it: "save",
+    which writes a checkpoint, or "user".
     """
 
     text: str
@@ -62,6 +63,7 @@ class Place:
     run: int | None = None
     message: bool = False
     answer: bool = False
+    beside: str = ""
 
 
 @dataclass
@@ -150,9 +152,20 @@ def here() -> Place:
     for thread in sorted(frames, key=lambda each: each != main):
         place = _of_thread(thread, frames[thread])
         if place.operation or place.absent:
-            return place
+            return place if thread == main else replace(place, beside=_beside(thread, frames.get(main or 0)))
         found = found or (place if thread == main else None)
     return found or Place("nothing that is known", ())
+
+
+def _beside(thread: int, main: FrameType | None) -> str:
+    """What a thread is to a main thread at the frame ``main``: as :attr:`Place.beside` has it."""
+    name = next((each.name for each in threading.enumerate() if each.ident == thread), "")
+    if not name.startswith("shardgraph save"):
+        return "user"
+    waits = main is not None and main.f_code.co_filename == threading.__file__
+    while main is not None and main.f_code.co_filename == threading.__file__:
+        main = main.f_back
+    return "" if waits and main is not None and main.f_code.co_filename.startswith(_OURS) else "save"
 
 
 def described(error: BaseException) -> str:
@@ -167,7 +180,7 @@ def described(error: BaseException) -> str:
 def shown(error: BaseException) -> str:
     """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause."""
     found = traceback.TracebackException.from_exception(error)
-    users = [frame for frame in found.stack if _is_users(frame.filename)]
+    users = [frame for frame in found.stack if is_users(frame.filename)]
     frames = [*users[-_LINES:], *([] if found.stack[-1:] == users[-1:] else found.stack[-1:])]
     lines = traceback.StackSummary.from_list(frames).format() if frames else []
     return "".join([*lines, *found.format_exception_only()]).rstrip()
@@ -177,7 +190,7 @@ def _raised_at(error: BaseException) -> str:
     at, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not at or _is_users(code.co_filename):
+        if not at or is_users(code.co_filename):
             at = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name})"
         trace = trace.tb_next
     return at
@@ -220,8 +233,7 @@ def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
     """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
     file, number = frame.f_code.co_filename, frame.f_lineno
     if (module := _graphs.get(file)) is None:
-        found = _FUNCTIONAL.search(linecache.getline(file, number)) if "torchinductor" in file else None
-        return (found.group(), f"{found.group()} of a compiled graph", "") if found else None
+        return _of_inductor(file, number) if "torchinductor" in file else None
     if not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
         return None
     node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
@@ -231,6 +243,22 @@ def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
         return None
     text = ir.describe_collective(node)
     return text.partition(" (")[0], text, ir.group_of(node)
+
+
+def _of_inductor(file: str, number: int) -> tuple[str, str, str] | None:
+    """As :func:`_in_graph`, of code that inductor has made: a wait names the value, and what started it the group."""
+    found = _FUNCTIONAL.search(linecache.getline(file, number))
+    waited = re.compile(rf"\b{found[2]}\b") if found is not None and found[1] == "wait_tensor" else None
+    while waited is not None and number > 1:
+        number -= 1
+        line = linecache.getline(file, number)
+        if (start := _FUNCTIONAL.search(line)) is not None and start[1] != "wait_tensor" and waited.search(line):
+            found = start
+            break
+    if found is None:
+        return None
+    group = re.search(r"'(\w+)'$", found[2])
+    return found[1], f"{found[1]} of a graph that inductor has compiled", "" if group is None else group[1]
 
 
 def _group_of(frame: FrameType | None) -> str:
@@ -248,16 +276,17 @@ def _group_of(frame: FrameType | None) -> str:
     return ""
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of code is neither Python's nor torch's nor this package's, nor generated."""
     python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not python and not file.startswith((_TORCH, _OURS, "<"))
+    return not python and "torchinductor" not in file and not file.startswith((_TORCH, _OURS, "<"))
 
 
 def _users_line(frame: FrameType | None) -> str:
     """The innermost line that is of neither torch nor this package."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             return f", called at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

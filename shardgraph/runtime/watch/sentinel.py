@@ -6,8 +6,9 @@ connected to that of rank 0, which passes on what each reports. All talk in line
 input and output, with each other over TCP.
 
 From the rank: its place in the run (first line), ``at`` (what it does), ``failed`` or ``left`` (how it ends),
-``abandoned`` (a graph that it has left in the middle), ``told`` (the failure of another was raised in it) and
-``ending`` (its program is over). To the rank: ``port``, ``event`` and ``lost`` (there is no connection any more).
+``abandoned`` (a graph that it has left in the middle), ``told`` (the failure of another was raised in it), ``held`` (it
+could not be, so far) and ``ending`` (its program is over). To the rank: ``port``, ``event`` and ``lost`` (there is no
+connection any more).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SILENCE = 10.0  # seconds without a word from another sentinel until its machine
 CONNECTING = 5.0  # seconds to connect to the sentinel of rank 0
 TELLING = 10.0  # seconds until a rank that was not told of a failure is ended
 OWN = 5.0  # the same, of its own failure
+HELD = 2.0  # the same, in a collective of the user's whose connections are not known
 ENDING = 8.0  # seconds for a program that is over to leave
 
 
@@ -184,6 +186,8 @@ class Sentinel:
             self.keep(self.rank, record)
         if "told" in record:
             self.told, self.deadline = True, 0.0
+        if "held" in record and self.deadline:
+            self.deadline = min(self.deadline, time.monotonic() + HELD)
         if "ending" in record and self.why:
             self.told, self.deadline = True, time.monotonic() + ENDING
 

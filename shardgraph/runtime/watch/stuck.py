@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardgraph.runtime.watch.wording import named
+
+STILL = 6.0  # seconds after which what does not move is stalled
+
 
 @dataclass(frozen=True)
 class Status:
@@ -15,7 +19,8 @@ class Status:
     graph that it is in: ranks in the same one may wait for different collectives of it, which are in flight together.
     A ``message`` is between two of the ``members``; where there are any, counts say nothing, and ``group`` is empty.
     Those of a pipeline are in its steps alone: ``beside`` is its group for a collective outside of them, and ``counts``
-    has those collectives while the rank is in no step.
+    has those collectives while the rank is in no step. For ``still`` seconds nothing of it has moved. With ``computes``
+    its main thread does not wait, but one that writes a checkpoint.
     """
 
     text: str
@@ -27,11 +32,13 @@ class Status:
     message: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     beside: str = ""
+    still: float = 0.0
+    computes: bool = False
 
 
 def verdict(waiting: Mapping[int, Status]) -> str | None:
     """Why these ranks will never go on, or None if they may."""
-    return _mismatch(waiting) or _circle(waiting)
+    return _mismatch(waiting) or _circle(waiting) or _stalled(waiting)
 
 
 def _mismatch(waiting: Mapping[int, Status]) -> str | None:
@@ -52,6 +59,7 @@ def _mismatch(waiting: Mapping[int, Status]) -> str | None:
 
 def _circle(waiting: Mapping[int, Status]) -> str | None:
     """Ranks of which each waits for the next, and the last for the first."""
+    waiting = {rank: one for rank, one in waiting.items() if not one.computes}
     for start in waiting:
         path = [start]
         while (after := _waited_for(path[-1], waiting)) is not None:
@@ -61,6 +69,21 @@ def _circle(waiting: Mapping[int, Status]) -> str | None:
                 return f"the ranks wait for each other, and none can go on: {places}"
             path.append(after)
     return None
+
+
+def _stalled(waiting: Mapping[int, Status]) -> str | None:
+    """Ranks that wait for nobody but each other, and on none of which anything moves."""
+    others = {rank: set(one.absent or one.members) for rank, one in waiting.items() if one.still >= STILL}
+    closed = {rank for rank, awaited in others.items() if awaited}
+    while outside := {rank for rank in closed if not others[rank] <= closed | {rank}}:
+        closed -= outside
+    if not closed:
+        return None
+    by_place: dict[str, list[int]] = {}
+    for rank in sorted(closed):
+        by_place.setdefault(waiting[rank].text, []).append(rank)
+    places = "; ".join(f"{named(ranks)} {'are' if ranks[1:] else 'is'} in {text}" for text, ranks in by_place.items())
+    return f"nothing moves any more between {named(sorted(closed))}: their connections are stalled: {places}"
 
 
 def _waited_for(rank: int, waiting: Mapping[int, Status]) -> int | None:

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from shardgraph import torch_api
 from shardgraph.errors import RankFailedError
 from shardgraph.runtime.watch import flight, place
+from shardgraph.runtime.watch.motion import Motion
 from shardgraph.runtime.watch.place import Place
 from shardgraph.runtime.watch.stuck import Status, verdict
+from shardgraph.runtime.watch.wording import unreachable
 
 _LOOK = 1.0  # seconds between two looks at what this rank does
 _SETTLED = 3  # looks at one place until a rank is said to wait there
@@ -58,8 +60,10 @@ class Watcher:
         self._told = self._over = False
         self._asking: threading.Thread | None = None  # the store what others wait for
         self._unanswered = 0  # looks since it began to
-        self._at, self._looks, self._proposed, self._posted = Place("", ()), 0, "", False
+        self._at, self._looks, self._motion, self._posted = Place("", ()), 0, Motion(), False
+        self._proposed, self._known_at = "", dict[int, int]()  # what is told if it stays so, and of which looks it is
         self._since, self._own = 0.0, ""  # when the failure was heard of, and what this rank was doing
+        self._held: tuple[Any, ...] | None = None  # the mark of that place, if it cannot be made to fail
         self.record_file = ""  # where rank 0's machine has the last collectives of all after a failure
         self._rest = b""
         self._token = secrets.token_hex(16) if self.rank == 0 else ""
@@ -201,7 +205,8 @@ class Watcher:
         if self.failure is not None:
             return
         where = f", while it was in {record['at']}" if record["event"] in ("died", "stopped") and record["at"] else ""
-        self._own = place.here().text
+        now = place.here()
+        self._own, self._held = now.text, now.mark if now.group and not torch_api.can_break(now.group) else None
         self._send({"flight": flight.records(), "text": record["text"]})
         self.failure = f"{record['text']}{where}"
         self._since = time.monotonic()
@@ -211,12 +216,14 @@ class Watcher:
     def _look(self) -> None:
         now = place.here()
         if self.failure is not None:
-            self._interrupt()
+            self._interrupt(now)
             return
         if now.text != self._at.text:
             self._send({"at": now.text})
         self._looks = self._looks + 1 if now.mark == self._at.mark else 0
         self._at = now
+        if self._looks and (now.group or now.absent):
+            self._motion.look(now)
         waits = self._looks >= _SETTLED and bool(now.group or now.absent)
         if self._asking is not None and self._asking.is_alive():
             self._unanswered += 1
@@ -237,29 +244,32 @@ class Watcher:
                 self._posted = False
         except dist.DistError as error:
             if waits:
-                self._lost(now, " ".join(str(error).split())[:80])
+                self._lost(now, str(error))
 
     def _lost(self, now: Place, how: str) -> None:
         """Say that this rank, which waits, has lost the store: it fails, unless the one that serves it has."""
         if not self.failed.wait(_MOMENT):
-            told = f"rank {self.rank} cannot reach the store of the process group ({how})"
-            self._send({"failed": f"{told}, while it was in {now.text}"})
+            self._send({"failed": unreachable(self.rank, now.text, how)})
 
     def _waits(self, now: Place) -> None:
-        """Post what this rank waits for, and find out whether it waits in vain: at two looks, of which it then is."""
+        """Post what this rank waits for, and find out whether it waits in vain: at two looks of all who wait."""
         members = torch_api.members(now.group)
         group = "" if now.message or now.group in place.with_messages else now.group
         beside = now.group if now.group in place.in_steps and now.run is None else ""
         counts, absent = place.counts(), () if now.answer else now.absent
-        status = Status(now.text, now.operation, group, members, absent, now.run, now.message, counts, beside)
+        still, computes = self._motion.still, now.beside == "save"
+        told = now.text, now.operation, group, members, absent, now.run, now.message, counts
+        status = Status(*told, beside, still, computes)
         self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
             return
-        found = self._ended(now, members) or self._stuck(status)
-        if found and found == self._proposed:
+        waiting, looks = self._waiting(status)
+        found = self._ended(now, members) or verdict(waiting) or ""
+        if found != self._proposed:
+            self._proposed, self._known_at = found, looks
+        elif found and all(looks[rank] != before for rank, before in self._known_at.items() if rank in looks):
             self._send({"failed": found})
-        self._proposed = found or ""
 
     def _ended(self, now: Place, members: tuple[int, ...]) -> str | None:
         for rank in now.absent or members:
@@ -270,26 +280,31 @@ class Watcher:
                 return f"the ranks do not go on together: {how}, and rank {self.rank} waits for it in {now.text}"
         return None
 
-    def _stuck(self, own: Status) -> str | None:
+    def _waiting(self, own: Status) -> tuple[dict[int, Status], dict[int, int]]:
+        """What all who wait have posted, and at which of their looks: a rank that posts no more may have gone on."""
         ranks = [rank for rank in range(self.size) if rank != self.rank]
-        waiting = {self.rank: own}
+        waiting, looks = {self.rank: own}, {self.rank: self._looks}
         present = [rank for rank in ranks if self._store.check([self._key(rank)])]
         for rank in present:
             if post := self._store.get(self._key(rank)):
                 record: dict[str, Any] = json.loads(post)
-                record.pop("looks")
+                looks[rank] = record.pop("looks")
                 waiting[rank] = Status(**record)
-        return verdict(waiting)
+        return waiting, looks
 
     def _key(self, rank: int) -> str:
         return f"shardgraph/watch/{rank}"
 
     # -- the main thread --
 
-    def _interrupt(self) -> None:
-        """Raise the failure in a main thread that has not met it."""
+    def _interrupt(self, now: Place) -> None:
+        """Raise the failure in a main thread that has not met it, as it will not where it is held."""
         waited = time.monotonic() - self._since
-        if not self._told and waited > _INTERRUPT and _SIGNAL is not None and not self._over:
+        if self._told or self._over:
+            return
+        if now.mark == self._held:
+            self._send({"held": True})
+        elif waited > _INTERRUPT and _SIGNAL is not None:
             main = threading.main_thread()
             if main.ident is not None and signal.getsignal(_SIGNAL) == self._interrupted:
                 signal.pthread_kill(main.ident, _SIGNAL)
