@@ -42,7 +42,7 @@ def named_machine(path: Path) -> str:
 def keepers(machines: Sequence[Sequence[int]], copies: int) -> list[tuple[int, int]]:
     """The ranks of other machines that keep the file of a rank: pairs of a rank and a keeper.
 
-    ``machines`` are the ranks of each. Each machine's files are on the ``copies - 1`` machines after it, too, or on all.
+    ``machines`` are the ranks of each. The files of a machine are on the ``copies - 1`` after it, too, or on all.
     """
     count = len(machines)
     return [

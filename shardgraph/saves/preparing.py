@@ -37,7 +37,7 @@ def prepared(
 ) -> Job:
     """Agree with the other ranks on who writes what, make the folders, and ``copy`` this rank's part to host memory.
 
-    ``contents`` may be the reason why this rank has none. With several ``copies``, each machine may have its own folder.
+    ``contents`` may be the reason why this rank has none. With ``copies``, each machine may have a folder of its own.
 
     Raises:
         CheckpointError: on all ranks, if one cannot save, or there is no room; nothing has been written.
@@ -75,9 +75,7 @@ def prepared(
     return Job(ranks, path, step, keep, mine.nbytes[place], tensors, values, dict(about), copy, *where)
 
 
-def _offer(
-    contents: Contents | Exception, path: Path, step: int, copies: int
-) -> tuple[Offer, list[Piece]]:
+def _offer(contents: Contents | Exception, path: Path, step: int, copies: int) -> tuple[Offer, list[Piece]]:
     machine = ""
     try:
         if isinstance(contents, Exception):

@@ -117,10 +117,10 @@ def save_checkpoint(
         extra: numbers, texts, tensors, lists and dictionaries: where in the data the job is. Ranks may have different
             ones; the state of torch's generators is saved anyway.
         keep: how many checkpoints there are afterwards; older ones are removed once the new one is whole. None: all.
-        copies: the number of machines that have each part of the checkpoint, where ``path`` is a folder of each machine's
-            own, such as one in its memory. With 2, each machine's part is copied to another one, so that all is left
-            when a machine is lost: :func:`shardgraph.load_checkpoint` gathers it. Ranks that share a folder are one
-            machine; where there are fewer machines than copies, each has all.
+        copies: how many machines have each part of the checkpoint, where ``path`` is a folder of each machine's own, as
+            in its memory. With 2, what the ranks of a machine write is copied to another one, so that all is left when
+            a machine is lost: :func:`shardgraph.load_checkpoint` gathers it. Ranks that share a folder are one machine;
+            of fewer machines than copies, each has all.
         background: return as soon as this rank's part is copied to host memory, and write it on a thread. The next save
             waits for it, and uses the same memory.
         timeout: seconds that ranks wait for each other at most.

@@ -122,7 +122,8 @@ class Job:
             folders.drop_draft(self.draft)
 
     def _told(self, error: Exception) -> str:
-        return str(error) if isinstance(error, CheckpointError) else cannot_write(self.path, self.step, self.nbytes, error)
+        known = isinstance(error, CheckpointError)
+        return str(error) if known else cannot_write(self.path, self.step, self.nbytes, error)
 
     def _write(self) -> dict[str, Any]:
         try:
