@@ -51,13 +51,20 @@ def folder_of(base: str, machine: int) -> str:
     return f"{base}/machine{machine}"
 
 
-def saved(base: str, machines: Sequence[int], steps: Sequence[int], options: dict[str, Any] | None = None) -> None:
+def saved(
+    base: str,
+    machines: Sequence[int],
+    steps: Sequence[int],
+    options: dict[str, Any] | None = None,
+    wait: bool = True,
+) -> None:
     """Save ``steps``, where the rank r is on ``machines[r]``."""
     own = folder_of(base, machines[rank := dist.get_rank()])
     for step in steps:
-        options = {"copies": 2, "extra": {"rank": rank, "step": step}, **(options or {})}
-        shardgraph.save_checkpoint(own, step, *job_at(step), **options)
-    shardgraph.wait_for_saves()
+        given = {"copies": 2, "extra": {"rank": rank, "step": step}, **(options or {})}
+        shardgraph.save_checkpoint(own, step, *job_at(step), **given)
+    if wait:
+        shardgraph.wait_for_saves()
 
 
 def loaded(base: str, machines: Sequence[int], more: Sequence[str] = (), **options: Any) -> tuple[Any, ...]:
@@ -131,14 +138,15 @@ def loaded_after_each(base: str, machines: Sequence[int], lost: Sequence[int]) -
     return found
 
 
-def all_are_killed(base: str, step: int, last: int) -> int:
-    """Save ``step``, each rank on a machine; all are killed at point number ``last`` of what rank 1 does to files.
+def killed(base: str, step: int, last: int, all_of_them: bool) -> int:
+    """Save ``step``, each rank on a machine; rank 1, or all, are killed at point number ``last`` of what it does.
 
     Returns how many points there were if they were not.
     """
     rank, pids = dist.get_rank(), [0] * dist.get_world_size()
     model, optimizer = job_at(step)
     dist.all_gather_object(pids, os.getpid())
-    with Points(last if rank == 1 else -1, [pid for pid in pids if pid != os.getpid()]) as points:
+    others = [pid for pid in pids if pid != os.getpid()] if all_of_them else []
+    with Points(last if rank == 1 else -1, others) as points:
         shardgraph.save_checkpoint(folder_of(base, rank), step, model, optimizer, copies=2, keep=1)
     return points.passed

@@ -13,6 +13,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph.errors import ArgumentError, CheckpointError
+from shardgraph.saves.listing import listed
 from shardgraph.saves.machines import keepers
 from tests import machines
 from tests.standing import on_ranks
@@ -40,6 +41,15 @@ def test_each_machine_has_its_own_part_and_that_of_the_machine_before(on_four):
         ["__1_0.distcp", "__2_0.distcp"],
         ["__2_0.distcp", "__3_0.distcp"],
     ]
+
+
+def test_what_a_machine_has_is_listed_and_verified_as_a_part(on_four, tmp_path):
+    shutil.copytree(on_four / "machine1", tmp_path / "machine1")
+    first, second = listed(tmp_path / "machine1", verify=True)
+    assert str(first).endswith("verified, 2 files are on other machines") and not second.damage
+    file = tmp_path / "machine1" / "step-00000002" / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-9] + b"corrupted")
+    assert "__1_0.distcp" in str(listed(tmp_path / "machine1", verify=True)[1])
 
 
 def test_the_last_step_is_there_whichever_machine_is_lost(on_four):
@@ -148,24 +158,36 @@ def test_each_file_is_kept_by_as_many_machines_as_there_are_copies():
             assert len(having) == machines_with
 
 
-def killed_at(base: Path, step: int, last: int) -> int:
-    """Save on three machines, and kill all ranks at a point of rank 1; how many points there were if they were not."""
+@pytest.mark.slow
+def test_a_save_that_is_under_way_when_a_job_returns_is_finished(tmp_path):
+    shardgraph.launch(machines.saved, 3, args=(str(tmp_path), FOUR, [1], {"background": True}, False), timeout=200)
+    assert on_ranks(machines.loaded, 3, args=(str(tmp_path), FOUR))[0][:2] == (1, True)
+
+
+def killed_at(base: Path, step: int, last: int, all_of_them: bool) -> int:
+    """Save on three machines, and kill rank 1 or all at a point; how many points there were if they were not."""
     with suppress(shardgraph.LaunchError):
-        return shardgraph.launch(machines.all_are_killed, 3, args=(str(base), step, last), timeout=200)[1]
+        return shardgraph.launch(machines.killed, 3, args=(str(base), step, last, all_of_them), timeout=200)[1]
     return 0
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("points", [2, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["a new step", "the same step again"])
-def test_machines_that_are_all_killed_at_any_point_have_a_whole_checkpoint_together(case, points, tmp_path):
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("case", "points"),
+    [
+        pytest.param("a new step", 2, id="a new step"),
+        *(pytest.param(case, 30, marks=pytest.mark.slow) for case in ("a new step", "the same step again")),
+    ],
+)
+@pytest.mark.parametrize("who", ["all", pytest.param("one", marks=pytest.mark.slow)])
+def test_machines_that_are_killed_at_any_point_have_a_whole_checkpoint_together(who, case, points, tmp_path):
     step = 2 if case == "a new step" else 1
-    count = killed_at(tmp_path / "counted", step, -1)
+    count = killed_at(tmp_path / "counted", step, -1, True)
     assert count > 20
     for last in sorted(random.Random(step).sample(range(1, count + 1), points)):
         base = tmp_path / str(last)
         on_ranks(machines.saved, 3, args=(str(base), [0, 1, 2], [1], {"keep": 1}))
-        killed_at(base, step, last)
+        killed_at(base, step, last, who == "all")
         found = on_ranks(machines.loaded, 3, args=(str(base), [0, 1, 2]))
         assert [(got in (1, step), same) for got, same, *_ in found] == [(True, True)] * 3, (last, found)
         on_ranks(machines.saved, 3, args=(str(base), [0, 1, 2], [3], {"keep": 1}))

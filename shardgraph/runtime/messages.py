@@ -51,11 +51,11 @@ class Messages:
                 (sent if rank == message.source else received).append((message, tag + offset, part))
             tag += -(-message.nbytes // _PART)
         try:
-            # What is received is asked for first, so that no one who sends waits for more than the network.
-            works = [dist.irecv(part, each.source, self._group, number) for each, number, part in received]
-            works += [dist.isend(part, each.target, self._group, number) for each, number, part in sent]
+            # What is received is asked for first: no one who sends waits for more than the network. Of the group
+            # itself: a save may be under way when the job has left all groups.
+            works = [self._group.recv([part], each.source, number) for each, number, part in received]
+            works += [self._group.send([part], each.target, number) for each, number, part in sent]
             for work in works:
-                assert work is not None
                 work.wait(self._timeout)
         except RuntimeError as error:
             if (cause := watch.failed(error, doing)) is not None:

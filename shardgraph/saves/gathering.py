@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardgraph.errors import CheckpointError
 from shardgraph.runtime.exchange import Ranks
 from shardgraph.runtime.messages import Message, Messages
 from shardgraph.saves.machines import bytes_of
@@ -39,7 +37,7 @@ class Gathered:
         self._manifest = Region(MANIFEST, 0, candidate.nbytes, None)
         self._fetch([self._manifest])
         index = None
-        with suppress(DamagedError):  # raised again where all ranks are told
+        with suppress(Exception):  # of any kind: raised again where all ranks are told
             index = self.index()
         self._fetch(() if index is None else index.values.values())
         self._fetch(() if index is None else self._needed(index, read))
@@ -66,7 +64,7 @@ class Gathered:
     def _needed(self, index: Index, read: Callable[[Reader], Any]) -> list[Region]:
         """The parts of files that ``read`` reads tensors from."""
         reader = _Survey(index, self.part)
-        with suppress(CheckpointError), warnings.catch_warnings(action="ignore"):  # likewise
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # likewise
             read(reader)
         return reader.regions
 
@@ -106,7 +104,7 @@ class _Survey(Reader):
         super().__init__(index, elsewhere)
         self.regions: list[Region] = []
 
-    def tensor(self, key: str, like: torch.Tensor | DTensor) -> torch.Tensor:
+    def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
         """An empty tensor in the place of the one that is read."""
         sizes, chunks = self.chunks(key, like)
         self.regions += [chunk.region for chunk, _, _ in chunks]

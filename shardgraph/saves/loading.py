@@ -145,11 +145,13 @@ def _candidates(
     Raises:
         CheckpointError: on all ranks: there is none, and one is ``required``.
     """
-    parts_of_ranks = ranks.to_first("loading a checkpoint", parts)
+    given = ranks.to_first("loading a checkpoint", [len(paths), parts])
     answer: Any = None
     if ranks.is_first:
         try:
-            of_machines = candidates_of([[Part(*each) for each in of_rank] for of_rank in parts_of_ranks])
+            if {count for count, _ in given} != {len(paths)}:
+                raise CheckpointError("the ranks load from different numbers of folders: give all ranks as many")
+            of_machines = candidates_of([[Part(*each) for each in of_rank] for _, of_rank in given])
             answer = _listed(paths, step, required, of_machines)
         except (CheckpointError, OSError) as error:
             answer = str(error)

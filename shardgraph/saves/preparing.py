@@ -76,16 +76,15 @@ def prepared(
 
 
 def _offer(contents: Contents | Exception, path: Path, step: int, copies: int) -> tuple[Offer, list[Piece]]:
-    machine = ""
-    try:
-        if isinstance(contents, Exception):
-            raise contents
-        if copies > 1:
+    told = machine = ""
+    if isinstance(contents, Exception):
+        told = str(contents) if isinstance(contents, CheckpointError) else f"{type(contents).__name__}: {contents}"
+    elif copies > 1:
+        try:
             machine = named_machine(path)
-    except OSError as error:
-        return Offer(cannot_write(path, step, 0, error), step, str(path), copies, machine, [], [], []), []
-    except Exception as error:
-        told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        except OSError as error:
+            told = cannot_write(path, step, 0, error)
+    if told or isinstance(contents, Exception):
         return Offer(told, step, str(path), copies, machine, [], [], []), []
     pieces = []
     for key, tensor in contents.tensors.items():
