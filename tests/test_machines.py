@@ -72,7 +72,8 @@ def test_fewer_machines_go_on_from_what_they_have_together(on_four, tmp_path):
 def test_a_machine_that_was_away_gets_the_steps_of_the_others(on_four, tmp_path):
     base = tmp_path / "copy"
     shutil.copytree(on_four, base)
-    on_ranks(machines.saved, 2, args=(str(base), [0, 1], [3, 4], {"keep": 1}))  # the machines 2 and 3 have step 2
+    on_ranks(machines.saved, 2, args=(str(base), [0, 0], [3, 4], {"keep": 1}))  # the others have step 2
+    assert [each.name for each in base.glob("machine0/step-*")] == ["step-00000004"]
     found = on_ranks(machines.loaded, 4, args=(str(base), [2, 3, 0, 1]))
     assert [(step, same) for step, same, *_ in found] == [(4, True)] * 4
     on_ranks(machines.saved, 4, args=(str(base), [2, 3, 0, 1], [5], {"keep": 1}))

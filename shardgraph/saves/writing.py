@@ -149,7 +149,7 @@ class Job:
                 "machine's own, such as one in its memory"
             ) from error
         folders.finish_draft(self.draft)
-        folders.remove_old(self.path, self.keep)
+        folders.remove_old(self.path, self.keep, parts=self.copies > 1)
 
     def _finish_here(self) -> None:
         if self.leads:
