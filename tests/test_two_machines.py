@@ -64,6 +64,8 @@ def agent(machines: list[str], number: int, folder: Path, steps: int, nnodes: st
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "SECONDS_OF_A_STEP": str(seconds)}
     if more:  # in memory alone
         environment |= {"MACHINE": str(number), "STEPS_BETWEEN_SAVES": "1000"}
+        # Otherwise an agent that stays the first does not tell its address to one that joins.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = (folder / f"agent{number}.log").open("a")
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=_ROOT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -29,10 +30,11 @@ class Messages:
 
     def __init__(self, timeout: float) -> None:
         global _made
-        self._timeout = timedelta(seconds=timeout)
+        self._rank, self._timeout = dist.get_rank(), timedelta(seconds=timeout)
         if _made is None or _made[0] is not dist.group.WORLD:
             _made = dist.group.WORLD, torch_api.group_of_messages(self._timeout)
             watch.place.with_messages.add(str(_made[1].group_name))
+            atexit.register(_forget)
         self._group = _made[1]
 
     def exchange(self, messages: Sequence[Message], of: Callable[[int], torch.Tensor], doing: str) -> None:
@@ -43,7 +45,9 @@ class Messages:
             RankFailedError: another rank has failed meanwhile.
             RuntimeError: a connection is lost, or a message took longer than the timeout.
         """
-        rank, tag, sent, received = dist.get_rank(), 0, [], []
+        sent: list[tuple[Message, int, torch.Tensor]] = []
+        received: list[tuple[Message, int, torch.Tensor]] = []
+        rank, tag = self._rank, 0
         for number, message in enumerate(messages):
             mine = rank in (message.source, message.target)
             parts = of(number).split(_PART) if mine and message.nbytes else ()
@@ -51,13 +55,19 @@ class Messages:
                 (sent if rank == message.source else received).append((message, tag + offset, part))
             tag += -(-message.nbytes // _PART)
         try:
-            # What is received is asked for first: no one who sends waits for more than the network. Of the group
-            # itself: a save may be under way when the job has left all groups.
-            works = [self._group.recv([part], each.source, number) for each, number, part in received]
-            works += [self._group.send([part], each.target, number) for each, number, part in sent]
+            # What is received is asked for first, so that no one who sends waits for more than the network.
+            works = [dist.irecv(part, each.source, self._group, its_tag) for each, its_tag, part in received]
+            works += [dist.isend(part, each.target, self._group, its_tag) for each, its_tag, part in sent]
             for work in works:
+                assert work is not None
                 work.wait(self._timeout)
         except RuntimeError as error:
             if (cause := watch.failed(error, doing)) is not None:
                 raise cause from error
             raise
+
+
+def _forget() -> None:
+    """A process that ends with the threads of a group aborts now and then."""
+    global _made
+    _made = None

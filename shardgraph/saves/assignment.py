@@ -57,8 +57,9 @@ class Offer(NamedTuple):
     @classmethod
     def of(cls, sent: Sequence[Any]) -> Offer:
         """What :class:`Offer` is after it was sent."""
-        *about, pieces, values, groups = sent
-        return cls(*about, [Piece(*each) for each in pieces], [Value(*each) for each in values], groups)
+        offer = cls(*sent)
+        pieces, values = [Piece(*each) for each in offer.pieces], [Value(*each) for each in offer.values]
+        return offer._replace(pieces=pieces, values=values)
 
 
 class Assignment(NamedTuple):

@@ -68,13 +68,13 @@ class Job:
         Raises:
             CheckpointError: on all ranks, if one could not; nothing of it is left, and older ones are untouched.
         """
-        if self.messages is None:
+        if (messages := self.messages) is None:
             self._together("whole", self._write, self._finish)
         else:
             sizes = self._together("written", self._write, self._sizes)
             copies = Copies(self.draft, self.machines, self.copies, self.ranks.rank, sizes)
             self._together("given room on other machines", copies.make_room)
-            self._together("copied to other machines", lambda: copies.exchange(self.messages))
+            self._together("copied to other machines", lambda: copies.exchange(messages))
             # All have the new one before any removes an old one: at each moment there is one that is whole.
             self._together("whole", self._finish_here)
             self._together("whole everywhere", self._remove_old_here)
