@@ -56,11 +56,12 @@ class Messages:
             tag += -(-message.nbytes // _PART)
         try:
             # What is received is asked for first, so that no one who sends waits for more than the network.
-            works = [dist.irecv(part, each.source, self._group, its_tag) for each, its_tag, part in received]
-            works += [dist.isend(part, each.target, self._group, its_tag) for each, its_tag, part in sent]
-            for work in works:
-                assert work is not None
-                work.wait(self._timeout)
+            with watch.agreeing(doing):
+                works = [dist.irecv(part, each.source, self._group, its_tag) for each, its_tag, part in received]
+                works += [dist.isend(part, each.target, self._group, its_tag) for each, its_tag, part in sent]
+                for work in works:
+                    assert work is not None
+                    work.wait(self._timeout)
         except RuntimeError as error:
             if (cause := watch.failed(error, doing)) is not None:
                 raise cause from error
