@@ -15,7 +15,7 @@ import shardgraph
 from shardgraph.errors import ArgumentError, CheckpointError
 from shardgraph.saves.listing import listed
 from shardgraph.saves.machines import keepers
-from tests import machines
+from tests import copied_saves
 from tests.standing import on_ranks
 
 FOUR = [0, 1, 2, 3]
@@ -30,7 +30,7 @@ def files(base: Path, machine: int, step: int) -> list[str]:
 def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 1 and 2 of a job on four machines with a rank each."""
     base = tmp_path_factory.mktemp("machines")
-    on_ranks(machines.saved, 4, args=(str(base), FOUR, [1, 2]))
+    on_ranks(copied_saves.saved, 4, args=(str(base), FOUR, [1, 2]))
     return base
 
 
@@ -53,7 +53,7 @@ def test_what_a_machine_has_is_listed_and_verified_as_a_part(on_four, tmp_path):
 
 
 def test_the_last_step_is_there_whichever_machine_is_lost(on_four):
-    for found in on_ranks(machines.loaded_after_each, 4, args=(str(on_four), FOUR, FOUR)):
+    for found in on_ranks(copied_saves.loaded_after_each, 4, args=(str(on_four), FOUR, FOUR)):
         for step, same, extras, warned in found:  # the rank of the lost machine has come back, to an empty folder
             assert (step, same, warned) == (2, True, [])
             assert extras == [{"rank": rank, "step": 2} for rank in FOUR]
@@ -63,20 +63,20 @@ def test_fewer_machines_go_on_from_what_they_have_together(on_four, tmp_path):
     base = tmp_path / "copy"
     shutil.copytree(on_four, base)
     shutil.rmtree(base / "machine1")
-    for step, same, _, _ in on_ranks(machines.loaded, 3, args=(str(base), [3, 0, 2])):
+    for step, same, _, _ in on_ranks(copied_saves.loaded, 3, args=(str(base), [3, 0, 2])):
         assert (step, same) == (2, True)
-    on_ranks(machines.saved, 3, args=(str(base), [3, 0, 2], [3]))
-    assert [step for step, *_ in on_ranks(machines.loaded, 4, args=(str(base), FOUR))] == [3] * 4
+    on_ranks(copied_saves.saved, 3, args=(str(base), [3, 0, 2], [3]))
+    assert [step for step, *_ in on_ranks(copied_saves.loaded, 4, args=(str(base), FOUR))] == [3] * 4
 
 
 def test_a_machine_that_was_away_gets_the_steps_of_the_others(on_four, tmp_path):
     base = tmp_path / "copy"
     shutil.copytree(on_four, base)
-    on_ranks(machines.saved, 2, args=(str(base), [0, 0], [3, 4], {"keep": 1}))  # the others have step 2
+    on_ranks(copied_saves.saved, 2, args=(str(base), [0, 0], [3, 4], {"keep": 1}))  # the others have step 2
     assert [each.name for each in base.glob("machine0/step-*")] == ["step-00000004"]
-    found = on_ranks(machines.loaded, 4, args=(str(base), [2, 3, 0, 1]))
+    found = on_ranks(copied_saves.loaded, 4, args=(str(base), [2, 3, 0, 1]))
     assert [(step, same) for step, same, *_ in found] == [(4, True)] * 4
-    on_ranks(machines.saved, 4, args=(str(base), [2, 3, 0, 1], [5], {"keep": 1}))
+    on_ranks(copied_saves.saved, 4, args=(str(base), [2, 3, 0, 1], [5], {"keep": 1}))
     for machine in FOUR:
         assert [each.name for each in sorted(base.glob(f"machine{machine}/step-*"))] == ["step-00000005"]
 
@@ -86,11 +86,11 @@ def test_what_two_machines_have_lost_is_told_and_an_older_one_on_the_disk_is_tak
     shutil.copytree(on_four, base)
     for machine in (1, 2):
         shutil.rmtree(base / f"machine{machine}")
-    for told, same, _, _ in on_ranks(machines.loaded, 2, args=(str(base), [0, 3])):
+    for told, same, _, _ in on_ranks(copied_saves.loaded, 2, args=(str(base), [0, 3])):
         assert same and "lacks '__1_0.distcp', and no other machine" in told
     shutil.copytree(on_four, disk / "of_each")
-    on_ranks(machines.saved, 2, args=(str(disk), [0, 0], [1], {"copies": 1}))
-    found = on_ranks(machines.loaded, 2, args=(str(base), [0, 3], [str(disk / "machine0")]))
+    on_ranks(copied_saves.saved, 2, args=(str(disk), [0, 0], [1], {"copies": 1}))
+    found = on_ranks(copied_saves.loaded, 2, args=(str(base), [0, 3], [str(disk / "machine0")]))
     for step, same, _, warned in found:
         assert (step, same) == (1, True)
         assert any("left out: " in each and "'__1_0.distcp'" in each for each in warned)
@@ -104,33 +104,33 @@ def test_a_bit_flipped_in_the_memory_of_another_machine_is_refused_by_name(on_fo
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    for told, same, _, _ in on_ranks(machines.loaded, 4, args=(str(base), FOUR), timeout=120):
+    for told, same, _, _ in on_ranks(copied_saves.loaded, 4, args=(str(base), FOUR), timeout=120):
         assert told == 1 and same  # step 1 is whole
     for told, same, _, _ in on_ranks(at_step_two, 4, args=(str(base), FOUR)):
         assert same and "__1_0.distcp" in told and "is not as it was written" in told
 
 
 def at_step_two(base: str, of_ranks: list[int]) -> tuple[object, ...]:
-    return machines.loaded(base, of_ranks, step=2)
+    return copied_saves.loaded(base, of_ranks, step=2)
 
 
 def test_ranks_that_share_a_folder_are_one_machine_and_two_machines_have_all_each(tmp_path):
-    on_ranks(machines.saved, 4, args=(str(tmp_path), [0, 0, 1, 1], [1], {"background": True}))
+    on_ranks(copied_saves.saved, 4, args=(str(tmp_path), [0, 0, 1, 1], [1], {"background": True}))
     for machine in (0, 1):
         assert files(tmp_path, machine, 1) == [f"__{rank}_0.distcp" for rank in FOUR]
         assert [step for step, _ in shardgraph.checkpoints(tmp_path / f"machine{machine}")] == [1]
-    on_ranks(machines.saved, 4, args=(str(tmp_path / "one"), [0] * 4, [1]))
+    on_ranks(copied_saves.saved, 4, args=(str(tmp_path / "one"), [0] * 4, [1]))
     assert files(tmp_path / "one", 0, 1) == [f"__{rank}_0.distcp" for rank in FOUR]
 
 
 def test_a_machine_without_room_for_a_copy_is_told_on_all_and_the_last_checkpoint_stays(tmp_path):
-    for told, left, step in on_ranks(machines.one_machine_is_full, 3, args=(str(tmp_path),)):
+    for told, left, step in on_ranks(copied_saves.one_machine_is_full, 3, args=(str(tmp_path),)):
         assert "rank 1: step 2" in told and "No space left" in told
         assert left == [".machine", "step-00000001"] and step == 1
 
 
 def test_arguments_that_do_not_fit_are_told(tmp_path):
-    for differ, alone in on_ranks(machines.different_arguments, 2, args=(str(tmp_path),)):
+    for differ, alone in on_ranks(copied_saves.different_arguments, 2, args=(str(tmp_path),)):
         assert "rank 1 saves with copies=2, and rank 0 with copies=1" in differ
         assert "give all ranks the same" in alone
     with pytest.raises(ArgumentError, match="copies is 0"):
@@ -145,7 +145,7 @@ def test_nothing_is_loaded_at_the_first_start_of_a_job_if_nothing_is_required(tm
 
 
 def not_required(base: str) -> tuple[object, ...]:
-    return machines.loaded(base, [0, 1], required=False)
+    return copied_saves.loaded(base, [0, 1], required=False)
 
 
 def test_each_file_is_kept_by_as_many_machines_as_there_are_copies():
@@ -161,14 +161,14 @@ def test_each_file_is_kept_by_as_many_machines_as_there_are_copies():
 
 @pytest.mark.slow
 def test_a_save_that_is_under_way_when_a_job_returns_is_finished(tmp_path):
-    shardgraph.launch(machines.saved, 3, args=(str(tmp_path), FOUR, [1], {"background": True}, False), timeout=200)
-    assert on_ranks(machines.loaded, 3, args=(str(tmp_path), FOUR))[0][:2] == (1, True)
+    shardgraph.launch(copied_saves.saved, 3, args=(str(tmp_path), FOUR, [1], {"background": True}, False), timeout=200)
+    assert on_ranks(copied_saves.loaded, 3, args=(str(tmp_path), FOUR))[0][:2] == (1, True)
 
 
 def killed_at(base: Path, step: int, last: int, all_of_them: bool) -> int:
     """Save on three machines, and kill rank 1 or all at a point; how many points there were if they were not."""
     with suppress(shardgraph.LaunchError):
-        return shardgraph.launch(machines.killed, 3, args=(str(base), step, last, all_of_them), timeout=200)[1]
+        return shardgraph.launch(copied_saves.killed, 3, args=(str(base), step, last, all_of_them), timeout=200)[1]
     return 0
 
 
@@ -187,11 +187,11 @@ def test_machines_that_are_killed_at_any_point_have_a_whole_checkpoint_together(
     assert count > 20
     for last in sorted(random.Random(step).sample(range(1, count + 1), points)):
         base = tmp_path / str(last)
-        on_ranks(machines.saved, 3, args=(str(base), [0, 1, 2], [1], {"keep": 1}))
+        on_ranks(copied_saves.saved, 3, args=(str(base), [0, 1, 2], [1], {"keep": 1}))
         killed_at(base, step, last, who == "all")
-        found = on_ranks(machines.loaded, 3, args=(str(base), [0, 1, 2]))
+        found = on_ranks(copied_saves.loaded, 3, args=(str(base), [0, 1, 2]))
         assert [(got in (1, step), same) for got, same, *_ in found] == [(True, True)] * 3, (last, found)
-        on_ranks(machines.saved, 3, args=(str(base), [0, 1, 2], [3], {"keep": 1}))
+        on_ranks(copied_saves.saved, 3, args=(str(base), [0, 1, 2], [3], {"keep": 1}))
         for machine in range(3):
             names = sorted(each.name for each in (base / f"machine{machine}").iterdir())
             assert names == [".machine", "step-00000003"], (last, names)
