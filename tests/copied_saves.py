@@ -1,4 +1,4 @@
-"""What runs on the ranks for :mod:`tests.test_copied_saves`: jobs on "machines" that each have a folder of their own."""
+"""What runs on the ranks for :mod:`tests.test_copied_saves`: jobs on "machines" with a folder each."""
 
 from __future__ import annotations
 
