@@ -61,7 +61,7 @@ def found_in(path: Path, parts: bool = False) -> list[Found]:
     those of a machine's own folder, of which others have the rest.
     """
     found = [_looked_at(folder, step, parts) for step, folder in _finished(path)]
-    return sorted(found, key=lambda each: (each.index is not None, _number(each), each.step), reverse=True)
+    return sorted(found, key=lambda each: (each.index is not None, number_of(each), each.step), reverse=True)
 
 
 def found_in_all(paths: Sequence[Path]) -> list[Found]:
@@ -79,7 +79,7 @@ def _time(found: Found) -> str:
 def latest_in(path: Path) -> tuple[int, str]:
     """The largest number in the order in which the checkpoints in a folder were written, and the latest time."""
     found = found_in(path, parts=True)
-    return max(map(_number, found), default=0), max(map(_time, found), default="")
+    return max(map(number_of, found), default=0), max(map(_time, found), default="")
 
 
 def make_draft(path: Path, step: int) -> Path:
@@ -148,8 +148,8 @@ def _is_replaced(folder: Path) -> bool:
 def _looked_at(folder: Path, step: int, parts: bool) -> Found:
     try:
         index = read_manifest(folder)
-        if index.about["step"] != step:
-            raise DamagedError(f"{str(folder / MANIFEST)!r} is of step {index.about['step']}, not of {step}")
+        if (written := index.about.get("step")) != step:
+            raise DamagedError(f"{str(folder / MANIFEST)!r} is of step {written}, not of {step}")
         if not parts:
             index.raise_if_incomplete()
     except CheckpointError as error:
@@ -157,8 +157,10 @@ def _looked_at(folder: Path, step: int, parts: bool) -> Found:
     return Found(step, folder, index)
 
 
-def _number(found: Found) -> int:
-    return found.index.about["number"] if found.index is not None else 0
+def number_of(found: Found) -> int:
+    """Its place in the order in which the checkpoints of a job were written; 0 if it is damaged."""
+    number = found.index.about.get("number") if found.index is not None else 0
+    return number if isinstance(number, int) else 0
 
 
 def _tidy(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardgraph.saves.folders import Found, found_in
+from shardgraph.saves.folders import Found, found_in, number_of
 from shardgraph.saves.machines import name_of_machine
 from shardgraph.saves.manifest import CHECKSUM, MANIFEST
 
@@ -77,7 +77,8 @@ def _part(place: int, found: Found) -> Part:
     sizes = {**found.index.files, MANIFEST: (folder / MANIFEST).stat().st_size}
     files = [name for name, size in sizes.items() if _size(folder / name) == size]
     manifest = (folder / CHECKSUM).read_text()[:64]
-    return Part(place, str(folder), found.step, "", manifest, about["time"], about["number"], files, sizes)
+    written = str(about.get("time", "")), number_of(found)
+    return Part(place, str(folder), found.step, "", manifest, *written, files, sizes)
 
 
 def _size(file: Path) -> int | None:
