@@ -96,7 +96,7 @@ def make_draft(path: Path, step: int) -> Path:
     return draft
 
 
-def finish_draft(draft: Path) -> Path:
+def finish_draft(draft: Path) -> None:
     """Give a complete draft its name, in one step and for good. One that it replaces is there under another name."""
     final = draft.with_name(draft.name.removesuffix(_WRITING))
     sync_folder(draft)
@@ -104,7 +104,6 @@ def finish_draft(draft: Path) -> Path:
         os.rename(final, final.with_name(f"{final.name}{_REPLACED}-{secrets.token_hex(4)}"))
     os.rename(draft, final)
     sync_folder(draft.parent)
-    return final
 
 
 def remove_old(path: Path, keep: int | None, parts: bool = False) -> None:
