@@ -181,7 +181,7 @@ def killed_at(base: Path, step: int, last: int, all_of_them: bool) -> int:
     ],
 )
 @pytest.mark.parametrize("who", ["all", pytest.param("one", marks=pytest.mark.slow)])
-def test_machines_that_are_killed_at_any_point_have_a_whole_checkpoint_together(who, case, points, tmp_path):
+def test_machines_that_are_killed_have_a_whole_checkpoint_together(who, case, points, tmp_path):
     step = 2 if case == "a new step" else 1
     count = killed_at(tmp_path / "counted", step, -1, True)
     assert count > 20
