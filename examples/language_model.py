@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 import shardgraph
@@ -61,7 +59,9 @@ def train(options: argparse.Namespace) -> list[float]:
         loss_chunk=options.loss_chunk,
     )
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=options.lr)
-    first = resume(sharded, optimizer, options.save) if options.save and Path(options.save).exists() else 0
+    first = 0
+    if options.save:  # what any number of ranks have saved, under any plan
+        first = shardgraph.load_checkpoint(options.save, sharded, optimizer, required=False).step
     data_rank, size = sharded.plan.data_rank(dist.get_rank()), sharded.plan.data_size
     if dist.get_rank() == 0:
         print(f"{sum(p.numel() for p in sharded.parameters()):,} parameters, {sharded.plan}")
@@ -77,19 +77,10 @@ def train(options: argparse.Namespace) -> list[float]:
         losses.append(loss.item() / dist.get_world_size())
         if dist.get_rank() == 0 and (step % 5 == 0 or step + 1 == first + options.steps):
             print(f"step {step:3d}: loss {losses[-1]:.4f}", flush=True)
-    if options.save:
-        weights, states = get_state_dict(sharded, optimizer)
-        dcp.save({"model": weights, "optimizer": states, "step": first + options.steps}, checkpoint_id=options.save)
+        if options.save and (step % 10 == 9 or step + 1 == first + options.steps):
+            shardgraph.save_checkpoint(options.save, step + 1, sharded, optimizer, background=True)
+    shardgraph.wait_for_saves()
     return losses
-
-
-def resume(sharded: shardgraph.ShardedModule, optimizer: torch.optim.Optimizer, folder: str) -> int:
-    """Load a checkpoint, which any number of ranks may have written under any plan; returns its step."""
-    weights, states = get_state_dict(sharded, optimizer)
-    state = {"model": weights, "optimizer": states, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(sharded, optimizer, model_state_dict=weights, optim_state_dict=states)
-    return state["step"]
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -102,7 +93,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, default in {"length": 64, "width": 64, "layers": 2, "heads": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--save", help="folder of the checkpoint, which is gone on from if it is there")
+    parser.add_argument("--save", help="folder of the checkpoints, of which the last is gone on from if there is one")
     for name in ("precision", "recompute", "loss-chunk"):
         parser.add_argument(f"--{name}", help=f"as {name.replace('-', '_')} of shardgraph.compile")
     return parser.parse_args(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from torch import nn
 import shardgraph
 
 SAMPLES = 11  # no multiple of 2 or 3
-SAVED = 2  # steps between checkpoints
+SAVED = int(os.environ.get("STEPS_BETWEEN_SAVES", "2"))
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +41,8 @@ def train(
 ) -> int:
     """Train to ``steps``; ``faults`` are, by the number of ranks, the step and rank at which one fails, and how.
 
-    ``plans`` are those of so many ranks; with ``memory`` every step is saved there, too.
+    ``plans`` are those of so many ranks; with ``memory`` every step is saved there, too. If it has ``{machine}``, each
+    rank is a machine with a folder of its own, which is lost when the rank is killed.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     plan, mesh = (plans or {}).get(ranks, "fsdp"), None
@@ -48,14 +50,17 @@ def train(
         mesh = {"dp_replicate": 2, "dp_shard": ranks // 2}
     sharded = shardgraph.compile(model(), plan, mesh=mesh, loss_fn=loss_of, loss_weight="tokens", random="samples")
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-    folders = [folder] if memory is None else [folder, memory]
-    done = shardgraph.load_checkpoint(folders, sharded, optimizer).step if shardgraph.checkpoints(folders) else 0
+    own = None if memory is None else memory.format(machine=os.environ.get("MACHINE", rank))
+    folders = [folder] if own is None else [folder, own]
+    done = shardgraph.load_checkpoint(folders, sharded, optimizer, required=False).step
     for step in range(done + 1, steps + 1):
         time.sleep(float(os.environ.get("SECONDS_OF_A_STEP", "0")))
         at, which, how = faults.get(ranks, (0, 0, ""))
         if (step, rank) == (at, which):
             if how == "raise":
                 raise ValueError("a bad sample")
+            if own != memory:
+                shutil.rmtree(own)
             os.kill(os.getpid(), signal.SIGKILL)
         inputs, targets = batch_of(step)
         mine = sharded.rows_of(SAMPLES)
@@ -66,12 +71,12 @@ def train(
         if rank == 0:
             with (Path(folder).parent / "losses.jsonl").open("a") as file:
                 file.write(json.dumps([step, ranks, loss.item()]) + "\n")
-        if memory is not None:
-            shardgraph.save_checkpoint(memory, step, sharded, optimizer, keep=1)
+        if own is not None:
+            shardgraph.save_checkpoint(own, step, sharded, optimizer, keep=1, copies=2)
         if step % SAVED == 0:
             shardgraph.save_checkpoint(folder, step, sharded, optimizer)
     return ranks
 
 
 if __name__ == "__main__":  # under torchrun
-    shardgraph.elastic(train, args=(sys.argv[1], int(sys.argv[2]), {}))
+    shardgraph.elastic(train, args=(sys.argv[1], int(sys.argv[2]), {}, None, *sys.argv[3:]))

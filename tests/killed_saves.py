@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ _EVENTS = ("open", "os.", "shutil.")
 
 
 class Points:
-    """Counts what a process does to files, and kills it at point number ``last``."""
+    """Counts what a process does to files, and kills it at point number ``last``, after ``others``."""
 
-    def __init__(self, last: int) -> None:
-        self.passed, self._last, self._on = 0, last, False
+    def __init__(self, last: int, others: Sequence[int] = ()) -> None:
+        self.passed, self._last, self._others, self._on = 0, last, others, False
         sys.addaudithook(self._hear)
         write = writing._Checksummed.write
 
@@ -50,7 +51,8 @@ class Points:
         if self._on:
             self.passed += 1
             if self.passed == self._last:
-                os.kill(os.getpid(), signal.SIGKILL)
+                for process in (*self._others, os.getpid()):
+                    os.kill(process, signal.SIGKILL)
 
 
 def trained_to(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -114,6 +114,8 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
     ("model", lambda: S.WaitTracker(linear())),
     ("shards", lambda: S.consolidate(3, "x")),
     ("step", lambda: S.save_checkpoint("x", -1, linear())),
+    ("copies", lambda: S.save_checkpoint("x", 1, linear(), copies="2")),
+    ("required", lambda: S.load_checkpoint("x", linear(), required=0)),
     ("objects", lambda: S.load_checkpoint("x", linear(), objects=3)),
     ("sharded", lambda: S.check_replicas(linear())),
     ("dtypes", lambda: S.calibrate(2, dtypes=3)),
@@ -516,11 +518,13 @@ def test_a_damaged_cluster_file_is_refused_or_another_cluster(tmp_path_factory, 
 
 
 @settings(FUZZ, max_examples=40)
-@given(TEXTS, st.booleans())
-def test_a_damaged_manifest_of_a_checkpoint_is_refused_and_nothing_is_loaded(tmp_path_factory, mutation, checksummed):
+@given(TEXTS, st.booleans(), st.integers(1, 2))
+def test_a_damaged_manifest_of_a_checkpoint_is_refused_and_nothing_is_loaded(
+    tmp_path_factory, mutation, checksummed, copies
+):
     path = tmp_path_factory.mktemp("saves")
     saved = linear()
-    manifest = S.save_checkpoint(path, 1, saved).result() / "manifest.json"
+    manifest = S.save_checkpoint(path, 1, saved, copies=copies).result() / "manifest.json"
     text = manifest.read_text()
     damaged = _mutated(text, *mutation)
     if mutation[0] not in ("cut", "twice", "binary"):

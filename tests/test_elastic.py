@@ -81,6 +81,14 @@ def test_one_step_is_done_again_where_each_is_saved_in_memory(tmp_path, ranks, p
     assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
 
 
+def test_one_step_is_done_again_where_a_machine_is_lost_with_what_it_had_in_memory(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        done = run(tmp_path, 7, 3, {3: (6, 2, "kill")}, {3: "fsdp", 2: "zero2"}, f"{memory}/{{machine}}")
+    assert [(step, ranks) for step, ranks, _ in done] == [(step, 3) for step in range(1, 6)] + [(6, 2), (7, 2)]
+    expected = undisturbed(7)
+    assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
+
+
 def test_what_says_how_many_ranks_there_can_be_must_say_a_number(tmp_path):
     with pytest.raises(ShardGraphError, match=r"nproc\(\) returned is 'two'; it may be a whole number from 1"):
         run(tmp_path, 2, lambda: "two", {})

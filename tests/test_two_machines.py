@@ -1,6 +1,7 @@
 """torchrun on two "machines": network namespaces that reach each other by one link, and share a disk.
 
-They need root on Linux, and iproute2; elsewhere these tests are skipped.
+A folder is the memory of one, which is removed when it is lost. They need root on Linux, and iproute2; elsewhere these
+tests are skipped.
 """
 
 from __future__ import annotations
@@ -53,22 +54,31 @@ def machines() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+def agent(machines: list[str], number: int, folder: Path, steps: int, nnodes: str, seconds: float, *more: str) -> Any:
+    """An agent of torchrun on a machine, with one rank; the first holds the meeting."""
+    command = ["ip", "netns", "exec", machines[number], sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", ADDRESSES[number]]
+    command += ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
+    command += ["--rdzv-conf", f"last_call_timeout=10,is_host={int(number == 0)}"]
+    command += ["-m", "tests.elastic_jobs", str(folder / "saved"), str(steps), *more]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "SECONDS_OF_A_STEP": str(seconds)}
+    if more:  # in memory alone
+        environment |= {"MACHINE": str(number), "STEPS_BETWEEN_SAVES": "1000"}
+        # Otherwise an agent that stays the first does not tell its address to one that joins.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    log = (folder / f"agent{number}.log").open("a")
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=_ROOT)
+
+
 @contextlib.contextmanager
-def agents(machines: list[str], folder: Path, steps: int, nnodes: str, seconds: float) -> Iterator[list[Any]]:
-    """An agent of torchrun on each machine, with one rank; the first holds the meeting. None is left afterwards."""
+def agents(
+    machines: list[str], folder: Path, steps: int, nnodes: str, seconds: float, *more: str
+) -> Iterator[list[Any]]:
+    """An agent on each machine. None is left afterwards."""
     started = []
     try:
-        for name, address in zip(machines, ADDRESSES, strict=True):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", address]
-            command += ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
-            command += ["--rdzv-conf", f"last_call_timeout=10,is_host={int(not started)}"]
-            command += ["-m", "tests.elastic_jobs", str(folder / "saved"), str(steps)]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "SECONDS_OF_A_STEP": str(seconds)}
-            log = (folder / f"agent{len(started)}.log").open("a")
-            started.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=_ROOT)
-            )
+        for number in range(len(machines)):
+            started.append(agent(machines, number, folder, steps, nnodes, seconds, *more))
         yield started
     finally:
         for name in machines:
@@ -122,3 +132,42 @@ def test_a_job_goes_on_without_a_machine_that_is_lost(machines, tmp_path):
     done = _done(tmp_path)
     assert {ranks for _, ranks, _ in done} == {1, 2} and done[-1][:2] == (24, 1)
     assert _equal(done, 24)
+
+
+def _again(done: list[tuple[int, int, float]]) -> int:
+    return len(done) - len({step for step, *_ in done})
+
+
+def test_a_lost_machine_costs_one_step_at_most_where_each_is_in_the_memory_of_both(machines, tmp_path):
+    memory = str(tmp_path / "memory{machine}")
+    with agents(machines, tmp_path, 24, "1:2", 0.5, memory) as started:
+        _until(lambda: any(step >= 5 for step, _, _ in _done(tmp_path)), 200)
+        _lose(machines[1])
+        shutil.rmtree(tmp_path / "memory1")
+        assert started[0].wait(300) == 0, (tmp_path / "agent0.log").read_text()
+    done = _done(tmp_path)
+    assert not (tmp_path / "saved").exists()  # nothing was on the disk
+    assert {ranks for _, ranks, _ in done} == {1, 2} and done[-1][:2] == (24, 1)
+    assert {step for step, *_ in done} == {*range(1, 25)} and _again(done) <= 1
+    assert _equal(done, 24)
+
+
+@pytest.mark.parametrize("memory_is", ["lost", "as it was"])
+def test_a_lost_machine_that_comes_back_goes_on_with_the_other(machines, tmp_path, memory_is):
+    memory = str(tmp_path / "memory{machine}")
+    job = tmp_path, 60, "1:2", 0.5, memory
+    with agents(machines, *job) as started:
+        _until(lambda: any(step >= 5 for step, _, _ in _done(tmp_path)), 200)
+        _lose(machines[1])
+        if memory_is == "lost":
+            shutil.rmtree(tmp_path / "memory1")
+        _until(lambda: any(ranks == 1 for _, ranks, _ in _done(tmp_path)), 200)
+        started[1].wait()
+        started[1] = agent(machines, 1, *job)
+        assert [each.wait(300) for each in started] == [0, 0], (tmp_path / "agent0.log").read_text()
+    done = _done(tmp_path)
+    counts = [ranks for _, ranks, _ in done]
+    assert counts == sorted(counts[: counts.index(1)], reverse=True) + sorted(counts[counts.index(1) :])
+    assert {step for step, *_ in done} == {*range(1, 61)} and done[-1][:2] == (60, 2)
+    assert _again(done) <= 2  # one for each time that ranks ended
+    assert _equal(done, 60)

@@ -281,6 +281,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
             result = fn(*args)
         except StartAgain as ended:
             result = ended
+        _wait_for_threads()
         torch.save(result, folder / f"{rank}.result")
         watch.leave("has ended: its function returned")
         if dist.is_initialized():
@@ -328,6 +329,13 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_threads() -> None:
+    """Wait for what the end of the process waits for anyway: a save that is under way communicates in the groups."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
 
 def _leave_group() -> None:

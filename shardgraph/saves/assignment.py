@@ -11,6 +11,7 @@ import torch
 
 from shardgraph.errors import CheckpointError
 from shardgraph.saves.contents import OF_RANKS
+from shardgraph.saves.machines import needed_on
 
 OVERHEAD = 2048  # bytes that the format adds to a value, at most, but for names
 
@@ -39,11 +40,16 @@ class Value(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What a rank has, and what all ranks must have alike; ``error`` says why it cannot save."""
+    """What a rank has, and what all ranks must have alike; ``error`` says why it cannot save.
+
+    ``machine`` is the name of the one that the folder is of, if each machine has its own.
+    """
 
     error: str | None
     step: int
     path: str
+    copies: int
+    machine: str
     pieces: list[Piece]
     values: list[Value]
     groups: list[list[str]]
@@ -51,17 +57,19 @@ class Offer(NamedTuple):
     @classmethod
     def of(cls, sent: Sequence[Any]) -> Offer:
         """What :class:`Offer` is after it was sent."""
-        error, step, path, pieces, values, groups = sent
-        return cls(error, step, path, [Piece(*each) for each in pieces], [Value(*each) for each in values], groups)
+        offer = cls(*sent)
+        pieces, values = [Piece(*each) for each in offer.pieces], [Value(*each) for each in offer.values]
+        return offer._replace(pieces=pieces, values=values)
 
 
 class Assignment(NamedTuple):
-    """The numbers of the pieces that each rank writes, the keys of its values with those that they get, the bytes of
-    all, and the names in the optimizer's groups, of all ranks."""
+    """The numbers of the pieces that each rank writes, the keys of its values with those that they get, the ranks that
+    share a folder and the bytes there, for each folder, and the names in the optimizer's groups, of all ranks."""
 
     pieces: list[list[int]]
     values: list[list[tuple[str, str]]]
-    nbytes: int
+    machines: list[list[int]]
+    nbytes: list[int]
     groups: list[list[str]]
 
 
@@ -74,7 +82,12 @@ def assigned(offers: Sequence[Offer]) -> Assignment:
     for rank, offer in enumerate(offers):
         if offer.error is not None:
             raise CheckpointError(offer.error if len(offers) == 1 else f"rank {rank}: {offer.error}")
-        if (offer.step, offer.path) != (offers[0].step, offers[0].path):
+        if offer.copies != offers[0].copies:
+            raise CheckpointError(
+                f"rank {rank} saves with copies={offer.copies}, and rank 0 with copies={offers[0].copies}: give all "
+                "ranks the same"
+            )
+        if offer.step != offers[0].step or (offer.copies == 1 and offer.path != offers[0].path):
             raise CheckpointError(
                 f"rank {rank} saves step {offer.step} to {offer.path!r}, and rank 0 step {offers[0].step} to "
                 f"{offers[0].path!r}: give all ranks the same"
@@ -82,7 +95,11 @@ def assigned(offers: Sequence[Offer]) -> Assignment:
     loads = [0] * len(offers)
     pieces = _pieces(offers, loads)
     values = _values(offers, loads)
-    return Assignment(pieces, values, sum(loads), _groups(offers))
+    machines: dict[str, list[int]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        machines[offer.machine].append(rank)
+    shared = [*machines.values()]
+    return Assignment(pieces, values, shared, needed_on(shared, offers[0].copies, loads), _groups(offers))
 
 
 def _pieces(offers: Sequence[Offer], loads: list[int]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from shardgraph.errors import CheckpointError
 from shardgraph.saves.manifest import MANIFEST, METADATA, DamagedError, Index, read_manifest
 
-_FINISHED = re.compile(r"step-(\d+)(\.replaced)?")
+_FINISHED = re.compile(r"step-(\d+)(\.replaced(?:-\w+)?)?")
 _WRITING, _REPLACED, _REMOVED = ".writing", ".replaced", ".removed"
 
 
@@ -32,6 +33,16 @@ def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
+def draft_of(path: Path, step: int) -> Path:
+    """The folder of a step that is being written."""
+    return path / (name_of(step) + _WRITING)
+
+
+def file_of(rank: int) -> str:
+    """The file of a rank in the folder of a step, as ``torch.distributed.checkpoint`` names it."""
+    return f"__{rank}_0.distcp"
+
+
 def step_of(folder: Path) -> int | None:
     """The step that a folder is called after; None for other names."""
     match = _FINISHED.fullmatch(folder.name)
@@ -43,13 +54,14 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or (path / METADATA).is_file() or step_of(path) is not None
 
 
-def found_in(path: Path) -> list[Found]:
+def found_in(path: Path, parts: bool = False) -> list[Found]:
     """The finished checkpoints in a folder, the one that was written last first; damaged ones at the end.
 
-    Files are looked for, and their sizes; their contents are not read.
+    Files are looked for, and their sizes; their contents are not read. With ``parts`` not all files need be there:
+    those of a machine's own folder, of which others have the rest.
     """
-    found = [_looked_at(folder, step) for step, folder in _finished(path)]
-    return sorted(found, key=lambda each: (each.index is not None, _number(each), each.step), reverse=True)
+    found = [_looked_at(folder, step, parts) for step, folder in _finished(path)]
+    return sorted(found, key=lambda each: (each.index is not None, number_of(each), each.step), reverse=True)
 
 
 def found_in_all(paths: Sequence[Path]) -> list[Found]:
@@ -64,9 +76,10 @@ def _time(found: Found) -> str:
     return "" if found.index is None else str(found.index.about.get("time", ""))
 
 
-def next_number(path: Path) -> int:
-    """The place of a new checkpoint in the order in which those in a folder were written."""
-    return max((_number(each) for each in found_in(path)), default=0) + 1
+def latest_in(path: Path) -> tuple[int, str]:
+    """The largest number in the order in which the checkpoints in a folder were written, and the latest time."""
+    found = found_in(path, parts=True)
+    return max(map(number_of, found), default=0), max(map(_time, found), default="")
 
 
 def make_draft(path: Path, step: int) -> Path:
@@ -78,24 +91,29 @@ def make_draft(path: Path, step: int) -> Path:
     """
     path.mkdir(parents=True, exist_ok=True)
     _tidy(path)
-    draft = path / (name_of(step) + _WRITING)
+    draft = draft_of(path, step)
     draft.mkdir()
     return draft
 
 
-def finish_draft(draft: Path, keep: int | None) -> Path:
-    """Give a complete draft its name, in one step and for good; then remove old ones but for the last ``keep``."""
-    path, final = draft.parent, draft.with_name(draft.name.removesuffix(_WRITING))
+def finish_draft(draft: Path) -> None:
+    """Give a complete draft its name, in one step and for good. One that it replaces is there under another name."""
+    final = draft.with_name(draft.name.removesuffix(_WRITING))
     sync_folder(draft)
     if final.exists():
-        os.rename(final, final.with_name(final.name + _REPLACED))
+        os.rename(final, final.with_name(f"{final.name}{_REPLACED}-{secrets.token_hex(4)}"))
     os.rename(draft, final)
-    sync_folder(path)
-    whole = [each.folder for each in found_in(path) if each.index is not None]
+    sync_folder(draft.parent)
+
+
+def remove_old(path: Path, keep: int | None, parts: bool = False) -> None:
+    """Remove old checkpoints but for the last ``keep``, and those that were replaced."""
+    whole = [each.folder for each in found_in(path, parts) if each.index is not None and not _is_replaced(each.folder)]
     for old in whole[keep:] if keep is not None else ():
         _remove(old)
-    _tidy(path)
-    return final
+    for each in list(path.iterdir()):
+        if _is_replaced(each):
+            _remove(each)
 
 
 def drop_draft(draft: Path) -> None:
@@ -113,26 +131,35 @@ def sync_folder(folder: Path) -> None:
 
 
 def _finished(path: Path) -> Iterator[tuple[int, Path]]:
-    """Steps and folders. One that was about to be replaced when its run ended is still there under another name."""
+    """Steps and folders. One that was about to be replaced when its run ended is still there under another name; where
+    each machine has its own folder, the new one may have been finished on some alone."""
     names = {each.name for each in path.iterdir() if each.is_dir()} if path.is_dir() else set()
     for name in sorted(names):
-        if (match := _FINISHED.fullmatch(name)) and not (match[2] and name.removesuffix(_REPLACED) in names):
+        if match := _FINISHED.fullmatch(name):
             yield int(match[1]), path / name
 
 
-def _looked_at(folder: Path, step: int) -> Found:
+def _is_replaced(folder: Path) -> bool:
+    match = _FINISHED.fullmatch(folder.name)
+    return match is not None and match[2] is not None
+
+
+def _looked_at(folder: Path, step: int, parts: bool) -> Found:
     try:
         index = read_manifest(folder)
-        if index.about["step"] != step:
-            raise DamagedError(f"{str(folder / MANIFEST)!r} is of step {index.about['step']}, not of {step}")
-        index.raise_if_incomplete()
+        if (written := index.about.get("step")) != step:
+            raise DamagedError(f"{str(folder / MANIFEST)!r} is of step {written}, not of {step}")
+        if not parts:
+            index.raise_if_incomplete()
     except CheckpointError as error:
         return Found(step, folder, None, str(error))
     return Found(step, folder, index)
 
 
-def _number(found: Found) -> int:
-    return found.index.about["number"] if found.index is not None else 0
+def number_of(found: Found) -> int:
+    """Its place in the order in which the checkpoints of a job were written; 0 if it is damaged."""
+    number = found.index.about.get("number") if found.index is not None else 0
+    return number if isinstance(number, int) else 0
 
 
 def _tidy(path: Path) -> None:
@@ -140,11 +167,8 @@ def _tidy(path: Path) -> None:
     for each in list(path.iterdir()):
         if each.name.startswith("step-") and each.name.endswith((_WRITING, _REMOVED)):
             shutil.rmtree(each, ignore_errors=True)
-        elif each.name.endswith(_REPLACED) and _FINISHED.fullmatch(each.name):
-            if (final := each.with_name(each.name.removesuffix(_REPLACED))).exists():
-                _remove(each)
-            else:
-                os.rename(each, final)
+        elif _is_replaced(each) and not (final := each.with_name(each.name.partition(".")[0])).exists():
+            os.rename(each, final)
 
 
 def _remove(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -10,6 +10,7 @@ import yaml
 from shardgraph.errors import CheckpointError
 from shardgraph.saves.folders import found_in, is_checkpoint
 from shardgraph.saves.loading import opened
+from shardgraph.saves.machines import name_of_machine
 from shardgraph.saves.manifest import Index
 from shardgraph.saves.reading import Reader
 from shardgraph.sizes import format_bytes
@@ -17,7 +18,7 @@ from shardgraph.sizes import format_bytes
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint: of what, and what is damaged."""
+    """A checkpoint: of what, and what is damaged. ``elsewhere`` is the number of files that other machines have."""
 
     folder: str
     step: int | None
@@ -28,6 +29,7 @@ class Listed:
     nbytes: int
     verified: bool
     damage: list[str]
+    elsewhere: int = 0
 
     def __str__(self) -> str:
         name = Path(self.folder).name
@@ -36,6 +38,8 @@ class Listed:
         of = f"of {self.model.rpartition('.')[2]} under {self.plan or 'no plan'} on {self.ranks} ranks, {self.time}, "
         read = "verified" if self.time else "without checksums, all of it can be read"
         state = read if self.verified else "all files are there"
+        if self.elsewhere:
+            state = f"{'verified, ' * self.verified}{self.elsewhere} files are on other machines"
         return f"{name}: {of if self.time else ''}{format_bytes(self.nbytes)}, {state}"
 
 
@@ -50,16 +54,33 @@ def listed(path: str | Path, verify: bool) -> list[Listed]:
         raise CheckpointError(f"there is no folder {str(path)!r}: give the path that save_checkpoint was given")
     if is_checkpoint(path):
         return [_one(path, verify)]
-    return [_one(found.folder, verify) for found in reversed(found_in(path))]
+    parts = name_of_machine(path) is not None
+    return [_one(found.folder, verify) for found in reversed(found_in(path, parts))]
 
 
 def _one(folder: Path, verify: bool) -> Listed:
     try:
         index = opened(folder)
+        if name_of_machine(folder.parent) is not None:
+            return _part(index, verify)
         index.raise_if_incomplete()
     except CheckpointError as error:
         return Listed(str(folder), None, "", "", "", None, 0, verify, [str(error)])
     return _described(index, verify, Reader(index).check_all() if verify else [])
+
+
+def _part(index: Index, verify: bool) -> Listed:
+    """What a machine has of a checkpoint, in a folder of its own."""
+    files = {name: size for name, size in index.files.items() if (index.folder / name).is_file()}
+    tensors = {
+        key: replace(stored, chunks=tuple(chunk for chunk in stored.chunks if chunk.region.file in files))
+        for key, stored in index.tensors.items()
+    }
+    values = {key: region for key, region in index.values.items() if region.file in files}
+    here = replace(index, files=files, tensors=tensors, values=values)
+    here.raise_if_incomplete()
+    listed = _described(here, verify, Reader(here).check_all() if verify else [])
+    return replace(listed, elsewhere=len(index.files) - len(files))
 
 
 def _described(index: Index, verify: bool, damage: list[str]) -> Listed:

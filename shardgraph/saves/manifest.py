@@ -138,8 +138,17 @@ def read_manifest(folder: Path) -> Index:
     data, checksum = _read(folder / MANIFEST), _read(folder / CHECKSUM)
     if checksum_text(data).encode() != checksum:
         raise DamagedError(f"{str(folder / MANIFEST)!r} is not as it was written: {CHECKSUM} is of another text")
+    return index_of(folder, data)
+
+
+def index_of(folder: Path, manifest: bytes) -> Index:
+    """What a manifest describes, of a checkpoint in ``folder``.
+
+    Raises:
+        DamagedError: it describes none.
+    """
     try:
-        return _index_of(folder, json.loads(data))
+        return _index_of(folder, json.loads(manifest))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # nobody wrote it like that
         raise DamagedError(f"{str(folder / MANIFEST)!r} is no description of a checkpoint: {error}") from error
 

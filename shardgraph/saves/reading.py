@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,31 +18,40 @@ from shardgraph.saves.manifest import Chunk, DamagedError, Index, Region, Stored
 from shardgraph.saves.shards import Shard, boxed
 from shardgraph.torch_api import box_of
 
+_Slices = tuple[slice, ...]
+
 
 class Reader:
-    """Reads from the files of a checkpoint. What is damaged raises DamagedError, which names it and its file."""
+    """Reads from the files of a checkpoint. What is damaged raises DamagedError, which names it and its file.
 
-    def __init__(self, index: Index) -> None:
-        self.index = index
+    ``elsewhere`` has what was read of files that are not in the folder.
+    """
+
+    def __init__(self, index: Index, elsewhere: Callable[[Region], bytes | None] = lambda region: None) -> None:
+        self.index, self._elsewhere = index, elsewhere
 
     def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the tensor called ``key``, placed as ``like``, in host memory and the dtype of the file,
         bit for bit."""
-        stored = self.index.tensors[key]
-        box = box_of(like) if isinstance(like, DTensor) else ([0] * len(stored.shape), list(stored.shape))
-        offsets, sizes = box if box is not None else ([0] * len(stored.shape), [0] * len(stored.shape))
+        stored, (sizes, chunks) = self.index.tensors[key], self.chunks(key, like)
         made = torch.empty(sizes, dtype=stored.dtype)
         missing = made.numel()
-        for chunk in stored.chunks:
-            overlap = _overlap(offsets, sizes, chunk)
-            if overlap is not None and made.numel():
-                ours, theirs = overlap
-                part = self._chunk(key, stored, chunk)[theirs]
-                made[ours].copy_(part)
-                missing -= part.numel()
+        for chunk, ours, theirs in chunks:
+            part = self._chunk(key, stored, chunk)[theirs]
+            made[ours].copy_(part)
+            missing -= part.numel()
         if missing:
             raise DamagedError(f"{str(self.index.folder)!r} lacks {missing} elements of {key!r}")
         return made
+
+    def chunks(self, key: str, like: torch.Tensor) -> tuple[list[int], list[tuple[Chunk, _Slices, _Slices]]]:
+        """The sizes of this rank's shard of a tensor, and the chunks that it is read from: with the places of what they
+        have in common, in the shard and in the chunk."""
+        stored = self.index.tensors[key]
+        box = box_of(like) if isinstance(like, DTensor) else ([0] * len(stored.shape), list(stored.shape))
+        offsets, sizes = box if box is not None else ([0] * len(stored.shape), [0] * len(stored.shape))
+        overlaps = ((chunk, _overlap(offsets, sizes, chunk)) for chunk in stored.chunks if math.prod(sizes))
+        return sizes, [(chunk, *overlap) for chunk, overlap in overlaps if overlap is not None]
 
     def shard(self, key: str, target: torch.Tensor) -> Shard:
         """What ``target`` is to have, with :meth:`tensor`."""
@@ -81,9 +91,10 @@ class Reader:
     def _bytes(self, key: str, region: Region) -> bytes:
         file = self.index.folder / region.file
         try:
-            with file.open("rb") as raw:
-                raw.seek(region.start)
-                data = raw.read(region.length)
+            if (data := self._elsewhere(region)) is None:
+                with file.open("rb") as raw:
+                    raw.seek(region.start)
+                    data = raw.read(region.length)
         except FileNotFoundError:
             raise DamagedError(f"{str(file)!r} is missing, with {key!r}") from None
         except OSError as error:
@@ -123,7 +134,7 @@ class Reader:
         return list(dict.fromkeys(found))
 
 
-def _overlap(offsets: list[int], sizes: list[int], chunk: Chunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(offsets: list[int], sizes: list[int], chunk: Chunk) -> tuple[_Slices, _Slices] | None:
     """Where a box and a chunk have elements in common: in the box, and in the chunk; None if nowhere."""
     ours, theirs = [], []
     for start, size, other, length in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True):

@@ -15,7 +15,7 @@ from shardgraph.module import checkpoint
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.saves.assignment import of_rank
 from shardgraph.saves.contents import EXTRA, OBJECTS, RANDOM, key_of, leaves_of
-from shardgraph.saves.manifest import Index, StoredTensor
+from shardgraph.saves.manifest import StoredTensor
 from shardgraph.saves.optimizers import read_optimizer
 from shardgraph.saves.reading import Reader
 from shardgraph.saves.shards import Shard, all_placed
@@ -31,14 +31,14 @@ class Restored:
 
     def __init__(
         self,
-        index: Index,
+        reader: Reader,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         objects: Mapping[str, Any],
         rank: int,
         ranks: int,
     ) -> None:
-        self._index, self._reader, self._rank, self._ranks = index, Reader(index), rank, ranks
+        self._index, self._reader, self._rank, self._ranks = reader.index, reader, rank, ranks
         self._model, self._optimizer, self._objects = model, optimizer, objects
         self._weights = self._read_model()
         self._optimizer_state = {} if optimizer is None else read_optimizer(self._reader, model, optimizer)
@@ -94,7 +94,7 @@ class Restored:
             if name in own and each.dtype != own[name].dtype:
                 warnings.warn(
                     f"{name!r} in {folder!r} is {each.dtype} and is rounded to {own[name].dtype}, that of the model",
-                    stacklevel=5,
+                    stacklevel=8,
                 )
                 return
 
@@ -145,7 +145,7 @@ class Restored:
             warnings.warn(
                 f"each of {len(self._random)} ranks has saved another state of its random numbers, and {self._ranks} "
                 "ranks load: they go on with their own",
-                stacklevel=4,
+                stacklevel=6,
             )
 
 

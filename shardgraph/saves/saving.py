@@ -22,7 +22,8 @@ from shardgraph.runtime.exchange import Ranks
 from shardgraph.runtime.start_again import StartAgain, told
 from shardgraph.saves.contents import Contents, contents_of
 from shardgraph.saves.optimizers import kind_of
-from shardgraph.saves.writing import Job, prepared
+from shardgraph.saves.preparing import prepared
+from shardgraph.saves.writing import Job
 
 
 class Save:
@@ -82,6 +83,7 @@ _latest: Save | None = None
     optimizer=OPTIMIZER,
     objects=OBJECTS,
     keep=WHOLE | NONE,
+    copies=WHOLE,
     background=BOOL,
     timeout=SECONDS,
 )
@@ -94,6 +96,7 @@ def save_checkpoint(
     objects: Mapping[str, Any] | None = None,
     extra: Any = None,
     keep: int | None = 3,
+    copies: int = 1,
     background: bool = False,
     timeout: float = 300.0,
 ) -> Save:
@@ -105,7 +108,8 @@ def save_checkpoint(
     :func:`shardgraph.load_checkpoint` loads it under any plan, on any number of ranks.
 
     Args:
-        path: the folder of the job's checkpoints, on a file system that all ranks share.
+        path: the folder of the job's checkpoints, on a file system that all ranks share; with ``copies``, one of each
+            machine's own.
         step: the number of steps done. A checkpoint of the same step is replaced once the new one is whole.
         model: what ``shardgraph.compile`` returned, or any module, also without a process group.
         optimizer: that of ``model``, with its state.
@@ -113,6 +117,10 @@ def save_checkpoint(
         extra: numbers, texts, tensors, lists and dictionaries: where in the data the job is. Ranks may have different
             ones; the state of torch's generators is saved anyway.
         keep: how many checkpoints there are afterwards; older ones are removed once the new one is whole. None: all.
+        copies: how many machines have each part of the checkpoint, where ``path`` is a folder of each machine's own, as
+            in its memory. With 2, what the ranks of a machine write is copied to another one, so that all is left when
+            a machine is lost: :func:`shardgraph.load_checkpoint` gathers it. Ranks that share a folder are one machine;
+            of fewer machines than copies, each has all.
         background: return as soon as this rank's part is copied to host memory, and write it on a thread. The next save
             waits for it, and uses the same memory.
         timeout: seconds that ranks wait for each other at most.
@@ -137,7 +145,7 @@ def save_checkpoint(
     except Exception as error:  # of any kind: the other ranks must not wait for this one
         contents = error
     about = _about(step, ranks.count, model, optimizer, objects)
-    saving = Save(prepared(ranks, folder, step, keep, contents, about, copy=background))
+    saving = Save(prepared(ranks, folder, step, keep, copies, contents, about, background, timeout))
     saving.start()
     start_again = told(timeout)
     if start_again or not background:

@@ -9,19 +9,19 @@ import pickle
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
 from shardgraph.runtime.exchange import Ranks
+from shardgraph.runtime.messages import Messages
 from shardgraph.saves import folders
-from shardgraph.saves.assignment import Assignment, Offer, Piece, Value, assigned, rank_entry
-from shardgraph.saves.contents import Contents, packed
+from shardgraph.saves.assignment import Piece
+from shardgraph.saves.copying import Copies
 from shardgraph.saves.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -36,9 +36,8 @@ from shardgraph.saves.manifest import (
     metadata_of,
     tiled,
 )
-from shardgraph.saves.staging import give_back, on_host, staged
+from shardgraph.saves.staging import give_back, on_host
 from shardgraph.sizes import format_bytes
-from shardgraph.torch_api import box_of, local_tensor
 
 
 @dataclass
@@ -46,23 +45,22 @@ class Job:
     """What a rank writes: its own part of a step's checkpoint.
 
     ``tensors`` are pieces of tensors, ``values`` all else; both with their paths in nested dictionaries. If they are
-    ``copied``, to host memory, training may go on meanwhile.
+    ``copied``, to host memory, training may go on meanwhile. ``machines`` are the ranks that share a folder, for each
+    folder; where there are several, they exchange ``copies`` of files by ``messages``.
     """
 
     ranks: Ranks
     path: Path
     step: int
     keep: int | None
-    nbytes: int  # of all ranks
+    nbytes: int  # in this folder
     tensors: list[tuple[Piece, tuple[Any, ...], torch.Tensor]]
     values: list[tuple[str, tuple[Any, ...], bytes]]
     about: dict[str, Any]
     copied: bool
-
-    @property
-    def draft(self) -> Path:
-        """The folder that is written to."""
-        return self.path / (folders.name_of(self.step) + ".writing")
+    machines: list[list[int]]
+    copies: int
+    messages: Messages | None
 
     def write(self) -> Path:
         """Write it, and return when the checkpoint of all ranks is whole and on the disk.
@@ -70,84 +68,100 @@ class Job:
         Raises:
             CheckpointError: on all ranks, if one could not; nothing of it is left, and older ones are untouched.
         """
-        where = f"step {self.step} of the checkpoint"
-        written: dict[str, Any]
-        try:
-            written = {"file": _write_file(self.draft / f"__{self.ranks.rank}_0.distcp", self)}
-        except Exception as error:  # of any kind: the other ranks wait for the outcome
-            written = {"error": self._told(error)}
-        if self.copied:
-            give_back(tensor for _, _, tensor in self.tensors)
-        results = self.ranks.to_first(f"{where}, written", written)
-        outcome: dict[str, str] = {}
-        if self.ranks.is_first:
-            outcome = self._finished(results)
-        outcome = self.ranks.from_first(f"{where}, whole", outcome)
-        if "error" in outcome:
-            raise CheckpointError(outcome["error"])
-        return Path(outcome["folder"])
+        if (messages := self.messages) is None:
+            self._together("whole", self._write, self._finish)
+        else:
+            sizes = self._together("written", self._write, self._sizes)
+            copies = Copies(self.draft, self.machines, self.copies, self.ranks.rank, sizes)
+            self._together("given room on other machines", copies.make_room)
+            self._together("copied to other machines", lambda: copies.exchange(messages))
+            # All have the new one before any removes an old one: at each moment there is one that is whole.
+            self._together("whole", self._finish_here)
+            self._together("whole everywhere", self._remove_old_here)
+        return self.path / folders.name_of(self.step)
 
-    def _finished(self, results: list[dict[str, Any]]) -> dict[str, str]:
-        failures = {rank: result["error"] for rank, result in enumerate(results) if "error" in result}
+    @property
+    def draft(self) -> Path:
+        """The folder that is written to."""
+        return folders.draft_of(self.path, self.step)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what is done once in each folder."""
+        return any(ranks[0] == self.ranks.rank for ranks in self.machines)
+
+    def _together(self, how: str, own: Callable[[], Any], combined: Callable[[list[Any]], Any] = lambda _: None) -> Any:
+        """What the first rank makes of what ``own`` gives on each; an error on one rank is one on all."""
+        topic = f"step {self.step} of the checkpoint, {how}"
+        outcome: dict[str, Any]
         try:
-            if failures:
-                rank, told = next(iter(failures.items()))
-                raise CheckpointError(told if self.ranks.count == 1 else f"rank {rank}: {told}")
-            index = _described(self.draft, [result["file"] for result in results], self.about)
-            try:
-                index.raise_if_incomplete()
-            except DamagedError as error:
-                raise CheckpointError(f"{error}: give a path on a file system that all ranks share") from error
-            return {"folder": str(folders.finish_draft(self.draft, self.keep))}
+            outcome = {"made": own()}
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            outcome = {"error": self._told(error)}
+        outcomes = self.ranks.to_first(topic, outcome)
+        if self.ranks.is_first:
+            outcome = self._outcome(outcomes, combined)
+        outcome = self.ranks.from_first(topic, outcome)
+        if "error" in outcome:
+            self._drop()
+            raise CheckpointError(outcome["error"])
+        return outcome["made"]
+
+    def _outcome(self, outcomes: list[dict[str, Any]], combined: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        try:
+            for rank, each in enumerate(outcomes):
+                if "error" in each:
+                    raise CheckpointError(each["error"] if self.ranks.count == 1 else f"rank {rank}: {each['error']}")
+            return {"made": combined([each["made"] for each in outcomes])}
         except Exception as error:  # of any kind, likewise
+            self._drop()
+            return {"error": self._told(error)}
+
+    def _drop(self) -> None:
+        if self.leads:
             folders.drop_draft(self.draft)
-            return {"error": str(error) if isinstance(error, CheckpointError) else self._told(error)}
 
     def _told(self, error: Exception) -> str:
-        return cannot_write(self.path, self.step, self.nbytes, error)
+        known = isinstance(error, CheckpointError)
+        return str(error) if known else cannot_write(self.path, self.step, self.nbytes, error)
 
+    def _write(self) -> dict[str, Any]:
+        try:
+            file = _write_file(self.draft / folders.file_of(self.ranks.rank), self)
+            return {**file, "latest": folders.latest_in(self.path) if self.leads else (0, "")}
+        finally:
+            if self.copied:
+                give_back(tensor for _, _, tensor in self.tensors)
 
-def prepared(
-    ranks: Ranks,
-    path: Path,
-    step: int,
-    keep: int | None,
-    contents: Contents | Exception,
-    about: Mapping[str, Any],
-    copy: bool,
-) -> Job:
-    """Agree with the other ranks on who writes what, make the folder, and ``copy`` this rank's part to host memory.
+    def _describe(self, files: list[dict[str, Any]]) -> Index:
+        number = max(each["latest"][0] for each in files) + 1
+        # No earlier than those before it, also if another machine's clock was ahead.
+        time = max(self.about["time"], *(each["latest"][1] for each in files))
+        return _described(self.draft, files, {**self.about, "number": number, "time": time})
 
-    ``contents`` may be the reason why this rank has none.
+    def _finish(self, files: list[dict[str, Any]]) -> None:
+        index = self._describe(files)
+        try:
+            index.raise_if_incomplete()
+        except DamagedError as error:
+            raise CheckpointError(
+                f"{error}: give a path on a file system that all ranks share; or copies=2, if it is a folder of each "
+                "machine's own, such as one in its memory"
+            ) from error
+        folders.finish_draft(self.draft)
+        folders.remove_old(self.path, self.keep, parts=self.copies > 1)
 
-    Raises:
-        CheckpointError: on all ranks, if one cannot save, or there is no room; nothing has been written.
-    """
-    offer, offered = _offer(contents, path, step)
-    offers = ranks.to_first(f"step {step} of the checkpoint", offer)
-    verdict: Any = None
-    if ranks.is_first:
-        verdict = _verdict([Offer.of(each) for each in offers], path, step)
-    verdict = ranks.from_first(f"step {step} of the checkpoint", verdict)
-    if isinstance(contents, Exception):
-        raise CheckpointError(verdict) from contents
-    if isinstance(verdict, str):
-        raise CheckpointError(verdict)
-    mine = Assignment(*verdict)
-    pieces = [offered[number] for number in mine.pieces[ranks.rank]]
-    own = [local_tensor(contents.tensors[piece.key]) for piece in pieces]
-    if any(tensor.is_cuda for tensor in own):
-        torch.cuda.synchronize()  # another thread reads them
-    paths = [contents.paths[piece.key] for piece in pieces]
-    tensors = list(zip(pieces, paths, staged(own) if copy else own, strict=True))
-    values = [
-        (name, contents.paths[key] + ((rank_entry(ranks.rank),) if name != key else ()), contents.values[key])
-        for key, name in mine.values[ranks.rank]
-    ]
-    for index, names in enumerate(mine.groups if ranks.is_first else ()):
-        group = ("optimizer", "param_groups", index, "params")
-        values.append((key := ".".join(map(str, group)), group, packed(key, names)))
-    return Job(ranks, path, step, keep, mine.nbytes, tensors, values, dict(about), copy)
+    def _finish_here(self) -> None:
+        if self.leads:
+            folders.finish_draft(self.draft)
+
+    def _remove_old_here(self) -> None:
+        if self.leads:
+            folders.remove_old(self.path, self.keep, parts=True)
+
+    def _sizes(self, files: list[dict[str, Any]]) -> dict[str, int]:
+        index = self._describe(files)
+        return {**index.files, **{name: (self.draft / name).stat().st_size for name in (MANIFEST, CHECKSUM)}}
 
 
 def cannot_write(path: Path, step: int, nbytes: int, error: Exception) -> str:
@@ -167,35 +181,6 @@ def _free(path: Path) -> str:
         return "no bytes" if existing is None else format_bytes(shutil.disk_usage(existing).free)
     except OSError:
         return "an unknown number of bytes"
-
-
-def _offer(contents: Contents | Exception, path: Path, step: int) -> tuple[Offer, list[Piece]]:
-    if isinstance(contents, Exception):
-        told = str(contents) if isinstance(contents, CheckpointError) else f"{type(contents).__name__}: {contents}"
-        return Offer(told, step, str(path), [], [], []), []
-    pieces = []
-    for key, tensor in contents.tensors.items():
-        box = box_of(tensor) if isinstance(tensor, DTensor) else ([0] * tensor.dim(), list(tensor.shape))
-        if box is not None and (local_tensor(tensor).numel() or not tensor.numel()):
-            pieces.append(Piece(key, *box, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-    values = [Value(key, contents.digests[key], len(data)) for key, data in contents.values.items()]
-    return Offer(None, step, str(path), pieces, values, contents.groups), pieces
-
-
-def _verdict(offers: list[Offer], path: Path, step: int) -> Assignment | str:
-    """Who writes what, with a folder for it; or why it cannot be."""
-    try:
-        made = assigned(offers)
-    except CheckpointError as error:
-        return str(error)
-    try:
-        folders.make_draft(path, step)
-        if shutil.disk_usage(path).free < made.nbytes:
-            folders.drop_draft(path / (folders.name_of(step) + ".writing"))
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        return cannot_write(path, step, made.nbytes, error)
-    return made
 
 
 class _Checksummed:
@@ -263,8 +248,7 @@ def _described(draft: Path, files: list[dict[str, Any]], about: dict[str, Any]) 
     description = pickle.dumps(metadata_of(tensors, values, paths))
     _write_synced(draft / METADATA, description)
     sizes = {file["name"]: file["size"] for file in files} | {METADATA: len(description)}
-    about = {**about, "number": folders.next_number(draft.parent)}
-    about["metadata_sha256"] = hashlib.sha256(description).hexdigest()
+    about = {**about, "metadata_sha256": hashlib.sha256(description).hexdigest()}
     index = Index(draft, tensors, values, paths, sizes, about)
     manifest = manifest_text(index)
     _write_synced(draft / MANIFEST, manifest)

@@ -56,6 +56,7 @@ from shardgraph.torch_api.fakes import Fakes, fake_like, is_plain_fake, meta_mem
 from shardgraph.torch_api.groups import (
     all_gather,
     group_along,
+    group_of_messages,
     has_backend,
     is_gloo,
     limit_wait,

@@ -42,6 +42,14 @@ def ordered_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     return made
 
 
+def group_of_messages(timeout: timedelta) -> dist.ProcessGroup:
+    """A new group of all ranks over gloo, for messages between two of them; all ranks must make it."""
+    ranks = list(range(dist.get_world_size()))
+    made: Any = dist.new_group(ranks, timeout=timeout, backend=ordered_gloo(), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def limit_wait(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let a collective of ``group`` fail that takes longer than ``timeout``; torch gives groups half an hour."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
