@@ -32,7 +32,10 @@ class Elsewhere(torch.Tensor):
     ) -> Any:
         given = pytree.tree_leaves((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            here = any(isinstance(each, torch.Tensor) and not each.is_meta and (each.dim() or each is given[0]) for each in given)
+            here = any(
+                isinstance(each, torch.Tensor) and not each.is_meta and (each.dim() or each is given[0])
+                for each in given
+            )
             if not here:
                 result = func(*args, **(kwargs or {}))
         if here:
