@@ -86,7 +86,7 @@ def both(program: str, plan: str) -> tuple[float, list[str]]:
     finally:
         torch.set_default_dtype(before)
     plain, sharded = results
-    if not sharded.keys() == plain.keys():  # the state of a pipeline is on the first rank
+    if sharded.keys() != plain.keys():  # the state of a pipeline is on the first rank
         sharded |= {name: plain[name] for name in plain.keys() - sharded.keys() if torch.distributed.get_rank()}
     unlike = sorted(plain.keys() ^ sharded.keys())
     return max((plain[k] - sharded[k]).abs().max().item() for k in plain.keys() & sharded.keys()), unlike

@@ -25,7 +25,6 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from shardgraph.torch_api.both_ways import UnequalWaysError, take_both
 from shardgraph.torch_api.repeated_arguments import allow_repeated_arguments
 
-
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
