@@ -288,7 +288,8 @@ class Differentiable(Executor):
                         raise BackwardError(
                             f"the parameter {role.fqn!r} has a hook (register_hook), and this backward has no gradient "
                             "for it: inside of no_sync(), and with a communication hook, gradients are reduced "
-                            "later. register_post_accumulate_grad_hook has one called then, with the gradient in parameter.grad"
+                            "later. register_post_accumulate_grad_hook has one called then, with the gradient in "
+                            "parameter.grad"
                         )
                     earlier = self.state.unreduced.get(role.fqn)
                     self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
