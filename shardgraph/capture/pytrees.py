@@ -34,6 +34,7 @@ def _register_inputs(leaves: Sequence[Any]) -> bool:
         if not isinstance(leaf, _PLAIN)
         and is_dataclass(leaf)
         and not isinstance(leaf, type)
+        and hasattr(leaf, "__dict__")
         and any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(list(vars(leaf).values())))
     }
     for kind in kinds:
