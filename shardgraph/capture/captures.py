@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardgraph.capture.numbers import input_key
+from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.remembered import remembered
 from shardgraph.ir import JointGraph
 from shardgraph.plans.plan import Plan
@@ -30,6 +31,9 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss_fn: Callable[..., torch.Tensor] | None = None
     training: bool = True
+
+    def __post_init__(self) -> None:
+        flatten((self.args, dict(self.kwargs)))  # so that its types are known
 
     @property
     def batch(self) -> int:

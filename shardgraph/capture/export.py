@@ -325,6 +325,13 @@ def _at(frames: Iterable[Sequence[Any]]) -> str:
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _REMEDIES = {
+    r"Python draws|\brandom\.\w+\(": "numbers of Python's generator would be constants of the program: draw with "
+    "torch, and compare the tensor itself, as in `if torch.rand(()) < ratio:`, of which both ways are computed and one "
+    "is chosen at each call",
+    r"Dynamic shape operator.*ctc_loss": "lengths of ctc_loss are values of tensors: return the log-probabilities from "
+    "forward, and compute F.ctc_loss of them outside",
+    "checkpoint_sequential": "torch.utils.checkpoint.checkpoint, called for each part, is captured; and recompute= of "
+    "shardgraph.compile recomputes layers without it",
     r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "
     "give recurrent layers the padded batch, read the output at the last position of each sequence with torch.gather, "
     "and leave padding out of the loss; for a layer in two directions, reverse each sequence within its length with "

@@ -1,12 +1,14 @@
-"""Outputs of types that pytree does not know: dataclasses and plain objects that hold tensors.
+"""Inputs and outputs of types that pytree does not know: dataclasses and plain objects that hold tensors.
 
-A model may return its own dataclass, or an object such as a key-value cache. Such a type is registered
-with ``torch.utils._pytree`` the first time it is seen: what holds tensors becomes children, the rest is
-kept beside them.
+A model may return its own dataclass, or an object such as a key-value cache, and be given a batch that is a dataclass.
+Such a type is registered with ``torch.utils._pytree`` the first time it is seen: what holds tensors becomes children,
+the rest is kept beside them. Of an input all attributes are children, since a program is chosen by what they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,30 @@ import torch
 from shardgraph.torch_api import pytree
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def flatten(call: Any) -> tuple[list[Any], Any]:
+    """The leaves and the structure of what a module is called with, in which dataclasses with tensors are opened."""
+    leaves, spec = pytree.tree_flatten(call)
+    if _register_inputs(leaves):
+        return flatten(call)
+    return leaves, spec
+
+
+def _register_inputs(leaves: Sequence[Any]) -> bool:
+    """Register the types of dataclasses that hold tensors; whether there were any."""
+    kinds = {
+        type(leaf)
+        for leaf in leaves
+        if not isinstance(leaf, _PLAIN)
+        and is_dataclass(leaf)
+        and not isinstance(leaf, type)
+        and hasattr(leaf, "__dict__")
+        and any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(list(vars(leaf).values())))
+    }
+    for kind in kinds:
+        pytree.register_pytree_node(kind, _flatten_all, _unflatten)
+    return bool(kinds)
 
 
 def register_types(value: Any) -> None:
@@ -45,6 +71,10 @@ def _flatten(value: Any) -> tuple[list[Any], Any]:
     children = tuple(name for name, item in state.items() if _is_child(item))
     rest = tuple((name, item) for name, item in state.items() if name not in children)
     return [state[name] for name in children], (type(value), children, rest)
+
+
+def _flatten_all(value: Any) -> tuple[list[Any], Any]:
+    return list(vars(value).values()), (type(value), tuple(vars(value)), ())
 
 
 def _unflatten(children: Any, context: Any) -> Any:

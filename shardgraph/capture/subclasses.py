@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CaptureError
-from shardgraph.torch_api import FakeTensor, FunctionalTensor
+from shardgraph.torch_api import Elsewhere, FakeTensor, FunctionalTensor
 
-_OURS = (DTensor, FakeTensor, FunctionalTensor)  # told elsewhere, or of tracing itself
+_OURS = (DTensor, Elsewhere, FakeTensor, FunctionalTensor)  # told elsewhere, or of tracing itself
 
 
 def check_tensors(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardgraph.errors import CheckpointError, nearest
-from shardgraph.torch_api import BatchNorm, local_tensor, placed
+from shardgraph.torch_api import BatchNorm, as_placed, local_tensor, placed
 
 Whole = Callable[[str, Tensor, bool], Tensor]
 
@@ -201,7 +201,11 @@ def describable(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _in_one_box(tensor: DTensor) -> DTensor:
     placements = one_box_placements(tensor)
-    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+    if placements != list(tensor.placements):
+        tensor = tensor.redistribute(placements=placements)
+    if tensor.requires_grad or not tensor.storage_offset():
+        return tensor
+    return as_placed(local_tensor(tensor), tensor)  # which torch.save and copy.deepcopy take for what it is
 
 
 def one_box_placements(tensor: DTensor) -> list[Placement]:

@@ -49,7 +49,10 @@ def as_dtensor(local: torch.Tensor, entry: ParameterPlan, shape: torch.Size, mes
 def as_parameter(local: torch.Tensor, old: nn.Parameter, entry: ParameterPlan, mesh: DeviceMesh | None) -> nn.Parameter:
     """The parameter whose shard on this rank is ``local``, with the attributes and hooks of ``old``, which it replaces.
     Hooks are in the same dictionaries, so that their handles remove them. What the plan leaves alone stays plain.
+    ``local`` is on ``meta`` where another stage of a pipeline has the parameter.
     """
+    if local.is_meta:
+        return like(local.as_subclass(torch_api.Elsewhere), old)
     if entry.gradient == OWN and mesh is not None:
         _OWN[made := like(local, old)] = True
         return made

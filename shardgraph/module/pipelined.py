@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgraph import torch_api
 from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
+from shardgraph.capture.pytrees import flatten
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.decided import check_decided_alike
@@ -115,6 +116,7 @@ class PipelinedModule(ShardedModule):
         """The microbatches of a call; forward alone has one if it cannot be cut, or its outputs cannot be merged."""
         self._watched()
         device, padded = self._state.device, self._padded(args, kwargs)
+        flatten(padded)  # so that its types are known
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), padded)
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)

@@ -22,6 +22,7 @@ from shardgraph import torch_api
 from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, STATE, checked, instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
+from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.subclasses import check_inputs
 from shardgraph.emission import saved as emission
 from shardgraph.errors import ArgumentError, ShardGraphError, shown
@@ -518,7 +519,7 @@ class ShardedModule(nn.Module):
         """What runs the call, and its flattened inputs."""
         self.reshard()
         self._watched()
-        leaves, spec = pytree.tree_flatten(self._padded(args, kwargs))
+        leaves, spec = flatten(self._padded(args, kwargs))
         leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
         if not self._shared:

@@ -18,7 +18,7 @@ from shardgraph.ir.attributes import SHARD_OF
 from shardgraph.passes.program import Program, gradients_of
 from shardgraph.runtime.checked import check
 from shardgraph.runtime.executor import Executor, State, mesh_rank
-from shardgraph.runtime.gradients import check_unchanged, on_any_data_rank, tangent_of
+from shardgraph.runtime.gradients import check_plain, check_unchanged, on_any_data_rank, tangent_of
 from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
@@ -284,6 +284,13 @@ class Differentiable(Executor):
             if value is not None and isinstance(parameter, DTensor):
                 if local:
                     assert isinstance(role, ir.Parameter)
+                    if parameter._backward_hooks:
+                        raise BackwardError(
+                            f"the parameter {role.fqn!r} has a hook (register_hook), and this backward has no gradient "
+                            "for it: inside of no_sync(), and with a communication hook, gradients are reduced "
+                            "later. register_post_accumulate_grad_hook has one called then, with the gradient in "
+                            "parameter.grad"
+                        )
                     earlier = self.state.unreduced.get(role.fqn)
                     self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
                     value = None
@@ -343,6 +350,7 @@ class _Run(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
         restored = iter(tensors)
         saved = [next(restored) if value is None else value for value in ctx.constants]
+        check_plain(grads)
         pairs = zip(executor.returned, grads, strict=True)
         tangents = {tangent: grad for (_, tangent), grad in pairs}
         del tensors, restored, grads, pairs

@@ -77,10 +77,13 @@ class State:
             self._unarranged.clear()
 
     def add_gradients(self, local: Mapping[str, torch.Tensor]) -> None:
-        """Add this rank's shards of gradients to those that parameters have."""
+        """Add this rank's shards of gradients to those that parameters have, by way of the hooks of a parameter."""
         for fqn, value in local.items():
             parameter = self.layout.parameter(fqn)
             placed = torch_api.as_placed(value, parameter) if isinstance(parameter, DTensor) else value
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                torch.autograd.backward(parameter, placed)
+                continue
             parameter.grad = placed if parameter.grad is None else parameter.grad + placed
 
     def value(self, role: ir.Role, leaves: Sequence[Any]) -> Any:

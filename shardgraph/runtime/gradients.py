@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardgraph import ir
 from shardgraph.errors import BackwardError
@@ -29,6 +30,20 @@ def on_any_data_rank(flags: list[bool], plan: Plan, state: State) -> list[bool]:
     for axis, _ in plan.data_mesh:
         dist.all_reduce(on_device, dist.ReduceOp.MAX, state.mesh.get_group(axis))
     return list(map(bool, on_device.tolist()))
+
+
+def check_plain(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise BackwardError if a loss has combined outputs with parameters outside of programs.
+
+    A DTensor takes a number that it is computed with as the same on all ranks. Of a rank's own loss that is not so, and
+    gradients of the parameter would be those of one rank's batch.
+    """
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        raise BackwardError(
+            "the loss computes with an output of the module and with parameters, which are shards outside of forward: "
+            "compute what needs both in forward, or in the loss_fn of train_step. A penalty on parameters alone, such "
+            "as a sum of their norms, can be differentiated by itself: loss.backward(), then penalty.backward()"
+        )
 
 
 def check_unchanged(versions: Sequence[tuple[str, torch.Tensor, int]], stepped: bool = False) -> None:

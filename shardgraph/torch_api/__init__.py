@@ -35,6 +35,7 @@ from shardgraph.torch_api.connections import (
     store_port,
 )
 from shardgraph.torch_api.decisions import deciding, example_of, traced_value
+from shardgraph.torch_api.elsewhere import Elsewhere
 from shardgraph.torch_api.execution import (
     ENTER_RANGE,
     LEAVE_RANGE,

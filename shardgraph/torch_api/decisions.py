@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import linecache
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,8 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from shardgraph.torch_api.both_ways import UnequalWaysError, take_both
 from shardgraph.torch_api.repeated_arguments import allow_repeated_arguments
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Decider(Protocol):
@@ -128,6 +131,14 @@ def _number(tx: Any, variable: Any) -> Any:
 def _line(tx: Any) -> str:
     file, number = tx.f_code.co_filename, tx.lineno
     return f"{file}:{number}, in {tx.f_code.co_name}:  {linecache.getline(file, number).strip()}"
+
+
+def _users_line(tx: Any) -> str:
+    """The line that led here outside of torch, whose distributions check their arguments."""
+    at = tx
+    while at is not None and at.f_code.co_filename.startswith(_TORCH):
+        at = getattr(at, "parent", None)
+    return _line(at or tx)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -236,4 +247,4 @@ def _check(tx: Any, variable: Any, expected: bool) -> None:
         condition = wrap_fx_proxy(
             tx, tx.output.create_proxy("call_function", torch.logical_not, (condition,), {})
         ).as_proxy()
-    tx.output.create_proxy("call_function", torch._assert_async, (condition, _line(tx)), {})
+    tx.output.create_proxy("call_function", torch._assert_async, (condition, _users_line(tx)), {})

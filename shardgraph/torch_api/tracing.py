@@ -12,16 +12,20 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch._dynamo as dynamo
 from torch import fx, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import get_metrics_context
+from torch._dynamo.variables import UserFunctionVariable, user_defined
 from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
+from torch.distributions import constraints, kl
 
 from shardgraph.torch_api.guarded_layers import Repeated, unequal
 from shardgraph.torch_api.guards import GUARD_HOOKS, Guards
@@ -32,6 +36,32 @@ def _ignorable_calls() -> set[Callable[..., Any]]:
     # A log call in a forward is no reason not to compile it. Libraries add methods to Logger (warning_once).
     methods = {value for name, value in vars(logging.Logger).items() if callable(value) and not name.startswith("_")}
     return methods | {logging.debug, logging.info, logging.warning, logging.error, warnings.warn}
+
+
+def _distributions() -> AbstractContextManager[Any]:
+    """Inside, ``torch.distributions`` are traced, with their checks of values among those of the graph.
+
+    The tracer leaves the function to Python, and ends at it, by which they ask for the class of a constraint. The
+    formula for the divergence of two classes it can only look up among those that have been searched for.
+    """
+    for pair in kl._KL_REGISTRY:
+        if pair not in kl._KL_MEMOIZE:
+            kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
+    return patch.dict(trace_rules.get_torch_obj_rule_map(), {constraints.is_dependent: UserFunctionVariable})
+
+
+def _no_python_draws() -> AbstractContextManager[Any]:
+    """Inside, the tracer ends at a function of ``random``, of which the graph would have one number for all calls."""
+
+    def refuse(*_: Any) -> Any:
+        dynamo.exc.unimplemented(
+            gb_type="Python draws a random number",
+            context="random",
+            explanation="it would be a constant of the graph",
+            hints=[],
+        )
+
+    return patch.object(user_defined, "call_random_fn", refuse)
 
 
 @contextmanager
@@ -99,7 +129,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
         **GUARD_HOOKS,
     )
-    with _quiet(), static, warnings.catch_warnings(record=True) as caught:
+    with _quiet(), static, _distributions(), _no_python_draws(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with get_metrics_context(), as_compiling():
             captured = fullgraph_capture(model, args, kwargs)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from shardgraph import ir, torch_api
 from shardgraph.errors import BackwardError
 from shardgraph.passes.program import Program
-from shardgraph.runtime.gradients import check_unchanged, tangent_of
+from shardgraph.runtime.gradients import check_plain, check_unchanged, tangent_of
 from shardgraph.runtime.pipeline.running import RunningPipeline, Work
 
 
@@ -73,6 +73,7 @@ class _Step(torch.autograd.Function):
         if ctx.step is None:
             raise BackwardError("backward of a pipeline's step has run, and runs once: call the module again")
         check_unchanged(ctx.versions)
+        check_plain(gradients)
         tangents: list[dict[ir.Tangent, torch.Tensor]] = [{} for _ in ctx.work]
         for (number, _, tangent), gradient in zip(_returned(ctx.work), gradients, strict=True):
             if gradient is not None:

@@ -11,7 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
@@ -267,7 +267,8 @@ def _group_of(frame: FrameType | None) -> str:
         for value in map(frame.f_locals.get, _GROUPS):
             mesh = value.device_mesh if isinstance(value, DTensor) else value
             if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-                return str(mesh.get_group().group_name)
+                with suppress(RuntimeError):  # a mesh for asking which layouts there are has no groups
+                    return str(mesh.get_group().group_name)
             if isinstance(value, dist.ProcessGroup):
                 return str(value.group_name)
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and frame.f_code.co_name in _COLLECTIVES:
