@@ -30,6 +30,7 @@ from shardgraph.errors import GraphInvariantError, PassOrderError
 from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, SquaredNorm, outputs, placeholders
 from shardgraph.ir.attributes import MADE_BY, REGISTRY
 from shardgraph.ir.fake_values import Propagation
+from shardgraph.mesh import Mesh
 from shardgraph.plans.activation_plan import Rules
 from shardgraph.plans.plan import ParameterPlan, Plan
 
@@ -48,7 +49,8 @@ class Context:
     whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
     are decisions that users should know of. ``sums`` has the operator axes over which a parameter's gradient is still
     partial. ``activations`` has the placement rules of operations by axis, once a pass has assigned them.
-    ``batch_norms`` are those of each pipeline stage whose running statistics a step updates.
+    ``batch_norms`` are those of each pipeline stage whose running statistics a step updates. ``values_on`` a mesh, if
+    given, computes values for other programs of the graph too.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Context:
     sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
     activations: dict[str, Rules] = field(default_factory=dict)
     batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    values_on: Callable[[Mesh], Propagation] | None = None
 
     @classmethod
     def of(
@@ -69,13 +72,15 @@ class Context:
         shapes: Mapping[str, torch.Size],
         fake_mode: Any,
         stored: Mapping[str, torch.dtype] | None = None,
+        values_on: Callable[[Mesh], Propagation] | None = None,
     ) -> Context:
         """The context before the first pass, for a model whose parameters have ``shapes``.
 
         Raises:
             PlanError: the plan does not fit the parameters.
         """
-        return cls(plan, fake_mode, dict(plan.resolve(shapes)), dict(shapes), MappingProxyType(dict(stored or {})))
+        entries, dtypes = dict(plan.resolve(shapes)), MappingProxyType(dict(stored or {}))
+        return cls(plan, fake_mode, entries, dict(shapes), dtypes, values_on=values_on)
 
     def copy(self, plan: Plan | None = None) -> Context:
         """An independent copy, with ``plan`` if given; the entries that passes record are immutable and shared."""
@@ -94,7 +99,8 @@ class Context:
     @cached_property
     def values(self) -> Propagation:
         """Computes the values of new nodes."""
-        return Propagation(self.fake_mode, self.plan.mesh)
+        mesh = self.plan.mesh
+        return Propagation(self.fake_mode, mesh) if self.values_on is None else self.values_on(mesh)
 
 
 class GraphsPass(ABC):
