@@ -27,12 +27,13 @@ import torch
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
-from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, SquaredNorm, outputs, placeholders
-from shardgraph.ir.attributes import MADE_BY, REGISTRY
+from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, SquaredNorm, outputs
+from shardgraph.ir.attributes import MADE_BY, REGISTRY, ROLE
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.mesh import Mesh
 from shardgraph.plans.activation_plan import Rules
 from shardgraph.plans.plan import ParameterPlan, Plan
+from shardgraph.torch_api import parts_of_nodes
 
 Graphs = dict[str, fx.GraphModule]
 """Graphs by name. The last part of a name is its kind: ``"forward"``, ``"stage0/forward"``."""
@@ -199,7 +200,7 @@ class _Snapshot:
     @classmethod
     def of(cls, gm: fx.GraphModule) -> _Snapshot:
         # One flat list: ten thousand tuples for every pass would keep the garbage collector busy.
-        nodes = [part for node in gm.graph.nodes for part in (node, node.target, node.args, node.kwargs)]
+        nodes = parts_of_nodes(gm.graph)
         # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
         # Squared norms are measurements that passes add, and drop with what they are of.
         results = [(role, value) for role, value in outputs(gm) if not isinstance(role, SquaredNorm)]
@@ -251,10 +252,12 @@ def _check_graph(step: GraphsPass, gm: fx.GraphModule, changed: bool) -> None:
             gm.graph.lint()
     except RuntimeError as error:
         raise GraphInvariantError(f"the pass {step.name!r} left an invalid graph: {error}") from error
+    known = frozenset(REGISTRY)
     for node in gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        meta = node.meta
+        if "val" not in meta and node.op == "call_function":
             raise GraphInvariantError(f"the pass {step.name!r} made the node {node.name!r} without meta['val']")
-        if not node.meta.keys() <= REGISTRY.keys():
+        if not known.issuperset(meta):
             unknown = min(node.meta.keys() - REGISTRY.keys())
             raise GraphInvariantError(
                 f"the pass {step.name!r} wrote meta[{unknown!r}] of the node {node.name!r}, which is no "
@@ -274,12 +277,15 @@ def _check_results(
 
 def _check_given(step: GraphsPass, graphs: Graphs) -> None:
     """Check that what a graph takes from other graphs of the set is a result of one, with the same shape and dtype."""
-    results = {name: {role: _form(value) for role, value in outputs(gm)} for name, gm in graphs.items()}
+    results: dict[str, dict[Role | None, Any]] = {}
     for name, gm in graphs.items():
-        for role, node in placeholders(gm).items():
-            givers = list(_givers(name, role))
+        for node in gm.graph.find_nodes(op="placeholder"):
+            givers = list(_givers(name, role := ROLE.of(node)))
             if not givers or not graphs.keys() >= set(givers):
                 continue
+            for giver in givers:
+                if giver not in results:
+                    results[giver] = {role: _form(value) for role, value in outputs(graphs[giver])}
             forms = [results[giver][role] for giver in givers if role in results[giver]]
             if _form(node) not in forms:
                 raise GraphInvariantError(
