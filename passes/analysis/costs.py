@@ -151,8 +151,8 @@ def _equal_heads(operands: Any) -> list[tuple[int, ...]]:
 class _Operation(NamedTuple):
     """What the cost of a node needs to know of its target alone.
 
-    ``started`` is the kind of what runs beside the computation; ``free``: a wait, or an element of a result. ``kind`` is
-    that of work counted in bytes, None if it is not known.
+    ``started`` is the kind of what runs beside the computation; ``free``: a wait, or an element of a result. ``kind``
+    is that of work counted in bytes, None if it is not known.
     """
 
     name: str

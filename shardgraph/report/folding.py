@@ -105,17 +105,39 @@ def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Ro
     return rows
 
 
-def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
-    first, second, third = programs
-    few, some, many = ([mark(row) for row in program] for program in programs)
-    length = len(second) - len(first)
-    differ = next((i for i, (a, b) in enumerate(zip(few, some, strict=False)) if a != b), len(first))
+def check_insertion(shallow: Sequence[Sequence[Row]]) -> None:
+    """Check what two shallow programs tell, before the third is made.
+
+    Raises:
+        NotPeriodicError: one more layer does not insert operations in each of forward and backward.
+    """
+    if len(shallow) == 2:
+        for half in {row.half for row in shallow[0]} - {"optimizer"}:
+            _insertion(*([mark(row) for row in program if row.half == half] for program in shallow))
+
+
+Mark = tuple[object, ...]
+
+
+def _insertion(few: Sequence[Mark], some: Sequence[Mark]) -> tuple[int, int]:
+    """Where the second program has a segment that the first has not: from which row to which."""
+    length = len(some) - len(few)
+    differ = next((i for i, (a, b) in enumerate(zip(few, some, strict=False)) if a != b), len(few))
     # One segment earlier: tensors that all layers share die in the last layer that runs, which looks the same.
     start, end = differ - length, differ
     if length <= 0 or start < 0:
         raise NotPeriodicError("one more layer does not insert operations")
-    segment = some[start:end]
-    if few[:start] + segment + few[start:] != some or some[:end] + segment + some[end:] != many:
+    if [*few[:start], *some[start:end], *few[start:]] != [*some]:
+        raise NotPeriodicError("one more layer does not insert the same operations each time")
+    return start, end
+
+
+def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
+    first, second, third = programs
+    few, some, many = ([mark(row) for row in program] for program in programs)
+    start, end = _insertion(few, some)
+    length = end - start
+    if some[:end] + some[start:end] + some[end:] != many:
         raise NotPeriodicError("one more layer does not insert the same operations each time")
     rows = [_shifted(a, b, c, more) for a, b, c in zip(first[:start], second[:start], third[:start], strict=True)]
     segments = zip(second[start:end], third[start:end], third[end : end + length], strict=True)
@@ -151,7 +173,7 @@ def _temporaries(first: Row, few: Sequence[int], more: int) -> int:
     return min(few[0] + more * (few[1] - few[0]), most)
 
 
-def mark(row: Row) -> tuple[object, ...]:
+def mark(row: Row) -> Mark:
     """Equal for two rows that are the same operation in two layers."""
     label = _DIGITS.sub("#", _COUNT.sub("", row.label))  # the first of several names has no number
     module = _LAYER.sub(".#", row.module)

@@ -65,11 +65,11 @@ def stage_layers(costs: LayerCosts, stages: int) -> tuple[int, ...]:
 
 
 class _Rank(NamedTuple):
-    """The stages that ``count`` ranks of a pipeline have alike, ``first`` is the first of them, which holds most:
-    ``own``, and all of them together."""
+    """What ``alike`` ranks of a pipeline have, of which ``first`` is the first, which holds most: their ``own`` stages,
+    and the ``whole`` of these."""
 
     first: int
-    count: int
+    alike: int
     own: tuple[Part, ...]
     whole: Part
 
@@ -121,7 +121,7 @@ class _Estimate:
         seconds = [sum(sum(self._microbatch(part, scale)) for part in rank.own) for rank in ranks]
         ends = [self._once(rank.whole) for rank in ranks]
         slowest = max(range(len(ranks)), key=lambda place: seconds[place])
-        others = sum(rank.count * each for rank, each in zip(ranks, seconds, strict=True)) - seconds[slowest]
+        others = sum(rank.alike * each for rank, each in zip(ranks, seconds, strict=True)) - seconds[slowest]
         bubbles = others / layout.chunks * self._idle(ranks[slowest].own)
         messages = self._messages(scale) if layout.stages > 1 else 0.0
         messages *= layout.microbatches + (layout.stages - 1) / layout.chunks
