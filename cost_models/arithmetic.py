@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -16,20 +15,18 @@ import sympy
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """``ratio(a, b)`` is exact, ``ceiling`` rounds up to a whole number."""
+    """``ratio_up(a, b)`` is the exact ratio of whole numbers, rounded up to a whole number."""
 
     maximum: Callable[[Any, Any], Any]
     minimum: Callable[[Any, Any], Any]
     log2: Callable[[Any], Any]
-    ceiling: Callable[[Any], Any]
-    ratio: Callable[[Any, Any], Any]
+    ratio_up: Callable[[Any, Any], Any]
 
 
-NUMBERS = Arithmetic(max, min, math.log2, math.ceil, Fraction)
+NUMBERS = Arithmetic(max, min, math.log2, lambda a, b: -(-a // b))
 EXPRESSIONS = Arithmetic(
     lambda a, b: sympy.Max(a, b, evaluate=False),  # comparing them takes long, and is mostly undecided
     lambda a, b: sympy.Min(a, b, evaluate=False),
     lambda x: sympy.log(x) / sympy.log(2),
-    sympy.ceiling,
-    lambda a, b: sympy.sympify(a) / sympy.sympify(b),
+    lambda a, b: sympy.ceiling(sympy.sympify(a) / sympy.sympify(b)),
 )

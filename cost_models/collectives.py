@@ -60,7 +60,7 @@ def wire_bytes(operation: str, operand: int, result: int, ranks: int, on: Arithm
             f"there is no formula for the bytes that {operation!r} sends: add a line for it to WIRE_RULES, which has "
             f"{', '.join(WIRE_RULES)}{nearest(operation, WIRE_RULES)}"
         )
-    return on.ceiling(on.ratio(WIRE_RULES[operation](operand, result, ranks), ranks))
+    return on.ratio_up(WIRE_RULES[operation](operand, result, ranks), ranks)
 
 
 def collective_seconds(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardgraph.arguments import NONE, NOT_NEGATIVE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
 from shardgraph.errors import ClusterError
@@ -169,6 +170,17 @@ class Device:
         A kind without a rate of its own falls back to a simpler one: attention and convolution to matmul, every kind
         counted in bytes to pointwise, and on a CPU other dtypes to float32. Views without a rate cost nothing.
         """
+        asked = kind, dtype
+        if asked not in self._attained:
+            self._attained[asked] = self._rate(kind, dtype)
+        return self._attained[asked]
+
+    @cached_property
+    def _attained(self) -> dict[tuple[str, str], Rate | None]:
+        """The rates that were asked for: every operation of every program asks."""
+        return {}
+
+    def _rate(self, kind: str, dtype: str) -> Rate | None:
         if kind == VIEW:
             return self.rates.get(VIEW, Rate(1.0))
         if kind in FLOP_KINDS:

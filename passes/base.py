@@ -27,11 +27,13 @@ import torch
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError, PassOrderError
-from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, SquaredNorm, outputs, placeholders
-from shardgraph.ir.attributes import MADE_BY, REGISTRY
+from shardgraph.ir import Forwarded, Gathered, Gradient, Returned, Role, Saved, SquaredNorm, outputs
+from shardgraph.ir.attributes import MADE_BY, REGISTRY, ROLE
 from shardgraph.ir.fake_values import Propagation
+from shardgraph.mesh import Mesh
 from shardgraph.plans.activation_plan import Rules
 from shardgraph.plans.plan import ParameterPlan, Plan
+from shardgraph.torch_api import parts_of_nodes
 
 Graphs = dict[str, fx.GraphModule]
 """Graphs by name. The last part of a name is its kind: ``"forward"``, ``"stage0/forward"``."""
@@ -48,7 +50,8 @@ class Context:
     whole, or the part that operators use once a pass has split them. ``facts`` are what passes have provided. ``notes``
     are decisions that users should know of. ``sums`` has the operator axes over which a parameter's gradient is still
     partial. ``activations`` has the placement rules of operations by axis, once a pass has assigned them.
-    ``batch_norms`` are those of each pipeline stage whose running statistics a step updates.
+    ``batch_norms`` are those of each pipeline stage whose running statistics a step updates. ``values_on`` a mesh, if
+    given, computes values for other programs of the graph too.
     """
 
     plan: Plan
@@ -61,6 +64,7 @@ class Context:
     sums: dict[str, tuple[str, ...]] = field(default_factory=dict)
     activations: dict[str, Rules] = field(default_factory=dict)
     batch_norms: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    values_on: Callable[[Mesh], Propagation] | None = None
 
     @classmethod
     def of(
@@ -69,13 +73,15 @@ class Context:
         shapes: Mapping[str, torch.Size],
         fake_mode: Any,
         stored: Mapping[str, torch.dtype] | None = None,
+        values_on: Callable[[Mesh], Propagation] | None = None,
     ) -> Context:
         """The context before the first pass, for a model whose parameters have ``shapes``.
 
         Raises:
             PlanError: the plan does not fit the parameters.
         """
-        return cls(plan, fake_mode, dict(plan.resolve(shapes)), dict(shapes), MappingProxyType(dict(stored or {})))
+        entries, dtypes = dict(plan.resolve(shapes)), MappingProxyType(dict(stored or {}))
+        return cls(plan, fake_mode, entries, dict(shapes), dtypes, values_on=values_on)
 
     def copy(self, plan: Plan | None = None) -> Context:
         """An independent copy, with ``plan`` if given; the entries that passes record are immutable and shared."""
@@ -94,7 +100,8 @@ class Context:
     @cached_property
     def values(self) -> Propagation:
         """Computes the values of new nodes."""
-        return Propagation(self.fake_mode, self.plan.mesh)
+        mesh = self.plan.mesh
+        return Propagation(self.fake_mode, mesh) if self.values_on is None else self.values_on(mesh)
 
 
 class GraphsPass(ABC):
@@ -193,7 +200,7 @@ class _Snapshot:
     @classmethod
     def of(cls, gm: fx.GraphModule) -> _Snapshot:
         # One flat list: ten thousand tuples for every pass would keep the garbage collector busy.
-        nodes = [part for node in gm.graph.nodes for part in (node, node.target, node.args, node.kwargs)]
+        nodes = parts_of_nodes(gm.graph)
         # Rewrite passes change the form of gradients; their shape is checked against the shard instead.
         # Squared norms are measurements that passes add, and drop with what they are of.
         results = [(role, value) for role, value in outputs(gm) if not isinstance(role, SquaredNorm)]
@@ -245,10 +252,12 @@ def _check_graph(step: GraphsPass, gm: fx.GraphModule, changed: bool) -> None:
             gm.graph.lint()
     except RuntimeError as error:
         raise GraphInvariantError(f"the pass {step.name!r} left an invalid graph: {error}") from error
+    known = frozenset(REGISTRY)
     for node in gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        meta = node.meta
+        if "val" not in meta and node.op == "call_function":
             raise GraphInvariantError(f"the pass {step.name!r} made the node {node.name!r} without meta['val']")
-        if not node.meta.keys() <= REGISTRY.keys():
+        if not known.issuperset(meta):
             unknown = min(node.meta.keys() - REGISTRY.keys())
             raise GraphInvariantError(
                 f"the pass {step.name!r} wrote meta[{unknown!r}] of the node {node.name!r}, which is no "
@@ -268,12 +277,15 @@ def _check_results(
 
 def _check_given(step: GraphsPass, graphs: Graphs) -> None:
     """Check that what a graph takes from other graphs of the set is a result of one, with the same shape and dtype."""
-    results = {name: {role: _form(value) for role, value in outputs(gm)} for name, gm in graphs.items()}
+    results: dict[str, dict[Role | None, Any]] = {}
     for name, gm in graphs.items():
-        for role, node in placeholders(gm).items():
-            givers = list(_givers(name, role))
+        for node in gm.graph.find_nodes(op="placeholder"):
+            givers = list(_givers(name, role := ROLE.of(node)))
             if not givers or not graphs.keys() >= set(givers):
                 continue
+            for giver in givers:
+                if giver not in results:
+                    results[giver] = {role: _form(value) for role, value in outputs(graphs[giver])}
             forms = [results[giver][role] for giver in givers if role in results[giver]]
             if _form(node) not in forms:
                 raise GraphInvariantError(

@@ -40,7 +40,7 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     Raises:
         PlanError: the plan does not fit the model's parameters.
     """
-    context = Context.of(plan, shapes, joint.fake_mode, joint.stored)
+    context = Context.of(plan, shapes, joint.fake_mode, joint.stored, joint.values)
     context.notes.extend(f"both ways are computed, one of which is chosen at random: {at}" for at in joint.choices)
     passes = placing_passes(plan)
     if not passes:

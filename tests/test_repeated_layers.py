@@ -13,10 +13,17 @@ from torch.utils import _pytree as pytree
 
 import shardgraph
 from shardgraph.capture import capture as room
+from shardgraph.capture import captures
 from shardgraph.ir import JointGraph
+from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.shards import named_shapes
+from shardgraph.report.folding import NotPeriodicError, check_insertion, find_stack
 from shardgraph.search import stages
+from shardgraph.search.depths import Depths
+from shardgraph.search.question import Question
+from shardgraph.search.source import Source
+from tests.machines import toy_cluster
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -351,3 +358,35 @@ class ViewWithGradient(nn.Module):
 def test_a_view_that_autograd_is_asked_about_while_it_records_does_not_wait_for_itself():
     with pytest.raises(shardgraph.CaptureError, match=r"requires_grad"):
         shardgraph.compile(ViewWithGradient(), "single", example_inputs=(torch.ones(2, 4),), progress=False)
+
+
+# -- programs of several depths ----------------------------------------------------------------------------------------
+
+
+def test_programs_of_all_plans_and_depths_are_made_of_one_trace(monkeypatch):
+    traced, trace = [], captures.remembered
+    monkeypatch.setattr(captures, "remembered", lambda *args, **kwargs: traced.append(args) or trace(*args, **kwargs))
+    model, mesh = Stack(12).to("meta"), (("dp", 2),)
+    stack = find_stack(model)
+    assert stack is not None
+    depths, programs = Depths(model, stack), []
+    for plan in ("fsdp", "zero2"):
+        question = Question.of(model, plan, lambda plan: mesh, cluster=toy_cluster()).about(
+            (torch.zeros(2, 8, device="meta"),), {}
+        )
+        source = Source(question, depths=depths)
+        programs += [source.at(depths, layers, question.plan).program() for layers in (4, 5, 4, 6)]
+    assert len(traced) == 1
+    assert len({id(program.context.values) for program in programs}) == 1, "values of new nodes are computed once"
+
+
+def rows(*operations: str) -> list[Row]:
+    fixed: dict[str, Any] = {"half": "forward", "kind": "pointwise", "read": 0, "written": 0, "seconds": 1.0}
+    return [Row(node=each, operation=each, label=each, memory={}, **fixed) for each in operations]
+
+
+@pytest.mark.parametrize("more", ["abc", "ab", "bab"])
+def test_two_programs_of_which_one_does_not_insert_a_layer_are_not_folded(more):
+    check_insertion([rows(*"ab"), rows(*"abb")])
+    with pytest.raises(NotPeriodicError, match="one more layer does not insert"):
+        check_insertion([rows(*"ab"), rows(*more)])

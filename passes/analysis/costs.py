@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -56,8 +56,7 @@ _NAMES = {
 _KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
-@dataclass(frozen=True)
-class NodeCost:
+class NodeCost(NamedTuple):
     """The work of one node on one rank.
 
     ``kind`` is one of those of :mod:`shardgraph.cost_models.device`, ``"collective"``, ``"copy"`` (between host and
@@ -99,19 +98,24 @@ def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCos
 def _cost(node: fx.Node) -> NodeCost:
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     dtype = _dtype(value) or _dtype(operands)
-    if node.op != "call_function" or _is_free(node):
-        return NodeCost(VIEW if _is_view(node) else "free", dtype)
+    if node.op != "call_function":
+        return NodeCost("free", dtype)
+    operation = _operation(node.target)
+    if _is_view(node, operation):
+        return NodeCost(VIEW, dtype)
+    if operation.free or not _has_tensors(value):
+        return NodeCost("free", dtype)
     read, written = _bytes(operands), _bytes(value)
-    if ir.is_started(node):
-        return NodeCost("collective" if ir.is_collective(node) else "copy", dtype, 0, read, written)
-    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+    if operation.started:
+        return NodeCost(operation.started, dtype, 0, read, written)
+    name = operation.name
     if (formula := _formula(node)) is not None:
         kind = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         causal = _causal_length(node) if kind == "attention" else 0
         dtype = _dtype(operands) or dtype  # a product in 8 bits has a result of more
         return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, causal)
-    known = _kind_by_bytes(node, name)
+    known = operation.kind
     if name == "_safe_softmax":  # a softmax, a comparison of its input, and a choice between its output and 0
         read, written = 3 * read, 2 * written
     if known == "gather" and "backward" not in name:  # reads as much of its table as it writes
@@ -144,39 +148,67 @@ def _equal_heads(operands: Any) -> list[tuple[int, ...]]:
     return [(batch, heads, *rest) for batch, _, *rest in (operand.shape for operand in operands)]
 
 
-def _is_view(node: fx.Node) -> bool:
+class _Operation(NamedTuple):
+    """What the cost of a node needs to know of its target alone.
+
+    ``started`` is the kind of what runs beside the computation; ``free``: a wait, or an element of a result. ``kind``
+    is that of work counted in bytes, None if it is not known.
+    """
+
+    name: str
+    view: bool
+    free: bool
+    started: str
+    kind: str | None
+
+
+@lru_cache(4096)
+def _operation(target: Any) -> _Operation:
+    name = str(getattr(target, "__name__", target)).split(".")[0]
+    started = "collective" if target in ir.COLLECTIVES else "copy" if target in ir.DIRECTIONS else ""
+    free = target is operator.getitem or target in (ir.WAIT, ir.WAIT_COPY)
+    views = (ir.trim_shard, ir.local_chunk, ir.buckets.unpack, aten._unsafe_view.default)
+    view = target in views or bool(getattr(target, "is_view", False))
+    return _Operation(name, view, free, started, _kind_by_bytes(target, name))
+
+
+def _is_view(node: fx.Node, operation: _Operation) -> bool:
     if node.target is ir.buckets.pack and ir.buckets.stored(node):
         return True  # of shards that lie side by side
-    views = (ir.trim_shard, ir.local_chunk, ir.buckets.unpack, aten._unsafe_view.default)
-    return node.target in views or bool(getattr(node.target, "is_view", False))
+    return operation.view
 
 
-def _is_free(node: fx.Node) -> bool:
-    return (
-        node.target is operator.getitem
-        or ir.is_wait(node)
-        or _is_view(node)
-        or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
-    )
-
-
-def _kind_by_bytes(node: fx.Node, name: str) -> str | None:
+def _kind_by_bytes(target: Any, name: str) -> str | None:
     name = name.strip("_")
     for each in (name, name.removesuffix("_backward_data").removesuffix("_backward")):
         if each in _KIND:
             return _KIND[each]
-    tags = getattr(node.target, "tags", ())
+    tags = getattr(target, "tags", ())
     return "reduction" if torch.Tag.reduction in tags else "pointwise" if torch.Tag.pointwise in tags else None
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or bool(_tensors(value))
+
+
 def _bytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if isinstance(value, list):
+        return sum(map(_bytes, value))
+    return sum(tensor.nbytes for tensor in _tensors(value))
 
 
 def _dtype(value: Any) -> str:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    floating = [t for t in tensors if t.is_floating_point()] or tensors
-    return str(floating[0].dtype).removeprefix("torch.") if floating else ""
+    tensors = [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list) else _tensors(value)
+    if not tensors:
+        return ""
+    dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), tensors[0].dtype)
+    return str(dtype).removeprefix("torch.")
 
 
 _FUSIBLE = ("pointwise", "transcendental")
@@ -188,4 +220,4 @@ def _fuse(node: fx.Node, cost: NodeCost, costs: Mapping[fx.Node, NodeCost]) -> N
         return cost
     read = sum(_bytes(n.meta.get("val")) for n in node.all_input_nodes if costs[n].kind not in _FUSIBLE)
     inside = bool(node.users) and all(costs[user].kind in _FUSIBLE for user in node.users)
-    return replace(cost, read=read, written=0 if inside else cost.written)
+    return cost._replace(read=read, written=0 if inside else cost.written)

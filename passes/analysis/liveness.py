@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -275,13 +276,13 @@ def _separate_storages(
     inputs: dict[torch.UntypedStorage, Storage] = {}
     stored: dict[fx.Node, fx.Node] | None = None
     for index, node in enumerate(gm.graph.nodes, start):
-        tensors = _tensors(node.meta.get("val"))
         if stored is None and node.op not in ("placeholder", "get_attr"):
             stored = _stored(gm, held, granule)
         if node.op == "placeholder" and ROLE.of(node) in left:
             held[node] = left[ROLE.of(node)]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
+            tensors = _tensors(node.meta.get("val"))
             held[node] = [inputs.setdefault(t.untyped_storage(), Storage(_nbytes(t, granule), start)) for t in tensors]
         elif node.op == "output":
             held[node] = []
@@ -364,29 +365,41 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     if node.target is ir.pad_shard:
         whole = first is not None and first.meta["val"].shape[0] == value.shape[0]
         return [(value, first if whole else None)]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not isinstance(value, (tuple, list, torch.Tensor)):
+    aliased = _aliased(node.target)
+    if aliased is None or not isinstance(value, (tuple, list, torch.Tensor)):
         return [(value, None)]
-    values = [value] if len(schema.returns) == 1 else value  # a single result may be a list of views, as of split
-    return [(v, _aliased_argument(node, schema, r)) for v, r in zip(values, schema.returns, strict=True)]
+    values = [value] if len(aliased) == 1 else value  # a single result may be a list of views, as of split
+    return [(v, _argument(node, *place) if place else None) for v, place in zip(values, aliased, strict=True)]
 
 
-def _aliased_argument(node: fx.Node, schema: Any, result: Any) -> fx.Node | None:
+@lru_cache(4096)
+def _aliased(target: Any) -> tuple[tuple[int, str] | None, ...] | None:
+    """For each result of an operation the position and name of the argument that it may be in the memory of, if any;
+    None if the operation has no schema."""
+    schema = getattr(target, "_schema", None)
+    return None if schema is None else tuple(_aliased_argument(schema, result) for result in schema.returns)
+
+
+def _aliased_argument(schema: Any, result: Any) -> tuple[int, str] | None:
     if result.alias_info is None:
         return None
     names = result.alias_info.before_set
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is not None and (not names or names & info.before_set):
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            return value if isinstance(value, fx.Node) else None
+            return position, argument.name
     return None
 
 
+def _argument(node: fx.Node, position: int, name: str) -> fx.Node | None:
+    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return value if isinstance(value, fx.Node) else None
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _nbytes(tensor: torch.Tensor, granule: int) -> int:
@@ -398,23 +411,19 @@ def _set_deaths(nodes: list[fx.Node], storages: dict[fx.Node, list[Storage]], st
     """A storage dies after the last use of any value in it."""
     index = {node: i for i, node in enumerate(nodes, start)}
     end = start + len(nodes) - 1
+    until = {node: max((index[user] for user in node.users), default=i) for node, i in index.items()}
+    read = {node: i for node, i in until.items() if ir.is_collective(node) and not _works_on_a_copy(node)}
     for node in nodes:
+        last = until[node]
         if node.op in ("placeholder", "get_attr"):
             # A pipeline's schedule holds messages (ir.Forwarded, ir.Returned) until the next ones.
             handed_over = isinstance(ROLE.get(node), (ir.Saved, ir.Tangent, ir.Accumulated)) and node.users
-            last = max(index[user] for user in node.users) if handed_over else end
-        else:
-            last = max((index[user] for user in _uses(node)), default=index[node])
+            last = last if handed_over else end
+        elif read:  # what a collective reads is needed until it has been awaited
+            last = max([last, *(read[user] for user in node.users if user in read)])
         for storage in storages[node]:
-            storage.death = max(storage.death, last)
-
-
-def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes until which the node's value is needed."""
-    for user in node.users:
-        yield user
-        if ir.is_collective(user) and not _works_on_a_copy(user):
-            yield from user.users
+            if last > storage.death:
+                storage.death = last
 
 
 def _works_on_a_copy(node: fx.Node) -> bool:

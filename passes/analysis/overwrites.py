@@ -30,7 +30,8 @@ def overwrites(gm: fx.GraphModule, held: Mapping[fx.Node, Sequence[Any]], start:
     made: dict[Any, bool] = {}
     for point, node in enumerate(gm.graph.nodes, start):
         for storage in held[node]:
-            made.setdefault(storage, _is_made(node))
+            if storage not in made:
+                made[storage] = _is_made(node)
         if _has_form(node):
             (storage,) = held[node.args[0]]
             if made[storage] and storage.death == point:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -12,6 +14,7 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds, wire_bytes
 from shardgraph.cost_models.device import VIEW
+from shardgraph.cost_models.group import Group
 from shardgraph.ir import group_of, is_started, is_wait
 from shardgraph.ir.attributes import SOURCE, SUBJECT
 from shardgraph.ir.copies import DIRECTIONS
@@ -60,6 +63,12 @@ class Row:
         """Live bytes on the device at the end of the operation."""
         return sum(self.memory.values())
 
+    def but(self, **changes: Any) -> Row:
+        """The row with some fields changed: ``dataclasses.replace`` takes longer than all else that is done to rows."""
+        row = object.__new__(Row)
+        vars(row).update(vars(self), **changes)
+        return row
+
 
 @dataclass(frozen=True)
 class Prices:
@@ -90,12 +99,20 @@ class Prices:
 
     def collective(self, operation: str, taken: int, returned: int, axis: str) -> float:
         """Seconds of one ``operation`` over ``axis``; ``taken`` and ``returned`` are a rank's bytes in and out."""
-        group = self.cluster.group_of(self.mesh, axis)
-        return collective_seconds(operation, taken, returned, group, self.cluster.efficiency)
+        return collective_seconds(operation, taken, returned, self._group(axis), self.cluster.efficiency)
+
+    @cached_property
+    def _groups(self) -> dict[str, Group]:
+        return {}
+
+    def _group(self, axis: str) -> Group:
+        if axis not in self._groups:
+            self._groups[axis] = self.cluster.group_of(self.mesh, axis)
+        return self._groups[axis]
 
     def link(self, axis: str) -> str:
         """The link that collectives over ``axis`` take turns on, with those over other axes that use it."""
-        return "in a node" if self.cluster.group_of(self.mesh, axis).inter is None else "between nodes"
+        return "in a node" if self._group(axis).inter is None else "between nodes"
 
     def copy(self, node: fx.Node) -> float:
         """Seconds of a copy between host and device on its stream."""

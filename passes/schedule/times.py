@@ -36,15 +36,20 @@ class Times:
         nodes = math.ceil(self.plan.world_size / node.devices_per_node)
         return Prices(Cluster.of(_DEVICE, nodes=nodes), self.plan.mesh)
 
+    @cached_property
+    def _known(self) -> dict[fx.GraphModule, dict[fx.Node, float]]:
+        return {}
+
     def of(self, gm: fx.GraphModule) -> dict[fx.Node, float]:
-        """The seconds of every node of a graph; what the device has no price for takes none."""
-        seconds: dict[fx.Node, float] = {}
-        for node, cost in node_costs(gm).items():
-            try:
-                seconds[node] = node_seconds(node, cost, self.prices)
-            except ClusterError:  # analyze says which; here it is only a guess at an order
-                seconds[node] = 0.0
-        return seconds
+        """The seconds of every node of a graph, in whatever order; what the device has no price for takes none."""
+        if gm not in self._known:
+            seconds = self._known[gm] = {}
+            for node, cost in node_costs(gm).items():
+                try:
+                    seconds[node] = node_seconds(node, cost, self.prices)
+                except ClusterError:  # analyze says which; here it is only a guess at an order
+                    seconds[node] = 0.0
+        return self._known[gm]
 
     def taken_by(self, start: fx.Node) -> tuple[str, ...]:
         """What a collective or copy needs for itself while it runs: its stream, and the link of its axis."""

@@ -80,9 +80,15 @@ def spread(
             for option in options(node):
                 values = [*sources[node], *((node, index) for index in range(len(option.results)))]
                 for value, placement in zip(values, option.operands + option.results, strict=True):
-                    if placement not in (None, REPLICATE, PARTIAL) and placement not in known[value]:
+                    if _shards(placement) and placement not in known[value]:
                         known[value].add(placement)
                         grown |= users[value[0]] | {value[0]}
+
+
+def _shards(placement: Placement | None) -> bool:
+    """Whether a placement is neither whole nor a sum: most are one of these two objects."""
+    same = placement is None or placement is REPLICATE or placement is PARTIAL
+    return not same and placement not in (REPLICATE, PARTIAL)
 
 
 class Legal:
@@ -101,10 +107,13 @@ class Legal:
         self._sources = {node: [value_of(operand) for operand in operands(node)] for node in self.nodes}
         self.cuts: dict[Value, set[Placement]] = defaultdict(set)
         self._templates: dict[fx.Node, list[Option]] = {}
+        self._in_blocks: dict[tuple[fx.Node, int, int], Option] = {}
+        self._shapes: dict[Value, torch.Size] = {}
         self._options: dict[fx.Node, list[Option]] = {}
         for node in gm.graph.nodes:
             for index, value in enumerate(results(node)):
                 if isinstance(value, torch.Tensor):
+                    self._shapes[node, index] = value.shape
                     plain = (blocks(dim, 1) for dim in range(value.dim()))
                     self.cuts[node, index].update(cut for cut in plain if divides(cut, value.shape, parts))
         for value, cuts in starts.items():
@@ -120,7 +129,8 @@ class Legal:
     def _cut_options(self, node: fx.Node) -> Iterator[Option]:
         """The evenly divided options, which may repeat."""
         for option in self._layout(node) if node.target in LAYOUTS else self._table(node):
-            if all_divide(self._placed(node, option), self.parts):
+            placed = self._placed(node, option)
+            if all(not _shards(p) or divides(p, self._shapes[value], self.parts) for value, p in placed):
                 yield option
 
     def _placed(self, node: fx.Node, option: Option) -> list[tuple[Value, Placement]]:
@@ -160,7 +170,7 @@ class Legal:
             if _is_coarse(node):
                 options = [option for option in options if PARTIAL not in option.operands]
             self._templates[node] = options
-        for option in self._templates[node]:
+        for place, option in enumerate(self._templates[node]):
             yield option
             if option.lowering not in ANY_BLOCKS and any(is_cut(p) for p in option.operands + option.results):
                 continue  # valid only for one block
@@ -171,8 +181,10 @@ class Legal:
                 if cut_of(known)[0] == cut_of(placement)[0]
             }
             for count in sorted(counts - {1}):
-                before, after = _in_blocks(option.operands, count), _in_blocks(option.results, count)
-                yield replace(option, operands=before, results=after)
+                if (key := (node, place, count)) not in self._in_blocks:
+                    before, after = _in_blocks(option.operands, count), _in_blocks(option.results, count)
+                    self._in_blocks[key] = replace(option, operands=before, results=after)
+                yield self._in_blocks[key]
 
 
 def _in_blocks(placements: tuple[Placement | None, ...], count: int) -> tuple[Placement | None, ...]:

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from shardgraph.ir.attributes import ROLE, ROLES
+from shardgraph.ir.fake_values import Propagation
 from shardgraph.ir.generators import random_choices
 from shardgraph.ir.roles import Buffer, Role, Tangent
+from shardgraph.mesh import Mesh
 from shardgraph.torch_api import append_node
 
 
@@ -217,7 +219,8 @@ class JointGraph:
     has one, and ``row_numbers()`` are the numbers that forward computes from it, or None if that cannot be told.
     ``conditions`` are those values of inputs by which forward took its way.
     ``origin`` is what it was traced from, if that can be told, and ``kept`` its name on disk, if it is there.
-    ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph.
+    ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph. ``propagations`` have computed values of
+    nodes on ranks of a mesh, which all programs on such a mesh share.
     """
 
     module: fx.GraphModule
@@ -236,6 +239,14 @@ class JointGraph:
     origin: Origin | None = None
     kept: str = ""
     placed: dict[Any, Any] = field(default_factory=dict)
+    propagations: dict[Mesh, Propagation] = field(default_factory=dict, repr=False)
+
+    def values(self, mesh: Mesh) -> Propagation:
+        """Computes the values of new nodes on a rank of ``mesh``."""
+        found = self.propagations.get(mesh)
+        if found is None or found.fake_mode is not self.fake_mode:
+            found = self.propagations[mesh] = Propagation(self.fake_mode, mesh)
+        return found
 
     @property
     def differentiable(self) -> bool:

@@ -7,7 +7,6 @@ costs, and shifts the live bytes by the same amount. Three shallow programs dete
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -106,25 +105,44 @@ def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Ro
     return rows
 
 
-def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
-    first, second, third = programs
-    few, some, many = ([mark(row) for row in program] for program in programs)
-    length = len(second) - len(first)
-    differ = next((i for i, (a, b) in enumerate(zip(few, some, strict=False)) if a != b), len(first))
+def check_insertion(shallow: Sequence[Sequence[Row]]) -> None:
+    """Check what two shallow programs tell, before the third is made.
+
+    Raises:
+        NotPeriodicError: one more layer does not insert operations in each of forward and backward.
+    """
+    if len(shallow) == 2:
+        for half in {row.half for row in shallow[0]} - {"optimizer"}:
+            _insertion(*([mark(row) for row in program if row.half == half] for program in shallow))
+
+
+Mark = tuple[object, ...]
+
+
+def _insertion(few: Sequence[Mark], some: Sequence[Mark]) -> tuple[int, int]:
+    """Where the second program has a segment that the first has not: from which row to which."""
+    length = len(some) - len(few)
+    differ = next((i for i, (a, b) in enumerate(zip(few, some, strict=False)) if a != b), len(few))
     # One segment earlier: tensors that all layers share die in the last layer that runs, which looks the same.
     start, end = differ - length, differ
     if length <= 0 or start < 0:
         raise NotPeriodicError("one more layer does not insert operations")
-    segment = some[start:end]
-    if few[:start] + segment + few[start:] != some or some[:end] + segment + some[end:] != many:
+    if [*few[:start], *some[start:end], *few[start:]] != [*some]:
+        raise NotPeriodicError("one more layer does not insert the same operations each time")
+    return start, end
+
+
+def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
+    first, second, third = programs
+    few, some, many = ([mark(row) for row in program] for program in programs)
+    start, end = _insertion(few, some)
+    length = end - start
+    if some[:end] + some[start:end] + some[end:] != many:
         raise NotPeriodicError("one more layer does not insert the same operations each time")
     rows = [_shifted(a, b, c, more) for a, b, c in zip(first[:start], second[:start], third[:start], strict=True)]
-    for repeat in range(more):
-        for j in range(length):
-            one, two, last = second[start + j], third[start + j], third[end + j]
-            repeated = replace(last, node=f"{one.node}+{repeat}")
-            # Live bytes grow from one repetition to the next, and with the number of layers.
-            rows.append(_grown(repeated, one, (repeat, two, last), (more - 1, one, two)))
+    segments = zip(second[start:end], third[start:end], third[end : end + length], strict=True)
+    repeated = [_Repeated(one, two, last, more) for one, two, last in segments]
+    rows += [each.row(repeat) for repeat in range(more) for each in repeated]
     tails = zip(first[start:], second[end:], third[end + length :], strict=True)
     return rows + [_shifted(a, b, c, more) for a, b, c in tails]
 
@@ -155,10 +173,10 @@ def _temporaries(first: Row, few: Sequence[int], more: int) -> int:
     return min(few[0] + more * (few[1] - few[0]), most)
 
 
-def mark(row: Row) -> tuple[object, ...]:
+def mark(row: Row) -> Mark:
     """Equal for two rows that are the same operation in two layers."""
-    label = re.sub(r"\d+", "#", re.sub(r"_\d+\b", "", row.label))  # the first of several names has no number
-    module = re.sub(r"\.\d+\b", ".#", row.module)
+    label = _DIGITS.sub("#", _COUNT.sub("", row.label))  # the first of several names has no number
+    module = _LAYER.sub(".#", row.module)
     return row.operation, module, label, row.flops, row.read, row.written, row.sent, row.seconds, row.waits
 
 
@@ -179,22 +197,51 @@ def _growth(before: Row, after: Row) -> dict[tuple[str, str], int]:
     return {key: nbytes for key, nbytes in growth.items() if nbytes}
 
 
+_DIGITS, _COUNT, _LAYER = re.compile(r"\d+"), re.compile(r"_\d+\b"), re.compile(r"\.\d+\b")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _grown(row: Row, base: Row, *growths: tuple[int, Row, Row]) -> Row:
     """``row`` with the live bytes and layer number of ``base``, plus ``growths``: how many times, from and to a row."""
-    live = {"memory": Counter(base.memory), "host": Counter(base.host)}
-    layer = _layer(base)
-    for times, before, after in growths:
-        layer += times * (_layer(after) - _layer(before))
-        for (place, kind), nbytes in _growth(before, after).items():
-            live[place][kind] += times * nbytes
-    memory, host = ({kind: nbytes for kind, nbytes in each.items() if nbytes} for each in live.values())
-    if not _NUMBER.search(row.module):
-        return replace(row, memory=memory, host=host)
-    module, label = (_NUMBER.sub(str(layer), text, count=1) for text in (row.module, row.label))
-    return replace(row, memory=memory, host=host, module=module, label=label)
+    layer = _layer(base) + sum(times * (_layer(after) - _layer(before)) for times, before, after in growths)
+    memory, host = _with_growth(base, *((times, _growth(before, after)) for times, before, after in growths))
+    module, label = _in_layer(row.module, row.label, layer)
+    return row.but(memory=memory, host=host, module=module, label=label)
+
+
+def _with_growth(row: Row, *growths: tuple[int, dict[tuple[str, str], int]]) -> list[dict[str, int]]:
+    """The live bytes of a row on the device and on the host, plus ``growths``, each so many times."""
+    live = {"memory": dict(row.memory), "host": dict(row.host)}
+    for times, growth in growths:
+        for (place, kind), nbytes in growth.items():
+            live[place][kind] = live[place].get(kind, 0) + times * nbytes
+    return [{kind: nbytes for kind, nbytes in each.items() if nbytes} for each in live.values()]
+
+
+def _in_layer(module: str, label: str, layer: int) -> Iterator[str]:
+    """A module's name and a label with the number of another layer, if the module is of one."""
+    if not _NUMBER.search(module):
+        return iter((module, label))
+    return (_NUMBER.sub(str(layer), text, count=1) for text in (module, label))
+
+
+class _Repeated:
+    """A row of the repeated segment, as ``one`` of it in the second program, ``two`` in the third and ``last`` in the
+    repetition after that: live bytes grow from one repetition to the next, and with the number of layers."""
+
+    def __init__(self, one: Row, two: Row, last: Row, more: int) -> None:
+        self._one, self._last = one, last
+        self._first = _grown(last, one, (more - 1, one, two))
+        self._growth, self._layers = _growth(two, last), _layer(last) - _layer(two)
+
+    def row(self, repeat: int) -> Row:
+        """The row in repetition ``repeat``."""
+        first, node = self._first, f"{self._one.node}+{repeat}"
+        if not self._growth and not (self._layers and repeat):
+            return first.but(node=node)
+        memory, host = _with_growth(first, (repeat, self._growth))
+        module, label = _in_layer(first.module, first.label, _layer(first) + repeat * self._layers)
+        return first.but(node=node, memory=memory, host=host, module=module, label=label)
 
 
 def _layer(row: Row) -> int:

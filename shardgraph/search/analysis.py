@@ -11,7 +11,7 @@ from functools import cached_property
 from shardgraph.errors import CaptureError, PlanError
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import NotPeriodicError, extend, merges_layers, numbers_for
+from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, merges_layers, numbers_for
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.report.pipeline_folding import extend_stages, layers_of_stages, short
 from shardgraph.search.source import Source
@@ -29,7 +29,10 @@ def folded(source: Source) -> Analysis | None:
         depths = source.depths_of(stack)
         for shallow in numbers_for(stack):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
-                few = [unfolded(each) for each in source.shallow(depths, shallow)]
+                few: list[Analysis] = []
+                for each in source.shallow(depths, shallow):
+                    few.append(unfolded(each))
+                    check_insertion([analysis.rows for analysis in few])
                 rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))
                 return replace(few[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
     return None

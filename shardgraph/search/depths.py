@@ -58,7 +58,7 @@ class Depths:
     def captures(self, layers: int) -> Captures:
         """The graphs of calls of :meth:`model`."""
         if layers not in self._captures:
-            self._captures[layers] = Captures() if layers <= TRACED else _Repeated(self, layers)
+            self._captures[layers] = _Kept() if layers <= TRACED else _Repeated(self, layers)
         return self._captures[layers]
 
     def more(self, layers: int) -> stacks.Stack:
@@ -66,7 +66,14 @@ class Depths:
         return stacks.Stack(self.stack.path, layers, head=1, repeats=layers - TRACED)
 
 
-class _Repeated(Captures):
+class _Kept(Captures):
+    """Graphs that programs of all plans and depths are made of, so that none is taken out of the cache."""
+
+    def take(self, call: Call, plan: Plan) -> JointGraph:
+        return self.joint(call, plan)
+
+
+class _Repeated(_Kept):
     """Graphs with ``layers`` layers from those of the traced model."""
 
     def __init__(self, depths: Depths, layers: int) -> None:
@@ -85,9 +92,6 @@ class _Repeated(Captures):
         if placing_passes(plan) and joint.guards is None:
             self._take_placements(traced, joint, plan)
         return joint
-
-    def take(self, call: Call, plan: Plan) -> JointGraph:
-        return self.joint(call, plan)
 
     def _repeated(self, traced: JointGraph) -> JointGraph | None:
         if traced.attributes or traced.results or traced.replaced:

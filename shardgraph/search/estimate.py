@@ -19,11 +19,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.mesh import Mesh
 from shardgraph.plans.presets import BUCKET
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout
@@ -62,6 +64,42 @@ def stage_layers(costs: LayerCosts, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+class _Rank(NamedTuple):
+    """What ``alike`` ranks of a pipeline have, of which ``first`` is the first, which holds most: their ``own`` stages,
+    and the ``whole`` of these."""
+
+    first: int
+    alike: int
+    own: tuple[Part, ...]
+    whole: Part
+
+
+@lru_cache(1024)
+def _ranks(costs: LayerCosts, stages: int, chunks: int, back: bool) -> tuple[_Rank, ...]:
+    """The ranks of a pipeline of ``stages`` ranks with ``chunks`` stages each; if ``back``, the second half of the
+    stages goes back from the last rank. Many layouts differ in their data ranks and batches alone."""
+    layers = stage_layers(costs, stages * chunks) if stages > 1 else (costs.layers,)
+    kinds = [(place == 0, number, place == len(layers) - 1) for place, number in enumerate(layers)]
+    parts = {kind: _stage(costs, *kind) for kind in dict.fromkeys(kinds)}
+    equal: dict[tuple[tuple[bool, int, bool], ...], list[int]] = {}
+    for rank in range(stages):
+        own = [kinds[rank], kinds[-1 - rank]] if back else kinds[rank::stages]
+        equal.setdefault(tuple(own), []).append(rank)
+    found = []
+    for each, ranks in equal.items():
+        stages_of_rank, whole = tuple(parts[kind] for kind in each), Part()
+        for part in stages_of_rank:
+            whole = whole.plus(part)
+        found.append(_Rank(ranks[0], len(ranks), stages_of_rank, whole))
+    return tuple(found)
+
+
+def _stage(costs: LayerCosts, head: bool, layers: int, tail: bool) -> Part:
+    part = Part().plus(costs.layer, layers)
+    part = part.plus(costs.head) if head else part
+    return part.plus(costs.tail) if tail else part
+
+
 def estimate(layout: Layout, costs: LayerCosts, cluster: Cluster, optimizer: str) -> Estimate:
     """The estimate of a layout whose operators are divided, and activations recomputed, as those of ``costs``."""
     return _Estimate(layout, costs, cluster, optimizer).of_step()
@@ -75,20 +113,21 @@ class _Estimate:
     optimizer: str
 
     def of_step(self) -> Estimate:
-        layout, count = self.layout, self.layout.stages * self.layout.chunks
+        layout = self.layout
         scale = layout.batch / self.costs.batch
-        layers = stage_layers(self.costs, count) if layout.stages > 1 else (self.costs.layers,)
-        ranks = self._ranks(layers)
-        seconds = [sum(sum(self._microbatch(part, scale)) for part in own) for _, _, own in ranks]
-        ends = [self._once(own) for _, _, own in ranks]
+        chunks = layout.chunks if layout.stages > 1 else 1
+        back = layout.stages > 1 and layout.schedule == "zbv"
+        ranks = _ranks(self.costs, layout.stages, chunks, back)
+        seconds = [sum(sum(self._microbatch(part, scale)) for part in rank.own) for rank in ranks]
+        ends = [self._once(rank.whole) for rank in ranks]
         slowest = max(range(len(ranks)), key=lambda place: seconds[place])
-        others = sum(count * each for (_, count, _), each in zip(ranks, seconds, strict=True)) - seconds[slowest]
-        bubbles = others / layout.chunks * self._idle(ranks[slowest][2])
+        others = sum(rank.alike * each for rank, each in zip(ranks, seconds, strict=True)) - seconds[slowest]
+        bubbles = others / layout.chunks * self._idle(ranks[slowest].own)
         messages = self._messages(scale) if layout.stages > 1 else 0.0
         messages *= layout.microbatches + (layout.stages - 1) / layout.chunks
         total = layout.microbatches * seconds[slowest] + bubbles + messages + max(ends)
-        compute = max(sum(part.forward + part.backward for part in own) for _, _, own in ranks) * scale
-        memory = max(self._memory(rank, own, scale) for rank, _, own in ranks)
+        compute = max(sum(part.forward + part.backward for part in rank.own) for rank in ranks) * scale
+        memory = max(self._memory(rank, scale) for rank in ranks)
         return Estimate(total, memory, layout.microbatches * compute)
 
     def _idle(self, own: Sequence[Part]) -> float:
@@ -99,24 +138,6 @@ class _Estimate:
         again = {"none": 0.0, "selective": 0.2, "full": 1.0}.get(self.layout.recompute, 0.0) * forward
         weights = _WEIGHTS * max(0.0, backward - again)
         return max(0.0, forward + backward - 2 * weights) / (forward + backward) if forward + backward else 1.0
-
-    def _ranks(self, layers: Sequence[int]) -> list[tuple[int, int, list[Part]]]:
-        """The stages of ranks, given their layers; once for all ranks with equal ones: the first of them, which holds
-        most, and how many there are."""
-        stages = [(place == 0, number, place == len(layers) - 1) for place, number in enumerate(layers)]
-        parts = {stage: self._stage(*stage) for stage in dict.fromkeys(stages)}
-        equal: dict[tuple[tuple[bool, int, bool], ...], list[int]] = {}
-        for rank in range(self.layout.stages):
-            own = stages[rank :: self.layout.stages]
-            if self.layout.schedule == "zbv":  # the second half of the stages goes back from the last rank
-                own = [stages[rank], stages[-1 - rank]]
-            equal.setdefault(tuple(own), []).append(rank)
-        return [(ranks[0], len(ranks), [parts[stage] for stage in own]) for own, ranks in equal.items()]
-
-    def _stage(self, head: bool, layers: int, tail: bool) -> Part:
-        part = Part().plus(self.costs.layer, layers)
-        part = part.plus(self.costs.head) if head else part
-        return part.plus(self.costs.tail) if tail else part
 
     # Seconds
 
@@ -141,11 +162,8 @@ class _Estimate:
         overlap = self.cluster.overlap
         return max(compute + (1 - overlap) * communication, communication) + overlap * alone
 
-    def _once(self, own: Sequence[Part]) -> float:
+    def _once(self, whole: Part) -> float:
         """Seconds at the end of a step: the update, and in a pipeline what all microbatches have together."""
-        whole = Part()
-        for part in own:
-            whole = whole.plus(part)
         cost, device = optimizer_cost(self.optimizer), self.cluster.device
         rate = device.linked_host.optimizer if self._on_host else device.rate("optimizer")
         assert rate is not None
@@ -156,7 +174,7 @@ class _Estimate:
 
     def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:
         """Seconds to gather, scatter or reduce tensors of a part, in buckets, of ``nbytes`` in full."""
-        if (group := self._groups.get(axis)) is None:
+        if (group := self._group(axis)) is None:
             return 0.0
         count = min(part.tensors, math.ceil(nbytes / BUCKET) + 1) if part.tensors else 0
         whole, shard = int(nbytes), int(nbytes / group.ranks)
@@ -170,10 +188,18 @@ class _Estimate:
         return collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
 
     @cached_property
+    def _mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @cached_property
     def _groups(self) -> dict[str, Group]:
-        """The ranks along each axis of the mesh."""
-        mesh = self.layout.mesh
-        return {axis: self.cluster.group_of(mesh, axis) for axis, _ in mesh}
+        return {}
+
+    def _group(self, axis: str) -> Group | None:
+        """The ranks along an axis of the mesh; None if it has none such."""
+        if axis not in self._groups and axis in dict(self._mesh):
+            self._groups[axis] = self.cluster.group_of(self._mesh, axis)
+        return self._groups.get(axis)
 
     def _gather(self, part: Part) -> float:
         if self.layout.data == "ddp":
@@ -204,15 +230,15 @@ class _Estimate:
     def _messages(self, scale: float) -> float:
         """Seconds of a microbatch's two messages between stages, which the next microbatch's computation hides half."""
         nbytes = int(self.costs.crossing * scale)
-        group = replace(self._groups["pp"], ranks=2)
+        along = self._group("pp")
+        assert along is not None
+        group = replace(along, ranks=2)
         return collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency) * self.layout.chunks
 
     # Bytes
 
-    def _memory(self, rank: int, own: Sequence[Part], scale: float) -> float:
-        layout, whole = self.layout, Part()
-        for part in own:
-            whole = whole.plus(part)
+    def _memory(self, rank: _Rank, scale: float) -> float:
+        layout, whole = self.layout, rank.whole
         cost = optimizer_cost(self.optimizer)
         sharded = self._sharded
         weights = whole.parameters
@@ -223,7 +249,7 @@ class _Estimate:
         gathered = {"ddp": 0.0, "zero2": weights * computed, "fsdp": largest * computed}
         beside = gathered[layout.data] if sharded > 1 else 0.0
         lasting = stored * (1 + cost.states) + beside
-        saved = (self._saved(rank, own) + self.costs.working) * scale
+        saved = (self._saved(rank.first, rank.own) + self.costs.working) * scale
         if self._on_host:
             return (beside if sharded > 1 else largest) + saved
         if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them

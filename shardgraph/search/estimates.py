@@ -97,7 +97,7 @@ class Estimates:
         links = machine.intra.bandwidth / self._question.machine.intra.bandwidth
         guesses = []
         for kind in kinds:
-            known = replace(layout, recompute=kind)
+            known = layout if layout.recompute == kind else replace(layout, recompute=kind)
             if (costs := self._costs.of(known, links)) is None:
                 return None
             guesses.append(estimate(known, costs, machine, self._question.optimizer))

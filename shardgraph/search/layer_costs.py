@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     def plus(self, other: Part, times: float = 1.0) -> Part:
         """This and so many of the other."""
-        return Part(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Part(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     def with_links_faster(self, factor: float) -> Part:
         """The part with collectives along operator axes that take as much less time."""

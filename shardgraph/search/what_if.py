@@ -27,7 +27,10 @@ def what_if(
     if cluster.nodes > 1 and cluster.inter is not None:
         faster["a network between nodes"] = replace(cluster, inter=_twice(cluster.inter))
     for name, other in faster.items():
-        again = [(layout, guess) for layout, _ in estimated if (guess := estimates.again(layout, other)) is not None]
+        # Of what does not fit, links change nothing but how stages are balanced, where they are part of a layer's time.
+        balanced = other.intra != cluster.intra
+        left = (layout for layout, guess in estimated if guess.memory <= budget or (balanced and layout.stages > 1))
+        again = [(layout, guess) for layout in left if (guess := estimates.again(layout, other)) is not None]
         yield f"with {name} twice as fast: {_compared(_best(again, budget), best)}"
     ranks = best[0].ranks
     more = ranks + cluster.devices_per_node

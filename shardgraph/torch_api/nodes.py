@@ -20,3 +20,8 @@ def append_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, n
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+def parts_of_nodes(graph: fx.Graph) -> list[Any]:
+    """Each node of a graph, what it calls, and its arguments, one after the other: equal if nothing of them changed."""
+    return [part for node in graph.nodes for part in (node, node.target, node._args, node._kwargs)]
