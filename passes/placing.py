@@ -79,13 +79,16 @@ def placement_key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any
 def placing_passes(plan: Plan) -> list[Pass]:
     """The passes that shard the computation, and thereby the parameters that it uses in parts.
 
-    Context parallelism (the sequence) runs last among operators, so that it sees what is left of each operation.
+    Experts are divided first, as their axis is outside of those of operators: a parameter that both split along the
+    same dimension is split as DTensor splits it, by the outer axis and then by the inner one. Exchanges of tokens are
+    to operators what any collective of another axis is. Context parallelism (the sequence) runs last, so that it sees
+    what is left of each operation.
     """
     axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
     operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
     experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
     loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
-    return [*loss, *operators, *experts]
+    return [*loss, *experts, *operators]
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

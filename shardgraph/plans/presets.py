@@ -137,6 +137,9 @@ DIVIDING = {
     "cp": {"cp": "context"},
     "cp+tp": {"cp": "context", "tp": "whole"},
     "ep": {"ep": "experts"},
+    "ep+tp": {"ep": "experts", "tp": "whole"},
+    "ep+tp+sp": {"ep": "experts", "tp": "sequence"},
+    "ep+cp": {"ep": "experts", "cp": "context"},
 }
 """The styles of the axes that shard operators or experts, by the name of the plan."""
 

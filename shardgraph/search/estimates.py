@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -60,15 +61,16 @@ class Estimates:
         estimated with more recomputed, which would take longer still.
         """
         every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes))
-        every = [layout for layout in every if layout.degree in (1, *self._degrees)]
-        estimated = self._estimated((layout for layout in every if not layout.shared), machine, batches, bound)
-        if self._degrees and self._may_pay(estimated):
-            estimated += self._estimated((layout for layout in every if layout.shared), machine, batches, bound)
-        elif self._degrees:
-            reason = f"ranks that divide the batch alone spend at least {1 / _IDLE:.0%} of a step on its computation"
-            if self._own_batches:
-                reason = "each rank keeps a batch of its own where that fits; shardgraph.plan searches the rest"
-            self.remarks[f"operators were not divided: {reason}"] = None
+        inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
+        beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
+        estimated: list[Estimated] = []
+        for shared, group in itertools.product((False, True), (inside, beyond)):
+            which = [layout for layout in group if layout.shared == shared]
+            if self._may_pay(estimated):
+                estimated += self._estimated(which, machine, batches, bound)
+            elif which:
+                what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
+                self.remarks[f"{what}: {self._why_not}"] = None
         return _fastest_first(estimated)
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
@@ -94,7 +96,7 @@ class Estimates:
         memory as a full one.
         """
         kinds = ("none", "full") if layout.recompute == "budget" else (layout.recompute,)
-        links = machine.intra.bandwidth / self._question.machine.intra.bandwidth
+        links = self._links(layout, machine)
         guesses = []
         for kind in kinds:
             known = replace(layout, recompute=kind)
@@ -131,6 +133,20 @@ class Estimates:
         for layout in every:
             if (guess := self.again(layout, machine)) is not None:
                 yield layout, guess
+
+    def _links(self, layout: Layout, machine: Cluster) -> float:
+        """The bandwidth of the links that divided operators use, beside that of the question's cluster."""
+        known = self._question.machine
+        if layout.degree > known.devices_per_node and machine.inter and known.inter:
+            return machine.inter.bandwidth / known.inter.bandwidth
+        return machine.intra.bandwidth / known.intra.bandwidth
+
+    @property
+    def _why_not(self) -> str:
+        """Why ranks do not share what others may."""
+        if self._own_batches:
+            return "each rank keeps a batch of its own where that fits; shardgraph.plan searches the rest"
+        return f"ranks that divide less spend at least {1 / _IDLE:.0%} of a step on its computation"
 
     @property
     def _may_have_experts(self) -> bool:

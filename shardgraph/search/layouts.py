@@ -18,6 +18,10 @@ DATA = ("ddp", "zero2", "fsdp")
 sends more than ``zero2`` and holds more."""
 
 
+TOGETHER = (("cp", "tp"), ("ep", "tp"), ("ep", "cp"))
+"""Pairs of axes along which a model is divided at once, the outer one first."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Numbers of ranks along each kind of axis, and what goes with them.
@@ -60,6 +64,14 @@ class Layout:
         return self.tp * self.cp > 1
 
     @property
+    def dividing(self) -> Mesh:
+        """The axes along which the model is divided, apart from stages and what is stored, outermost first.
+
+        Operators are innermost, as they send most.
+        """
+        return tuple(axis for axis in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if axis[1] > 1)
+
+    @property
     def degree(self) -> int:
         """Ranks that the model is divided among, apart from stages and what is stored."""
         return self.tp * self.cp * self.ep
@@ -100,7 +112,7 @@ class Layout:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
         parts = ["pp" * (self.stages > 1), data * (self.replicate * self.shard > 1)]
-        parts += ["cp" * (self.cp > 1), ("tp" if self.cp > 1 else "tp+sp") * (self.tp > 1), "ep" * (self.ep > 1)]
+        parts += ["ep" * (self.ep > 1), "cp" * (self.cp > 1), ("tp" if self.cp > 1 else "tp+sp") * (self.tp > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -108,7 +120,7 @@ class Layout:
         """Its mesh, outermost axis first."""
         shards = [("dp_replicate", self.replicate), ("dp_shard", self.shard)]
         data = shards if self.replicate > 1 else [("dp", self.shard)] if self.shard > 1 else []
-        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp), ("ep", self.ep)]
+        axes = [("pp", self.stages), *data, *self.dividing]
         return tuple(axis for axis in axes if axis[1] > 1)
 
     def plan(self, balance: tuple[int, ...] = ()) -> Plan:
@@ -125,16 +137,17 @@ def layouts(
 ) -> Iterator[Layout]:
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
-    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), or along sequences and operators
-    together, inside a node, among a power of two of ranks. Parameters are sharded over all data ranks, or over those of
-    a node, or of a few nodes, and replicated over the others.
+    The model is divided along ``axes`` (``"tp"``, ``"cp"``, ``"ep"``) among a power of two of ranks: along one of them,
+    or, where that is all of a node, along two together. Without stages it may also be several nodes: along one axis, or
+    along operators inside each node and another axis beyond. Parameters are sharded over all data ranks, or over those
+    of a node, or of a few nodes, and replicated over the others.
     """
-    inside = cluster.devices_per_node
+    inside = min(cluster.devices_per_node, ranks)
     for stages in _divisors(ranks) if pipelines else [1]:
         if stages > max(1, layers):
             continue
         for degree in _powers(ranks // stages):
-            if degree > inside:
+            if degree > inside and (degree % inside or stages > 1):
                 continue
             for staged in _staged(stages, layers):
                 for base in _divided(staged, degree, inside, axes):
@@ -142,10 +155,14 @@ def layouts(
 
 
 def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> Iterator[Layout]:
-    """The model divided along each axis; and where that fills a node, also along sequences and operators together."""
+    """The model divided along each axis; and where that fills a node, or several, also along two together."""
     yield from (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1]))
-    if degree == inside and {"cp", "tp"} <= set(axes):
-        yield from (staged.along("cp", ranks).along("tp", degree // ranks) for ranks in _powers(degree)[1:-1])
+    pairs = [(outer, inner) for outer, inner in TOGETHER if {outer, inner} <= set(axes)]
+    for outer, inner in pairs if degree == inside else ():
+        yield from (staged.along(outer, degree // ranks).along(inner, ranks) for ranks in _powers(degree)[1:-1])
+    for outer, inner in pairs if degree > inside > 1 else ():
+        if inner == "tp":
+            yield staged.along(outer, degree // inside).along(inner, inside)
 
 
 def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:
