@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import shardgraph
 from shardgraph import CaptureError, Plan, PlanError
-from shardgraph.ir import ALL_TO_ALL, collectives
+from shardgraph.ir import ALL_TO_ALL, collectives, group_of
 from shardgraph.nn import MoE
 from shardgraph.passes.analysis.rows import node_wire_bytes
 from shardgraph.passes.lowering import build_program
@@ -78,6 +78,52 @@ def written(plan: str, mesh: dict[str, int], axis: str) -> Plan:
 @pytest.mark.parametrize("plan", MESHES)
 def test_training_equals_the_unsharded_model(plan):
     check(*make("mixture", 8), plan, MESHES[plan])
+
+
+TOGETHER = {
+    "ep+tp": {"ep": 2, "tp": 2},
+    "ep+cp": {"ep": 2, "cp": 2},
+    "ep+tp+sp": {"ep": 2, "tp": 2},
+    "fsdp+ep+tp": {"dp": 2, "ep": 2, "tp": 2},
+    "pp+fsdp+ep": {"pp": 2, "dp": 2, "ep": 2},
+    "pp+ep+tp": {"pp": 2, "ep": 2, "tp": 2},
+}
+
+
+def of_even_length(batch: int):
+    """Sequences that two ranks can divide."""
+    model, _ = make("mixture", 1)
+    ids = torch.randint(0, 61, (batch, 8))
+    return model, ((), {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.quick("ep+tp", "ep+cp")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("plan", TOGETHER)
+def test_experts_are_divided_together_with_operators_sequences_and_stages(plan):
+    check(*of_even_length(16 if "pp" in plan else 4), plan, TOGETHER[plan])
+
+
+def test_operators_divide_what_a_rank_has_of_the_experts():
+    made = program(*of_even_length(2), "ep+tp", TOGETHER["ep+tp"])
+    assert made.parameters["moe.0.experts.w_in"].placements == ("split(0)", "split(2)")
+    axes = Counter(group_of(node) for half in (made.forward, made.backward) for node in collectives(half))
+    assert axes["ep"] and axes["tp"] and made.notes == []
+
+
+def test_a_dimension_that_both_axes_split_is_split_by_the_outer_one_first():
+    """As DTensor has it, so that checkpoints and the optimizer's state are right."""
+    model, (args, kwargs) = of_even_length(4)
+    shardgraph.annotate(model, {"**.experts.w_in": shardgraph.shard(0, "tp")})
+    plan = annotated(resolve_plan("ep+tp", (("ep", 2), ("tp", 2))), model)
+    made = build_program(model, plan, args, kwargs)
+    assert made.parameters["moe.0.experts.w_in"].placements == ("split(0)", "split(0)")
+    check(model, (args, kwargs), "ep+tp", TOGETHER["ep+tp"])
+
+
+def test_an_axis_of_operators_outside_that_of_experts_is_refused():
+    with pytest.raises(PlanError, match=r"outside of the axes of operators.*\['tp'\]"):
+        shardgraph.preset("ep+tp", {"tp": 2, "ep": 2})
 
 
 def test_four_ranks_with_an_expert_each_equal_the_unsharded_model():
@@ -229,7 +275,7 @@ def test_a_model_without_experts_is_refused():
     [
         ({"experts": "nope"}, "experts is 'nope'; it may be an axis of the mesh"),
         ({"experts": ""}, "placements is 'auto'; it may be 'replicate' or 'shard\\(0\\)' for the axis 'ep'"),
-        ({"operators": (("dp", "whole"),)}, "experts is 'ep'; it may be given beside axes of data"),
+        ({"operators": (("dp", "whole"),)}, "experts is 'ep'; it may be outside of the axes of operators"),
     ],
 )
 def test_a_wrong_plan_is_refused(change, message):

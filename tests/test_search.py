@@ -183,6 +183,9 @@ EMITTED = {
     "cp": (partial(make, "tied-transformer", 4), Layout(shard=2, cp=2)),
     "cp+tp": (partial(make, "tied-transformer", 4), Layout(cp=2, tp=2)),
     "ep": (Experts, Layout(shard=2, ep=2)),
+    "ep+tp": (Experts, Layout(ep=2, tp=2)),
+    "some recomputed": (partial(Deep, 8), Layout(shard=2, data="zero2", recompute="selective", full=3)),
+    "some kept gathered": (partial(Deep, 8), Layout(shard=2, kept=3)),
 }
 """Models, and layouts of them that a search may find best."""
 
@@ -204,6 +207,45 @@ def test_plans_of_every_kind_of_layout_verify(name):
     finals.price_all([layout])
     (priced,) = finals.ranked()
     assert shardgraph.verify(model, args, priced.plan, example_kwargs=kwargs).ok
+
+
+@pytest.mark.quick("recomputed")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["recomputed", "kept"])
+def test_no_other_number_of_layers_is_faster(which):
+    """Of those that are recomputed for a memory between none and all, or of those that stay gathered."""
+    call = deep(8)
+    cluster = toy_cluster(1, 2, memory=16 * GIB)
+    if which == "kept":  # parameters count, and the links are slow
+        cluster = replace(cluster, intra=replace(cluster.intra, bandwidth=1e8))
+        call["example_inputs"], call["example_kwargs"] = (
+            (torch.zeros(1, 1, 32, device="meta"),),
+            {"target": torch.ones(1, device="meta")},
+        )
+    question = Question.of(
+        call["model"], "auto", partial(resolve_axes, mesh={"dp": 2}, cluster=cluster), True, cluster=cluster
+    ).about(call["example_inputs"], call["example_kwargs"], call["loss_fn"])
+    source = Source(question).of_few_layers
+    batches = Batches(len(call["example_inputs"][0]))
+    less, more = ({"recompute": "none"}, {"recompute": "full"}) if which == "recomputed" else ({"data": "zero2"}, {})
+    every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB, float("inf"))
+    (layout,) = batches.of(Layout(shard=2))
+    every.price_all([replace(layout, **less), replace(layout, **more)])
+    fast, slow = sorted(every.ranked(), key=lambda each: each.seconds)
+    assert fast.memory > slow.memory and fast.seconds < slow.seconds
+    budget = (fast.memory + slow.memory) // 2
+    found = auto.search(source, batches, budget, pipelines=False).priced[0]
+    one = replace(layout, full=1, recompute="none") if which == "recomputed" else replace(layout, kept=1)
+    every.price_all(one.with_layers(layers) for layers in range(1, 9))
+    best = min((each for each in every.ranked() if each.memory <= budget), key=lambda each: each.seconds)
+    assert found.per_sample <= best.per_sample * (1 + 1e-9)
+    assert best.per_sample < slow.per_sample, "which no layout that treats all layers alike is"
+
+
+def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
+    model, (args, kwargs) = make("tied-transformer", 1)
+    plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(2, 4), global_batch=1)
+    assert plan.data_size == 1 and plan.world_size == 8
 
 
 def test_experts_are_divided_where_they_are_large():

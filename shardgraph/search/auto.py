@@ -27,6 +27,7 @@ from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, price
 from shardgraph.search.layouts import Layout
+from shardgraph.search.mixtures import mixed
 from shardgraph.search.source import Source
 from shardgraph.search.what_if import what_if
 from shardgraph.sizes import format_seconds
@@ -50,6 +51,9 @@ _HIDDEN = 0.002
 
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
+
+_ADJUSTED = 3
+"""Numbers of layers that are tried at most, of those that are not treated as the others."""
 
 _TRIES = 12
 """Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a small
@@ -166,6 +170,7 @@ class Finals:
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
                 self._price(layout, whole=True)
         elif self._deep and not self.cut:
+            self._adjust()
             self._refine(self._best)
 
     def price_all(self, layouts: Iterable[Layout]) -> None:
@@ -247,8 +252,30 @@ class Finals:
         balance: tuple[int, ...] = ()
         if layout.stages > 1 and self._deep:
             balance = stage_layers(self._estimates.costs(layout), layout.stages * layout.chunks)
-        plan = self._question.with_options(layout.plan(balance=balance))
-        return replace(plan, recompute=layout.recompute)
+        plan = replace(self._question.with_options(layout.plan(balance=balance)), recompute=layout.recompute)
+        if layout.mixed and self._source.depths is not None:
+            plan = mixed(plan, layout, self._source.depths.stack)
+        return plan
+
+    def _adjust(self) -> None:
+        """Price the fastest layout of layers that are not treated alike with as many of them as fit by its exact
+        memory."""
+        mixes = {layout: priced for layout, priced in self._priced.items() if layout.mixed and priced is not None}
+        if not mixes:
+            return
+        layout, priced = min(mixes.items(), key=lambda pair: pair[1].per_sample)
+        for _ in range(_ADJUSTED):
+            guess = self._estimates.again(layout, self._machine)
+            assert guess is not None
+            other = self._estimates.fitted(layout, self._machine, priced.memory - guess.memory)
+            if other is None or other in self._priced or not other.mixed or self._late():
+                return
+            if (again := self._estimates.again(other, self._machine)) is not None:
+                self._guesses[other] = per_sample((other, again))
+            self._price(other)
+            if (found := self._priced[other]) is None:
+                return
+            layout, priced = other, found
 
     def _refine(self, best: Priced) -> None:
         """Price the best plan with collectives merged to the size that the cluster asks for, if it waits for any."""
@@ -280,6 +307,6 @@ def _best_of_presets(fitting: Sequence[Estimated]) -> set[Layout]:
     """The layout with the best estimate of each preset that divides the batch alone."""
     best: dict[str, Layout] = {}
     for layout, _ in fitting:
-        if layout.plain:
+        if layout.plain and not layout.mixed:
             best.setdefault(layout.name, layout)
     return set(best.values())

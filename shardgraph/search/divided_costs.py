@@ -22,9 +22,7 @@ _PARTS = ("head", "layer", "tail")
 _AROUND = ("working", "crossing")
 
 
-def among_more(
-    undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many: int, slower: float
-) -> LayerCosts:
+def among_more(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many: int, slower: float) -> LayerCosts:
     """The costs of a division along ``axis`` among ``many`` ranks, from those among ``few``; what it sends takes
     ``slower`` times as long."""
     if few == many and slower == 1:
@@ -47,9 +45,7 @@ def among_more(
     return replace(line, **parts, **{name: max(0.0, getattr(line, name)) for name in _AROUND})
 
 
-def both(
-    undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: LayerCosts, inner_ranks: int
-) -> LayerCosts:
+def both(undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: LayerCosts, inner_ranks: int) -> LayerCosts:
     """The costs of a model divided along two axes, from those along each of them alone."""
 
     def ratio(one: float, divided: float) -> float:

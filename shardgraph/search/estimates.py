@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
 from shardgraph.search.estimate import Estimate, estimate
+from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
 from shardgraph.search.layouts import Layout, layouts
 from shardgraph.search.source import Source
@@ -23,6 +25,12 @@ _IDLE = 1.03
 
 _ROOMY = 0.8
 """Nothing is recomputed if memory without it is estimated at no more than this part of the budget."""
+
+_MIXTURES = 64
+"""Layouts that do not treat all layers alike that are estimated at most, those first that may be fastest."""
+
+_GATHERED_AGAIN = 1.5
+"""A step that waits for parameters alone takes so many times as long if they are gathered again in backward."""
 
 _DEGREES = (8, 4, 2)
 
@@ -71,7 +79,7 @@ class Estimates:
             elif which:
                 what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
                 self.remarks[f"{what}: {self._why_not}"] = None
-        return _fastest_first(estimated)
+        return _fastest_first([*estimated, *self._mixtures(estimated, machine)])
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts without stages that keep something in host memory, the fastest first."""
@@ -102,8 +110,56 @@ class Estimates:
             known = replace(layout, recompute=kind)
             if (costs := self._costs.of(known, links)) is None:
                 return None
+            if layout.full and (whole := self._costs.of(replace(known, recompute="full"), links)) is not None:
+                costs = costs.with_some_as(whole, layout.full)
             guesses.append(estimate(known, costs, machine, self._question.optimizer))
         return replace(guesses[0], memory=min(guess.memory for guess in guesses))
+
+    def fitted(self, layout: Layout, machine: Cluster, more: float = 0.0) -> Layout | None:
+        """The layout of layers that are not treated alike with as few of them recomputed, or as many kept gathered, as
+        fit the memory, which is ``more`` than estimated; None if no number does."""
+
+        def fits(layers: int) -> bool:
+            guess = self.again(layout.with_layers(layers), machine)
+            return guess is not None and guess.memory + more <= self._budget
+
+        numbers = range(self._layers + 1)
+        if layout.full:
+            layers = bisect_left(numbers, True, key=fits)
+        else:
+            layers = bisect_left(numbers, True, key=lambda number: not fits(number)) - 1
+        return layout.with_layers(layers) if layers in numbers else None
+
+    def _mixtures(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """Layouts in which some layers are recomputed, or their parameters kept gathered, and the others are not,
+        where those that treat all alike are slower or do not fit."""
+        best = min((per_sample(pair) for pair in estimated if pair[1].memory <= self._budget), default=math.inf)
+        seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
+        if seeds and self._layers > FEW:
+            self.remarks[
+                f"the {self._layers} equal layers are treated alike: where they are not, all of them are priced one by "
+                f"one, which is done for up to {FEW}; annotations of some (recompute(), keep_gathered()) hold in every "
+                "layout"
+            ] = None
+            return []
+        fastest = sorted(seeds, key=lambda seed: seed[0])[:_MIXTURES]
+        mixed = (self.fitted(layout, machine) for _, layout in fastest)
+        found = self._guesses((layout for layout in mixed if layout is not None and layout.mixed), machine)
+        return [pair for pair in found if per_sample(pair) < best]
+
+    def _seeds(self, pair: Estimated, best: float, machine: Cluster) -> Iterator[tuple[float, Layout]]:
+        """Layouts with one layer that is treated otherwise than in this one, if enough of them may bring less than
+        ``best`` seconds per sample, each with the least that it may take."""
+        layout, guess = pair
+        if not self._layers or layout.stages > 1:
+            return
+        if guess.memory > self._budget:
+            if "full" in self._recomputations and layout.recompute != "full" and per_sample(pair) < best:
+                yield per_sample(pair), replace(layout, full=1)
+        elif layout.data == "fsdp" and layout.shard > 1 and per_sample(pair) < best * _GATHERED_AGAIN:
+            all_kept = replace(layout, kept=self._layers)
+            if (least := self.again(all_kept, machine)) is not None and per_sample((all_kept, least)) < best:
+                yield per_sample((all_kept, least)), replace(layout, kept=1)
 
     def _estimated(
         self,

@@ -30,7 +30,9 @@ class Layout:
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of which ``data`` shards; ``tp`` ranks
     share a batch, and without ``cp`` shard activations between divided products along the sequence; ``cp`` ranks share
     a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and a part of the experts each.
-    A data rank computes ``microbatches`` of ``batch`` samples in a step. ``offload`` is the name of what is kept in
+    A data rank computes ``microbatches`` of ``batch`` samples in a step. Of the model's equal layers the first ``full``
+    are recomputed whole, whatever ``recompute`` says of the others, and the parameters of the last ``kept`` stay
+    gathered for backward where ``data`` gathers them again. ``offload`` is the name of what is kept in
     host memory (:meth:`Offload.of`), if anything is.
     """
 
@@ -47,6 +49,8 @@ class Layout:
     offload: str = ""
     batch: int = 1
     microbatches: int = 1
+    full: int = 0
+    kept: int = 0
 
     @property
     def data_ranks(self) -> int:
@@ -80,6 +84,15 @@ class Layout:
         """The layout with as many ranks along the axis ``"tp"``, ``"cp"`` or ``"ep"``."""
         size: dict[str, Any] = {axis: ranks}
         return replace(self, **size)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether equal layers are not treated alike."""
+        return bool(self.full or self.kept)
+
+    def with_layers(self, layers: int) -> Layout:
+        """The layout with so many of the layers treated as one of them, or some, are."""
+        return replace(self, full=layers) if self.full else replace(self, kept=layers)
 
     @property
     def plain(self) -> bool:
