@@ -28,6 +28,7 @@ from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, price
 from shardgraph.search.layouts import Layout
 from shardgraph.search.mixtures import mixed
+from shardgraph.search.parameter_choices import with_kept, with_vectors_replicated
 from shardgraph.search.source import Source
 from shardgraph.search.what_if import what_if
 from shardgraph.sizes import format_seconds
@@ -169,9 +170,11 @@ class Finals:
         if self._best is None:  # for the message, what takes least
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
                 self._price(layout, whole=True)
-        elif self._deep and not self.cut:
-            self._adjust()
-            self._refine(self._best)
+        elif not self.cut:
+            if self._deep:
+                self._adjust()
+                self._refine(self._best)
+            self._choose_parameters(self._best)
 
     def price_all(self, layouts: Iterable[Layout]) -> None:
         """Price these layouts, as far as the time allows."""
@@ -283,10 +286,34 @@ class Finals:
             return
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
         if (size := bucket_bytes(best.plan, self._machine)) != best.plan.bucket:
-            plan = replace(self._plan(layout), bucket=size)
-            with suppress(PlanError):
-                source = self._source_of(layout)
-                self._refined.append(price(source, plan, self._budget, layout.accumulated, whole=False))
+            self._refined_price(self._source_of(layout), replace(self._plan(layout), bucket=size), layout)
+
+    def _choose_parameters(self, best: Priced) -> None:
+        """Price the best plan with other choices for some of its parameters, if it waits for any."""
+        if best.parts["exposed"] < _HIDDEN * best.seconds or best.plan.pipeline is not None:
+            return
+        layout = next(layout for layout, priced in self._priced.items() if priced is best)
+        source, model = self._source_of(layout), self._question.model
+        best = min((best, *self._refined), key=lambda each: each.rank(self._budget))
+        if (plan := with_vectors_replicated(best.plan, model)) is not None:
+            best = min(
+                best, self._refined_price(source, plan, layout) or best, key=lambda each: each.rank(self._budget)
+            )
+        room = self._budget - best.memory
+        for _ in range(_ADJUSTED if not self._deep else 0):  # of layers, it was one of the layouts
+            if (plan := with_kept(best.plan, model, room)) is None or self._late():
+                return
+            if (kept := self._refined_price(source, plan, layout)) is None or kept.memory <= self._budget:
+                return
+            room -= kept.memory - self._budget
+
+    def _refined_price(self, source: Source, plan: Plan, layout: Layout) -> Priced | None:
+        """The price of a plan that no layout stands for, if it can be."""
+        with suppress(PlanError):
+            priced = price(source, plan, self._budget, layout.accumulated, whole=False)
+            self._refined.append(priced)
+            return priced
+        return None
 
     def _late(self) -> bool:
         self.cut = self.cut or time.monotonic() > self._deadline

@@ -42,9 +42,11 @@ class CostTable:
     def of(self, layout: Layout, links: float = 1.0) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
         be. The links that operators use have ``links`` times the bandwidth of the cluster's."""
-        key = self._key(layout), links
+        key = self._key(layout), layout.chunked, links
         if key not in self._scaled:
-            costs = self._divided(layout)
+            costs = self._divided(replace(layout, chunked=False))
+            if costs is not None and layout.chunked:
+                costs = self._in_chunks(costs, layout)
             self._scaled[key] = None if costs is None else costs.with_links_faster(links)
         return self._scaled[key]
 
@@ -84,12 +86,23 @@ class CostTable:
         factor = slower(machine, axis, machine.group_of(layout.dividing, axis), few, one.crossing)
         return among_more(one, near, axis, few, ranks, factor)
 
+    def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
+        """The costs with scores in chunks, which changes those of ranks that divide the model by their share."""
+        undivided = Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
+        whole, chunked = self._priced(undivided), self._priced(replace(undivided, chunked=True))
+        if whole is None or chunked is None:
+            return None
+        tail = costs.tail.plus(chunked.tail, 1 / layout.degree).plus(whole.tail, -1 / layout.degree).positive
+        return replace(costs, tail=tail, working=costs.working + (chunked.working - whole.working) / layout.degree)
+
     def _priced(self, layout: Layout) -> LayerCosts | None:
-        *_, offload, batch = key = self._key(layout)
+        *_, offload, batch = self._key(layout)
+        key = self._key(layout), layout.chunked
         if key not in self._known:
             alone = Layout(
-                tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload
-            )
+                tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload,
+                chunked=layout.chunked,
+            )  # fmt: skip
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
                 self._known[key] = self._analysed(plan, batch)

@@ -7,10 +7,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
+from shardgraph.search.depths import TRACED
 from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
@@ -45,7 +48,7 @@ class Estimates:
     out, and why."""
 
     def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
-        self._question, self._budget, self._pipelines = source.question, budget, pipelines
+        self._source, self._question, self._budget, self._pipelines = source, source.question, budget, pipelines
         self._own_batches, self._recomputations = own_batches, source.recomputations
         self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
         self._layers = 0 if source.depths is None else source.depths.stack.layers
@@ -79,6 +82,7 @@ class Estimates:
             elif which:
                 what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
                 self.remarks[f"{what}: {self._why_not}"] = None
+        estimated += self._in_chunks(estimated, machine)
         return _fastest_first([*estimated, *self._mixtures(estimated, machine)])
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
@@ -130,10 +134,33 @@ class Estimates:
             layers = bisect_left(numbers, True, key=lambda number: not fits(number)) - 1
         return layout.with_layers(layers) if layers in numbers else None
 
+    def _in_chunks(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not."""
+        large = [pair for pair in estimated if pair[1].memory > self._budget and pair[0].stages == 1]
+        best = self._best_of(estimated)
+        faster = [layout for layout, _ in _fastest_first(pair for pair in large if per_sample(pair) < best)]
+        if not faster or not self._large_scores:
+            return []
+        return list(self._guesses((replace(layout, chunked=True) for layout in faster[:_MIXTURES]), machine))
+
+    @cached_property
+    def _large_scores(self) -> bool:
+        """Whether a deep model has a loss over large scores, and whether they exist in chunks is open; of others it is
+        chosen with the recomputation."""
+        source, plan = self._source, self._question.with_options(Layout().plan())
+        if source.depths is None or plan.loss_chunk is not None:
+            return False
+        few = source.at(source.depths, TRACED, plan)
+        return has_scores(few.captures.joint(few.call, plan).module, LOSS_CHUNK)
+
+    def _best_of(self, estimated: Sequence[Estimated]) -> float:
+        """The least seconds per sample of what fits."""
+        return min((per_sample(pair) for pair in estimated if pair[1].memory <= self._budget), default=math.inf)
+
     def _mixtures(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
         """Layouts in which some layers are recomputed, or their parameters kept gathered, and the others are not,
         where those that treat all alike are slower or do not fit."""
-        best = min((per_sample(pair) for pair in estimated if pair[1].memory <= self._budget), default=math.inf)
+        best = self._best_of(estimated)
         seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
         if seeds and self._layers > FEW:
             self.remarks[
@@ -156,7 +183,7 @@ class Estimates:
         if guess.memory > self._budget:
             if "full" in self._recomputations and layout.recompute != "full" and per_sample(pair) < best:
                 yield per_sample(pair), replace(layout, full=1)
-        elif layout.data == "fsdp" and layout.shard > 1 and per_sample(pair) < best * _GATHERED_AGAIN:
+        elif layout.data == "fsdp" and layout.shard > layout.ep == 1 and per_sample(pair) < best * _GATHERED_AGAIN:
             all_kept = replace(layout, kept=self._layers)
             if (least := self.again(all_kept, machine)) is not None and per_sample((all_kept, least)) < best:
                 yield per_sample((all_kept, least)), replace(layout, kept=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
+from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
@@ -32,7 +33,8 @@ class Layout:
     a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and a part of the experts each.
     A data rank computes ``microbatches`` of ``batch`` samples in a step. Of the model's equal layers the first ``full``
     are recomputed whole, whatever ``recompute`` says of the others, and the parameters of the last ``kept`` stay
-    gathered for backward where ``data`` gathers them again. ``offload`` is the name of what is kept in
+    gathered for backward where ``data`` gathers them again. If ``chunked``, scores of a loss over a large vocabulary
+    exist in chunks. ``offload`` is the name of what is kept in
     host memory (:meth:`Offload.of`), if anything is.
     """
 
@@ -51,6 +53,7 @@ class Layout:
     microbatches: int = 1
     full: int = 0
     kept: int = 0
+    chunked: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -142,6 +145,7 @@ class Layout:
         if self.stages > 1:
             pipeline = Pipeline(self.microbatches, self.schedule, balance=balance, ranks=self.stages)
         plan = replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
+        plan = replace(plan, loss_chunk=LOSS_CHUNK) if self.chunked else plan
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 
