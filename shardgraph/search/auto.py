@@ -107,9 +107,9 @@ def search(
         finals.price_best(offloaded)
         estimated = [*estimated, *offloaded]
         if finals.fits:
-            finals.remarks["nothing fits without offload: layouts with it were searched"] = None
+            finals.remarks["nothing fits without offload: layouts with it, of all layers alike, were searched"] = None
     finals.finish(estimated)
-    remarks = [*estimates.remarks, *finals.remarks, *finals.compared(estimated)]
+    remarks = [*estimates.remarks, *estimates.left_out, *finals.remarks, *finals.compared(estimated)]
     if finals.cut:
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:

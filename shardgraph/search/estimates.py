@@ -85,6 +85,20 @@ class Estimates:
         estimated += self._in_chunks(estimated, machine)
         return _fastest_first([*estimated, *self._mixtures(estimated, machine)])
 
+    @property
+    def left_out(self) -> Iterator[str]:
+        """What no layout has, though a plan may, and why."""
+        if self._pipelines:
+            yield (
+                "not searched with stages: chunks of the loss, layers of which some are recomputed or kept gathered, "
+                "and axes over several nodes, since pipelines take longest to price: ask for them in the plan"
+            )
+        if len(self._axes) > 2:
+            yield (
+                "not searched: experts, sequences and operators divided all three at once, which takes "
+                f"{max(self._degrees, default=1)} ranks or more for each part"
+            )
+
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts without stages that keep something in host memory, the fastest first."""
         device = machine.device
