@@ -85,8 +85,6 @@ TOGETHER = {
     "ep+cp": {"ep": 2, "cp": 2},
     "ep+tp+sp": {"ep": 2, "tp": 2},
     "fsdp+ep+tp": {"dp": 2, "ep": 2, "tp": 2},
-    "pp+ep": {"pp": 2, "ep": 2},
-    "pp+ep+tp": {"pp": 2, "ep": 2, "tp": 2},
 }
 
 
@@ -100,8 +98,8 @@ def of_even_length(batch: int):
 @pytest.mark.quick("ep+tp", "ep+cp")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("plan", TOGETHER)
-def test_experts_are_divided_together_with_operators_sequences_and_stages(plan):
-    check(*of_even_length(8 if "pp" in plan else 4), plan, TOGETHER[plan])
+def test_experts_are_divided_together_with_operators_and_sequences(plan):
+    check(*of_even_length(4), plan, TOGETHER[plan])
 
 
 def test_operators_divide_what_a_rank_has_of_the_experts():
@@ -146,6 +144,14 @@ class Layer(nn.Module):
         hidden = torch.bmm(tokens, self.up)
         hidden = self.between(self, hidden, tokens) if self.between is not torch.relu else hidden.relu()
         return torch.bmm(hidden, self.down).transpose(0, 1)
+
+
+@pytest.mark.quick("pp+ep")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("plan", "mesh"), [("pp+ep", {"pp": 2, "ep": 2}), ("pp+ep+tp", {"pp": 2, "ep": 2, "tp": 2})])
+def test_experts_of_each_stage_are_divided(plan, mesh):
+    torch.manual_seed(0)
+    check(nn.Sequential(*(Layer() for _ in range(2))), ((torch.randn(8, 4, 6),), {}), plan, mesh)
 
 
 BETWEEN = {

@@ -168,7 +168,7 @@ class _Reader:
                 cut = isinstance(ROLE.of(node), ir.Input) and isinstance(value, torch.Tensor) and value.dim() > 0
                 varies = cut and value.shape[0] == rows
             else:
-                filled = node.target in {*_FILLED, *_ZEROS} and not node.meta["val"].dim()
+                filled = (node.target in _FILLED or node.target in _ZEROS) and not node.meta["val"].dim()
                 varies = not filled and bool(self.varying & set(node.all_input_nodes))
             if varies:
                 self.varying.add(node)
