@@ -60,5 +60,6 @@ def test_two_axes_divide_the_work_of_each_other_and_what_they_send():
 def test_collectives_beyond_a_node_take_as_much_longer_as_its_links_are_faster(axis):
     cluster = toy_cluster(2, 4)
     far = cluster.group_of((("ep", 2), ("tp", 4)) if axis == "ep" else ((axis, 8),), axis)
-    assert 2 < slower(cluster, axis, far, 4 if axis != "ep" else 2, 2**24) <= 10.5
+    most = 10 * (7 / 8) / (3 / 4) if axis != "ep" else 10  # each of more ranks sends more of the whole
+    assert 2 < slower(cluster, axis, far, 4 if axis != "ep" else 2, 2**24) <= most + 1e-6
     assert slower(cluster, axis, cluster.group_of(((axis, 4),), axis), 4, 2**24) == 1
