@@ -71,7 +71,8 @@ class Estimates:
         ``bound`` of those that recompute nothing are seconds per sample: what is estimated to take longer is not
         estimated with more recomputed, which would take longer still.
         """
-        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes))
+        every = layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes)
+        every = [layout for layout in every if layout.ep == 1 or self._divides_experts(layout.ep)]
         inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
         beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
         estimated: list[Estimated] = []
@@ -248,7 +249,11 @@ class Estimates:
     @property
     def _may_have_experts(self) -> bool:
         """Whether there are parameters of three dimensions, as those of experts are that can be divided."""
-        return any(len(shape) == 3 for shape in self._question.shapes.values())
+        return self._divides_experts(1)
+
+    def _divides_experts(self, ranks: int) -> bool:
+        """Whether there are any whose experts so many ranks can divide equally."""
+        return any(len(shape) == 3 and shape[0] % ranks == 0 for shape in self._question.shapes.values())
 
     def _may_pay(self, undivided: Sequence[Estimated]) -> bool:
         """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the
