@@ -53,7 +53,7 @@ _HIDDEN = 0.002
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
-_ADJUSTED = 3
+_ADJUSTED = 2
 """Numbers of layers that are tried at most, of those that are not treated as the others."""
 
 _TRIES = 12
@@ -295,7 +295,8 @@ class Finals:
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
         source, model = self._source_of(layout), self._question.model
         best = min((best, *self._refined), key=lambda each: each.rank(self._budget))
-        if (plan := with_vectors_replicated(best.plan, model)) is not None:
+        alone = not best.plan.bucket or not self._deep  # in buckets they are sent with all else
+        if alone and (plan := with_vectors_replicated(best.plan, model)) is not None:
             best = min(
                 best, self._refined_price(source, plan, layout) or best, key=lambda each: each.rank(self._budget)
             )

@@ -32,6 +32,10 @@ _ROOMY = 0.8
 _MIXTURES = 64
 """Layouts that do not treat all layers alike that are estimated at most, those first that may be fastest."""
 
+_WORTHWHILE = 0.99
+"""They are priced one by one, and so only if they are estimated to take no more than this part of the time of those
+that treat all layers alike. Likewise losses in chunks, whose costs take programs of their own."""
+
 _GATHERED_AGAIN = 1.5
 """A step that waits for parameters alone takes so many times as long if they are gathered again in backward."""
 
@@ -152,7 +156,7 @@ class Estimates:
     def _in_chunks(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
         """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not."""
         large = [pair for pair in estimated if pair[1].memory > self._budget and pair[0].stages == 1]
-        best = self._best_of(estimated)
+        best = _WORTHWHILE * self._best_of(estimated)
         faster = [layout for layout, _ in _fastest_first(pair for pair in large if per_sample(pair) < best)]
         if not faster or not self._large_scores:
             return []
@@ -175,7 +179,7 @@ class Estimates:
     def _mixtures(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
         """Layouts in which some layers are recomputed, or their parameters kept gathered, and the others are not,
         where those that treat all alike are slower or do not fit."""
-        best = self._best_of(estimated)
+        best = _WORTHWHILE * self._best_of(estimated)
         seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
         if seeds and self._layers > FEW:
             self.remarks[
