@@ -210,37 +210,48 @@ def test_plans_of_every_kind_of_layout_verify(name):
     assert shardgraph.verify(model, args, priced.plan, example_kwargs=kwargs).ok
 
 
+class Wide(nn.Module):
+    """Equal layers whose parameters are most of the memory, each more than a bucket."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+OF_SOME = {
+    "recomputed": (Deep, (8, 32), {"recompute": "none"}, {"recompute": "full"}, {"full": 1}),
+    "kept": (Wide, (8, 2048), {"data": "zero2"}, {"data": "fsdp"}, {"kept": 1}),
+}
+"""A model, its input, what takes less time for all layers, what takes less memory, and what some layers may have."""
+
+
 @pytest.mark.quick("recomputed")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("which", ["recomputed", "kept"])
+@pytest.mark.parametrize("which", OF_SOME)
 def test_no_other_number_of_layers_is_faster(which):
-    """Of those that are recomputed for a memory between none and all, or of those that stay gathered."""
-    call = deep(8)
+    """Of those that are recomputed, or stay gathered, in a memory between all and none."""
+    makes, shape, faster, smaller, some = OF_SOME[which]
+    with torch.device("meta"):
+        model, x = makes(8), torch.zeros(shape)
     cluster = toy_cluster(1, 2, memory=16 * GIB)
-    if which == "kept":  # parameters count, and the links are slow
-        cluster = replace(cluster, intra=replace(cluster.intra, bandwidth=1e8))
-        call["example_inputs"], call["example_kwargs"] = (
-            (torch.zeros(1, 1, 32, device="meta"),),
-            {"target": torch.ones(1, device="meta")},
-        )
-    question = Question.of(
-        call["model"], "auto", partial(resolve_axes, mesh={"dp": 2}, cluster=cluster), True, cluster=cluster
-    ).about(call["example_inputs"], call["example_kwargs"], call["loss_fn"])
-    source = Source(question).of_few_layers
-    batches = Batches(len(call["example_inputs"][0]))
-    less, more = ({"recompute": "none"}, {"recompute": "full"}) if which == "recomputed" else ({"data": "zero2"}, {})
+    mesh_of = partial(resolve_axes, mesh={"dp": 2}, cluster=cluster)
+    source = Source(Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})).of_few_layers
     every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB, float("inf"))
-    (layout,) = batches.of(Layout(shard=2))
-    every.price_all([replace(layout, **less), replace(layout, **more)])
-    fast, slow = sorted(every.ranked(), key=lambda each: each.seconds)
-    assert fast.memory > slow.memory and fast.seconds < slow.seconds
-    budget = (fast.memory + slow.memory) // 2
-    found = auto.search(source, batches, budget, pipelines=False).priced[0]
-    one = replace(layout, full=1, recompute="none") if which == "recomputed" else replace(layout, kept=1)
-    every.price_all(one.with_layers(layers) for layers in range(1, 9))
+    layout = Layout(shard=2, batch=len(x))
+    every.price_all([replace(layout, **faster), replace(layout, **smaller)])
+    fast, small = sorted(every.ranked(), key=lambda each: each.seconds)
+    assert fast.memory > small.memory and fast.seconds < small.seconds
+    budget = (fast.memory + small.memory) // 2
+    found = auto.search(source, Batches(len(x)), budget, pipelines=False).priced[0]
+    every.price_all(replace(layout, **some).with_layers(layers) for layers in range(1, 9))
     best = min((each for each in every.ranked() if each.memory <= budget), key=lambda each: each.seconds)
+    assert best.per_sample < small.per_sample, "which no layout that treats all layers alike is"
     assert found.per_sample <= best.per_sample * (1 + 1e-9)
-    assert best.per_sample < slow.per_sample, "which no layout that treats all layers alike is"
 
 
 def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
