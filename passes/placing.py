@@ -21,8 +21,13 @@ from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.shard_operators import ShardOperators, record_text
 from shardgraph.plans.activation_plan import Activations
+from shardgraph.plans.annotations.kinds import recompute, save, stage
 from shardgraph.plans.parameter_plan import ParameterPlan, in_patterns
 from shardgraph.plans.plan import Plan
+
+
+_OF_LATER_PASSES = (recompute, save, stage)
+"""Annotations that placements do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ def placement_key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any
         (fqn, entry if plan.experts else tuple(entry.placements[at] for at in positions))
         for fqn, entry in entries.items()
     )
-    return plan.operators, plan.experts, sizes, stored, plan.annotations, plan.activations, plan.loss_chunk
+    annotations = tuple(each for each in plan.annotations if not isinstance(each[1], _OF_LATER_PASSES))
+    return plan.operators, plan.experts, sizes, stored, annotations, plan.activations, plan.loss_chunk
 
 
 def placing_passes(plan: Plan) -> list[Pass]:

@@ -254,6 +254,28 @@ def test_no_other_number_of_layers_is_faster(which):
     assert found.per_sample <= best.per_sample * (1 + 1e-9)
 
 
+class Wordy(nn.Module):
+    """Equal layers, and a loss over so many words that its scores are most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.head = nn.Linear(32, 2**16, bias=False)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+
+
+def test_the_loss_of_a_deep_model_is_in_chunks_where_nothing_else_fits():
+    with torch.device("meta"):
+        model, call = Wordy(), (torch.zeros(8, 256, 32), torch.zeros(8, 256, dtype=torch.long))
+    plan = shardgraph.plan(model, call, cluster=toy_cluster(1, 2, memory=400 * 2**20))
+    assert plan.loss_chunk is not None and plan.considered[0].memory <= 400 * 2**20
+    assert "loss in chunks" in plan.explain()
+
+
 def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
     model, (args, kwargs) = make("tied-transformer", 1)
     plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(2, 4), global_batch=1)
