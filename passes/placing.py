@@ -25,7 +25,6 @@ from shardgraph.plans.annotations.kinds import recompute, save, stage
 from shardgraph.plans.parameter_plan import ParameterPlan, in_patterns
 from shardgraph.plans.plan import Plan
 
-
 _OF_LATER_PASSES = (recompute, save, stage)
 """Annotations that placements do not depend on."""
 
