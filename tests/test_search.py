@@ -227,7 +227,8 @@ OF_SOME = {
     "recomputed": (Deep, 8, (8, 32), {"recompute": "none"}, {"recompute": "full"}, {"full": 1}),
     "kept": (Wide, 20, (1024, 2048), {"data": "zero2"}, {"data": "fsdp"}, {"kept": 1}),
 }
-"""A model, its layers and its input, what takes less time for all layers, what takes less memory, and what some layers may have."""
+"""A model, its layers and its input, what takes less time for all layers, what takes less memory, and what some layers
+may have."""
 
 
 @pytest.mark.quick("recomputed")

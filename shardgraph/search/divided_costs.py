@@ -9,6 +9,7 @@ exactly like any other.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
@@ -41,8 +42,9 @@ def among_more(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, 
             halves[half] = work + max(exposed, grown)
         return far.positive._replace(sent=sent, **halves)
 
-    parts = {name: part(*(getattr(costs, name) for costs in (undivided, divided, line))) for name in _PARTS}
-    return replace(line, **parts, **{name: max(0.0, getattr(line, name)) for name in _AROUND})
+    changed: dict[str, Any] = {name: max(0.0, getattr(line, name)) for name in _AROUND}
+    changed |= {name: part(*(getattr(costs, name) for costs in (undivided, divided, line))) for name in _PARTS}
+    return replace(line, **changed)
 
 
 def both(undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: LayerCosts, inner_ranks: int) -> LayerCosts:
@@ -60,9 +62,11 @@ def both(undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: Laye
             fields[half] = works[0] * ratio(getattr(one, half), works[1]) + exposed[0] * of_b + exposed[1] * of_a
         return one._replace(sent=a.sent * of_b + b.sent * of_a, **fields)
 
-    parts = {name: part(*(getattr(costs, name) for costs in (undivided, outer, inner))) for name in _PARTS}
-    around = {name: getattr(outer, name) * ratio(getattr(undivided, name), getattr(inner, name)) for name in _AROUND}
-    return replace(undivided, **parts, **around)
+    every = undivided, outer, inner
+    changed: dict[str, Any] = {name: part(*(getattr(costs, name) for costs in every)) for name in _PARTS}
+    for name in _AROUND:
+        changed[name] = getattr(outer, name) * ratio(getattr(undivided, name), getattr(inner, name))
+    return replace(undivided, **changed)
 
 
 def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float) -> float:

@@ -75,8 +75,8 @@ class Estimates:
         ``bound`` of those that recompute nothing are seconds per sample: what is estimated to take longer is not
         estimated with more recomputed, which would take longer still.
         """
-        every = layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes)
-        every = [layout for layout in every if layout.ep == 1 or self._divides_experts(layout.ep)]
+        free = layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes)
+        every = [layout for layout in free if layout.ep == 1 or self._divides_experts(layout.ep)]
         inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
         beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
         estimated: list[Estimated] = []
