@@ -78,12 +78,12 @@ def _in_layer(module: str) -> tuple[str, str, str]:
 
 def wildcards(numbers: Collection[str]) -> list[str]:
     """Wildcards for a set of numbers, without other ones: ``["[0-9]", "1[0-4]"]`` for 0 to 14."""
-    wildcards = [""] if "" in numbers else []
+    found = [""] if "" in numbers else []
     last: dict[str, list[int]] = defaultdict(list)
     for number in sorted(filter(None, numbers), key=int):
         last[number[:-1]].append(int(number[-1]))
     for tens, digits in last.items():
         for _, pairs in groupby(enumerate(digits), key=lambda pair: pair[1] - pair[0]):  # consecutive digits
             run = [digit for _, digit in pairs]
-            wildcards.append(f"{tens}{run[0]}" if len(run) == 1 else f"{tens}[{run[0]}-{run[-1]}]")
-    return wildcards
+            found.append(f"{tens}{run[0]}" if len(run) == 1 else f"{tens}[{run[0]}-{run[-1]}]")
+    return found

@@ -100,8 +100,8 @@ class Estimates:
             )
         if len(self._axes) > 2:
             yield (
-                "not searched: experts, sequences and operators divided all three at once, which takes "
-                f"{max(self._degrees, default=1)} ranks or more for each part"
+                "not searched: experts, sequences and operators divided all three at once, since estimates are of two "
+                "axes at most: write the mesh and the axes into a plan"
             )
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
