@@ -21,8 +21,12 @@ from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.shard_operators import ShardOperators, record_text
 from shardgraph.plans.activation_plan import Activations
+from shardgraph.plans.annotations.kinds import recompute, save, stage
 from shardgraph.plans.parameter_plan import ParameterPlan, in_patterns
 from shardgraph.plans.plan import Plan
+
+_OF_LATER_PASSES = (recompute, save, stage)
+"""Annotations that placements do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,23 @@ def placement_key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any
         (fqn, entry if plan.experts else tuple(entry.placements[at] for at in positions))
         for fqn, entry in entries.items()
     )
-    return plan.operators, plan.experts, sizes, stored, plan.annotations, plan.activations, plan.loss_chunk
+    annotations = tuple(each for each in plan.annotations if not isinstance(each[1], _OF_LATER_PASSES))
+    return plan.operators, plan.experts, sizes, stored, annotations, plan.activations, plan.loss_chunk
 
 
 def placing_passes(plan: Plan) -> list[Pass]:
     """The passes that shard the computation, and thereby the parameters that it uses in parts.
 
-    Context parallelism (the sequence) runs last among operators, so that it sees what is left of each operation.
+    Experts are divided first, as their axis is outside of those of operators: a parameter that both split along the
+    same dimension is split as DTensor splits it, by the outer axis and then by the inner one. Exchanges of tokens are
+    to operators what any collective of another axis is. Context parallelism (the sequence) runs last, so that it sees
+    what is left of each operation.
     """
     axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
     operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
     experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
     loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
-    return [*loss, *operators, *experts]
+    return [*loss, *experts, *operators]
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import shardgraph
 from shardgraph import CaptureError, Plan, PlanError
-from shardgraph.ir import ALL_TO_ALL, collectives
+from shardgraph.ir import ALL_TO_ALL, collectives, group_of
 from shardgraph.nn import MoE
 from shardgraph.passes.analysis.rows import node_wire_bytes
 from shardgraph.passes.lowering import build_program
@@ -80,6 +80,40 @@ def test_training_equals_the_unsharded_model(plan):
     check(*make("mixture", 8), plan, MESHES[plan])
 
 
+TOGETHER = {
+    "ep+tp": {"ep": 2, "tp": 2},
+    "ep+cp": {"ep": 2, "cp": 2},
+    "ep+tp+sp": {"ep": 2, "tp": 2},
+    "fsdp+ep+tp": {"dp": 2, "ep": 2, "tp": 2},
+}
+
+
+def of_even_length(batch: int):
+    """Sequences that two ranks can divide."""
+    model, _ = make("mixture", 1)
+    ids = torch.randint(0, 61, (batch, 8))
+    return model, ((), {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.quick("ep+tp", "ep+cp")
+@pytest.mark.parametrize("plan", TOGETHER)
+def test_experts_are_divided_together_with_operators_and_sequences(plan):
+    check(*of_even_length(4), plan, TOGETHER[plan])
+
+
+@pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 2)], ids=["some experts", "a single one"])
+def test_operators_divide_what_a_rank_has_of_the_experts(ranks, dim):
+    made = program(*of_even_length(2), "ep+tp", {"ep": ranks, "tp": 2})
+    assert made.parameters["moe.0.experts.w_in"].placements == ("split(0)", f"split({dim})")
+    axes = Counter(group_of(node) for half in (made.forward, made.backward) for node in collectives(half))
+    assert axes["ep"] and axes["tp"] and made.notes == []
+
+
+def test_an_axis_of_operators_outside_that_of_experts_is_refused():
+    with pytest.raises(PlanError, match=r"outside of the axes of operators.*\['tp'\]"):
+        shardgraph.preset("ep+tp", {"tp": 2, "ep": 2})
+
+
 def test_four_ranks_with_an_expert_each_equal_the_unsharded_model():
     check(*make("mixture", 8), "ep", {"ep": 4})
 
@@ -100,6 +134,16 @@ class Layer(nn.Module):
         hidden = torch.bmm(tokens, self.up)
         hidden = self.between(self, hidden, tokens) if self.between is not torch.relu else hidden.relu()
         return torch.bmm(hidden, self.down).transpose(0, 1)
+
+
+STAGES = {"pp+ep": {"pp": 2, "ep": 2}, "pp+ep+tp": {"pp": 2, "ep": 2, "tp": 2}}
+
+
+@pytest.mark.quick("pp+ep")
+@pytest.mark.parametrize("plan", STAGES)
+def test_experts_of_each_stage_are_divided(plan):
+    torch.manual_seed(0)
+    check(nn.Sequential(*(Layer() for _ in range(2))), ((torch.randn(8, 4, 6),), {}), plan, STAGES[plan])
 
 
 BETWEEN = {
@@ -124,7 +168,7 @@ def test_whatever_stands_between_the_products_is_right(between):
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
-    ("plan", "mesh"), [pytest.param("ep", {"ep": 2}, marks=pytest.mark.slow), ("fsdp+ep", {"dp": 2, "ep": 2})]
+    ("plan", "mesh"), [("ep", {"ep": 2}), ("fsdp+ep", {"dp": 2, "ep": 2}), ("ep+tp", {"ep": 2, "tp": 2})]
 )
 def test_five_clipped_steps_on_real_processes_equal_the_unsharded_model(plan, mesh):
     world = torch.Size(mesh.values()).numel()
@@ -229,7 +273,7 @@ def test_a_model_without_experts_is_refused():
     [
         ({"experts": "nope"}, "experts is 'nope'; it may be an axis of the mesh"),
         ({"experts": ""}, "placements is 'auto'; it may be 'replicate' or 'shard\\(0\\)' for the axis 'ep'"),
-        ({"operators": (("dp", "whole"),)}, "experts is 'ep'; it may be given beside axes of data"),
+        ({"operators": (("dp", "whole"),)}, "experts is 'ep'; it may be outside of the axes of operators"),
     ],
 )
 def test_a_wrong_plan_is_refused(change, message):

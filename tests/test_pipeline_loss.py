@@ -59,6 +59,8 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "two means": lambda output, target: output.square().mean() + F.l1_loss(output, output.detach() * 2),
     "a stack of means": lambda output, target: torch.stack([output.mean(), output.square().mean()]).sum(),
     "a masked mean": masked_mean,
+    "a mean added to zero": lambda output, target: output.new_zeros(()) + output.square().mean(),
+    "a sum added to zero": lambda output, target: output.new_zeros(()) + 0.1 * output.square().sum(),
     "a mean and a constant": lambda output, target: cross_entropy()(output, target) + SPREAD.sum(),
 }
 

@@ -143,6 +143,7 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     every = auto.Finals(source, estimates, budget, float("inf"))
     for layout, _ in estimates.all(devices, cluster, batches):
         every._price(layout)
+    every.finish([])
     assert found.rank(budget)[0] == every.ranked()[0].rank(budget)[0], "whether any fits"
     if found.memory <= budget:
         assert found.per_sample == pytest.approx(every.ranked()[0].per_sample, rel=1e-9)
@@ -183,6 +184,9 @@ EMITTED = {
     "cp": (partial(make, "tied-transformer", 4), Layout(shard=2, cp=2)),
     "cp+tp": (partial(make, "tied-transformer", 4), Layout(cp=2, tp=2)),
     "ep": (Experts, Layout(shard=2, ep=2)),
+    "ep+tp": (Experts, Layout(ep=2, tp=2)),
+    "some recomputed": (partial(Deep, 8), Layout(shard=2, data="zero2", recompute="selective", full=3)),
+    "some kept gathered": (partial(Deep, 8), Layout(shard=2, kept=3)),
 }
 """Models, and layouts of them that a search may find best."""
 
@@ -204,6 +208,55 @@ def test_plans_of_every_kind_of_layout_verify(name):
     finals.price_all([layout])
     (priced,) = finals.ranked()
     assert shardgraph.verify(model, args, priced.plan, example_kwargs=kwargs).ok
+
+
+@pytest.mark.timeout(900)
+def test_no_other_number_of_recomputed_layers_is_faster():
+    """In a memory between that of all layers recomputed and that of none."""
+    with torch.device("meta"):
+        model, x = Deep(8), torch.zeros(8, 32)
+    cluster = toy_cluster(1, 2, memory=16 * GIB)
+    mesh_of = partial(resolve_axes, mesh={"dp": 2}, cluster=cluster)
+    source = Source(Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})).of_few_layers
+    every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB, float("inf"))
+    layout = Layout(shard=2, batch=len(x))
+    every.price_all([layout, replace(layout, recompute="full")])
+    fast, small = sorted(every.ranked(), key=lambda each: each.seconds)
+    assert fast.memory > small.memory and fast.seconds < small.seconds
+    budget = (fast.memory + small.memory) // 2
+    found = auto.search(source, Batches(len(x)), budget, pipelines=False).priced[0]
+    every.price_all(replace(layout, full=number) for number in range(1, 9))
+    best = min((each for each in every.ranked() if each.memory <= budget), key=lambda each: each.seconds)
+    assert best.per_sample < small.per_sample, "which no layout that treats all layers alike is"
+    assert found.per_sample <= best.per_sample * (1 + 1e-9)
+
+
+class Wordy(nn.Module):
+    """Equal layers, and a loss over so many words that its scores are most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.head = nn.Linear(32, 2**16, bias=False)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+
+
+def test_the_loss_of_a_deep_model_is_in_chunks_where_nothing_else_fits():
+    with torch.device("meta"):
+        model, call = Wordy(), (torch.zeros(8, 256, 32), torch.zeros(8, 256, dtype=torch.long))
+    plan = shardgraph.plan(model, call, cluster=toy_cluster(1, 2, memory=400 * 2**20))
+    assert plan.loss_chunk is not None and plan.considered[0].memory <= 400 * 2**20
+    assert "loss in chunks" in plan.explain()
+
+
+def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
+    model, (args, kwargs) = make("tied-transformer", 1)
+    plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(2, 4), global_batch=1)
+    assert plan.data_size == 1 and plan.world_size == 8
 
 
 def test_experts_are_divided_where_they_are_large():

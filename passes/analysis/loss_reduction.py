@@ -147,6 +147,7 @@ _FILLED = {  # by the position of the number that all elements are
     aten.new_full.default: 2,
     aten.scalar_tensor.default: 0,
 }
+_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 
 _CONSTANT = Term("mean")
@@ -167,7 +168,7 @@ class _Reader:
                 cut = isinstance(ROLE.of(node), ir.Input) and isinstance(value, torch.Tensor) and value.dim() > 0
                 varies = cut and value.shape[0] == rows
             else:
-                filled = node.target in _FILLED and not node.meta["val"].dim()
+                filled = (node.target in _FILLED or node.target in _ZEROS) and not node.meta["val"].dim()
                 varies = not filled and bool(self.varying & set(node.all_input_nodes))
             if varies:
                 self.varying.add(node)
@@ -180,7 +181,8 @@ class _Reader:
         if target in _SAME:
             return self.terms(args[0])
         if target in _SUMMED:
-            return self._added([self.terms(each) for each in args[:2]], node)
+            operands = [each for each in args[:2] if getattr(each, "target", None) not in _ZEROS]
+            return self._added([self.terms(each) for each in operands], node)
         if target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             return self._scaled(node)
         if target in _SUMS | _MEANS and isinstance(args[0], fx.Node):

@@ -65,7 +65,7 @@ def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tup
     rules: dict[str, list[str]] = defaultdict(list)
     for (before, after, name), layers in layers_of.items():
         full = layers == every[before, after, name.partition(".")[0]]
-        for wildcard in ["*"] if full and layers != {""} else _ranges(layers):
+        for wildcard in ["*"] if full and layers != {""} else wildcards(layers):
             rules[before + wildcard + after].append(name)
     return tuple((pattern, tuple(names)) for pattern, names in rules.items())
 
@@ -76,14 +76,14 @@ def _in_layer(module: str) -> tuple[str, str, str]:
     return (module[: number.start()], number[0], module[number.end() :]) if number else (module, "", "")
 
 
-def _ranges(numbers: Collection[str]) -> list[str]:
-    """Wildcards for a set of numbers: ``["[0-9]", "1[0-4]"]`` for 0 to 14."""
-    wildcards = [""] if "" in numbers else []
+def wildcards(numbers: Collection[str]) -> list[str]:
+    """Wildcards for a set of numbers, without other ones: ``["[0-9]", "1[0-4]"]`` for 0 to 14."""
+    found = [""] if "" in numbers else []
     last: dict[str, list[int]] = defaultdict(list)
     for number in sorted(filter(None, numbers), key=int):
         last[number[:-1]].append(int(number[-1]))
     for tens, digits in last.items():
         for _, pairs in groupby(enumerate(digits), key=lambda pair: pair[1] - pair[0]):  # consecutive digits
             run = [digit for _, digit in pairs]
-            wildcards.append(f"{tens}{run[0]}" if len(run) == 1 else f"{tens}[{run[0]}-{run[-1]}]")
-    return wildcards
+            found.append(f"{tens}{run[0]}" if len(run) == 1 else f"{tens}[{run[0]}-{run[-1]}]")
+    return found

@@ -14,6 +14,7 @@ from shardgraph.capture.numbers import input_key
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.remembered import remembered
 from shardgraph.ir import JointGraph
+from shardgraph.plans.annotations import kinds
 from shardgraph.plans.plan import Plan
 from shardgraph.torch_api import autocast_state, pytree
 
@@ -105,7 +106,12 @@ class Captures:
         modes = tuple((id(module), module.training) for module in call.model.modules())
         trained = tuple(parameter.requires_grad for parameter in call.model.parameters())
         ambient = call.training, autocast_state(self._device.type)
-        return spec, tuple(map(_kind, leaves)), call.loss_fn, modes, trained, ambient, plan.annotations, plan.precision
+        read = tuple(each for each in plan.annotations if isinstance(each[1], _READ))
+        return spec, tuple(map(_kind, leaves)), call.loss_fn, modes, trained, ambient, read, plan.precision
+
+
+_READ = (kinds.input, kinds.output, kinds.precision)
+"""The annotations that change a captured graph; others are for passes."""
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -65,8 +65,9 @@ def _division(candidate: Candidate) -> str:
 
 
 def _ways(plan: Any) -> str:
-    """The schedule of a plan's stages, and what it keeps in host memory."""
+    """The schedule of a plan's stages, whether its loss is in chunks, and what it keeps in host memory."""
     schedule = f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
+    schedule += ", loss in chunks" if plan.loss_chunk is not None else ""
     return schedule + (f", {plan.offload} on the host" if plan.offload != NOTHING else "")
 
 

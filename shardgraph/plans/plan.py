@@ -70,7 +70,8 @@ class Plan:
         sharded matrix products are replicated (style ``"whole"``) or sharded along the sequence (``"sequence"``). With
         ``"context"`` only sequences are sharded, and parameters are ``"replicate"`` along the axis.
     ``experts``
-        The axis whose ranks, each with a batch of its own, shard the experts; ``""`` for none.
+        The axis whose ranks, each with a batch of its own, shard the experts; ``""`` for none. It lies outside of the
+        axes of operators, which divide what a rank has of the experts as they divide all else.
     ``pipeline``
         The stages and schedule of a pipeline, whose axis is outside of ``mesh``; None for none.
     ``prefetch``
@@ -466,8 +467,10 @@ def _check_plan(plan: Plan) -> None:
     check(not (plan.replicas and plan.pipeline), "replicas", axes, expected)
     if plan.experts:
         check(plan.experts in plan.axes, "experts", plan.experts, axis_of_mesh)
-        expected = "given beside axes of data, not of operators: 'ep' or 'tp', not both"
-        check(not plan.operators, "experts", plan.experts, expected)
+        inside = plan.axes[plan.axes.index(plan.experts) :]
+        ordered = all(axis in inside for axis, _ in plan.operators)
+        expected = f"outside of the axes of operators, {list(dict(plan.operators))}: give the mesh in that order"
+        check(ordered, "experts", plan.experts, expected)  # experts are divided first, and then what each rank has
     check(isinstance(plan.offload, Offload), "offload", plan.offload, "an Offload, such as Offload(parameters=True)")
     statistics = plan.gradient_statistics
     check(isinstance(statistics, bool), "gradient_statistics", statistics, "true or false")

@@ -39,11 +39,11 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
     ``"tp"`` shards operators along the axis ``tp``; ``"tp+sp"`` also shards the activations between them along the
     sequence. ``"cp"`` shards sequences and nothing else along the axis ``cp``, ``"ep"`` shards experts along the axis
     ``ep``. On a mesh with a single axis, that axis may have any name. They combine with a plan for the other axes, and
-    some with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep"``; without one, the other axes
-    use ``ddp``. All of these may follow ``"pp"``, which cuts the model into stages along the axis ``pp`` with the
-    schedule of ``pipeline``: ``"pp"``, ``"pp+fsdp"``, ``"pp+fsdp+tp"``. After ``"local-sgd"`` they are for each of the
-    replicas along the outermost axis, which :class:`shardgraph.LocalSGD` averages: ``"local-sgd"``,
-    ``"local-sgd+fsdp"``.
+    some with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep+tp"``, with the axis ``ep``
+    outside of that of operators; without one, the other axes use ``ddp``. All of these may follow ``"pp"``, which cuts
+    the model into stages along the axis ``pp`` with the schedule of ``pipeline``: ``"pp"``, ``"pp+fsdp"``,
+    ``"pp+fsdp+tp"``. After ``"local-sgd"`` they are for each of the replicas along the outermost axis, which
+    :class:`shardgraph.LocalSGD` averages: ``"local-sgd"``, ``"local-sgd+fsdp"``.
 
     Raises:
         PlanError: there is no such preset, or the mesh does not have the axes that it needs.
@@ -137,6 +137,9 @@ DIVIDING = {
     "cp": {"cp": "context"},
     "cp+tp": {"cp": "context", "tp": "whole"},
     "ep": {"ep": "experts"},
+    "ep+tp": {"ep": "experts", "tp": "whole"},
+    "ep+tp+sp": {"ep": "experts", "tp": "sequence"},
+    "ep+cp": {"ep": "experts", "cp": "context"},
 }
 """The styles of the axes that shard operators or experts, by the name of the plan."""
 

@@ -6,6 +6,7 @@ costs, and shifts the live bytes by the same amount. Three shallow programs dete
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,12 +63,15 @@ def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
     names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
     rules = plan.recompute if not isinstance(plan.recompute, str) else ()
     constraints: tuple[tuple[str, object], ...] = (*plan.annotations, *rules)
-    for name in names if constraints else ():
+    patterns = [pattern for pattern, _ in plan.parameters if pattern != "*"]
+    if patterns and plan.activations is not None:
+        return False  # its rules may name operations of layers that a copy with fewer does not have
+    for name in names if constraints or patterns else ():
         if name.startswith(f"{stack.path}."):
             number, _, rest = name.removeprefix(f"{stack.path}.").partition(".")
             layers[number] |= {(rest, *each) for each in constraints if matches(each[0], name)}
-    alike = all(layer == layers["0"] for layer in layers.values())
-    return alike and all(pattern == "*" for pattern, _ in plan.parameters)
+            layers[number] |= {(rest, pattern) for pattern in patterns if fnmatch.fnmatch(name, pattern)}
+    return all(layer == layers["0"] for layer in layers.values())
 
 
 def merges_layers(plan: Plan, model: nn.Module, stack: Stack) -> bool:

@@ -27,6 +27,8 @@ from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, price
 from shardgraph.search.layouts import Layout
+from shardgraph.search.mixtures import mixed
+from shardgraph.search.parameter_choices import with_kept, with_vectors_replicated
 from shardgraph.search.source import Source
 from shardgraph.search.what_if import what_if
 from shardgraph.sizes import format_seconds
@@ -50,6 +52,9 @@ _HIDDEN = 0.002
 
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
+
+_ADJUSTED = 2
+"""Numbers of layers that are tried at most, of those that are not treated as the others."""
 
 _TRIES = 12
 """Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a small
@@ -102,9 +107,9 @@ def search(
         finals.price_best(offloaded)
         estimated = [*estimated, *offloaded]
         if finals.fits:
-            finals.remarks["nothing fits without offload: layouts with it were searched"] = None
+            finals.remarks["nothing fits without offload: layouts with it, of all layers alike, were searched"] = None
     finals.finish(estimated)
-    remarks = [*estimates.remarks, *finals.remarks, *finals.compared(estimated)]
+    remarks = [*estimates.remarks, *estimates.left_out, *finals.remarks, *finals.compared(estimated)]
     if finals.cut:
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:
@@ -165,8 +170,11 @@ class Finals:
         if self._best is None:  # for the message, what takes least
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
                 self._price(layout, whole=True)
-        elif self._deep and not self.cut:
-            self._refine(self._best)
+        elif not self.cut:
+            if self._deep:
+                self._adjust()
+                self._refine(self._best)
+            self._choose_parameters(self._best)
 
     def price_all(self, layouts: Iterable[Layout]) -> None:
         """Price these layouts, as far as the time allows."""
@@ -247,8 +255,30 @@ class Finals:
         balance: tuple[int, ...] = ()
         if layout.stages > 1 and self._deep:
             balance = stage_layers(self._estimates.costs(layout), layout.stages * layout.chunks)
-        plan = self._question.with_options(layout.plan(balance=balance))
-        return replace(plan, recompute=layout.recompute)
+        plan = replace(self._question.with_options(layout.plan(balance=balance)), recompute=layout.recompute)
+        if layout.mixed and self._source.depths is not None:
+            plan = mixed(plan, layout, self._source.depths.stack)
+        return plan
+
+    def _adjust(self) -> None:
+        """Price the fastest layout of layers that are not treated alike with as many of them as fit by its exact
+        memory."""
+        mixes = {layout: priced for layout, priced in self._priced.items() if layout.mixed and priced is not None}
+        if not mixes:
+            return
+        layout, priced = min(mixes.items(), key=lambda pair: pair[1].per_sample)
+        for _ in range(_ADJUSTED):
+            guess = self._estimates.again(layout, self._machine)
+            assert guess is not None
+            other = self._estimates.fitted(layout, self._machine, priced.memory - guess.memory)
+            if other is None or other in self._priced or not other.mixed or self._late():
+                return
+            if (again := self._estimates.again(other, self._machine)) is not None:
+                self._guesses[other] = per_sample((other, again))
+            self._price(other)
+            if (found := self._priced[other]) is None:
+                return
+            layout, priced = other, found
 
     def _refine(self, best: Priced) -> None:
         """Price the best plan with collectives merged to the size that the cluster asks for, if it waits for any."""
@@ -256,10 +286,35 @@ class Finals:
             return
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
         if (size := bucket_bytes(best.plan, self._machine)) != best.plan.bucket:
-            plan = replace(self._plan(layout), bucket=size)
-            with suppress(PlanError):
-                source = self._source_of(layout)
-                self._refined.append(price(source, plan, self._budget, layout.accumulated, whole=False))
+            self._refined_price(self._source_of(layout), replace(self._plan(layout), bucket=size), layout)
+
+    def _choose_parameters(self, best: Priced) -> None:
+        """Price the best plan with other choices for some of its parameters, if it waits for any."""
+        if best.parts["exposed"] < _HIDDEN * best.seconds or best.plan.pipeline is not None:
+            return
+        layout = next(layout for layout, priced in self._priced.items() if priced is best)
+        source, model = self._source_of(layout), self._question.model
+        best = min((best, *self._refined), key=lambda each: each.rank(self._budget))
+        alone = not best.plan.bucket or not self._deep  # in buckets they are sent with all else
+        if alone and (plan := with_vectors_replicated(best.plan, model)) is not None:
+            best = min(
+                best, self._refined_price(source, plan, layout) or best, key=lambda each: each.rank(self._budget)
+            )
+        room = self._budget - best.memory
+        for _ in range(_ADJUSTED if not self._deep else 0):  # of layers, it was one of the layouts
+            if (plan := with_kept(best.plan, model, room)) is None or self._late():
+                return
+            if (kept := self._refined_price(source, plan, layout)) is None or kept.memory <= self._budget:
+                return
+            room -= kept.memory - self._budget
+
+    def _refined_price(self, source: Source, plan: Plan, layout: Layout) -> Priced | None:
+        """The price of a plan that no layout stands for, if it can be."""
+        with suppress(PlanError):
+            priced = price(source, plan, self._budget, layout.accumulated, whole=False)
+            self._refined.append(priced)
+            return priced
+        return None
 
     def _late(self) -> bool:
         self.cut = self.cut or time.monotonic() > self._deadline
@@ -280,6 +335,6 @@ def _best_of_presets(fitting: Sequence[Estimated]) -> set[Layout]:
     """The layout with the best estimate of each preset that divides the batch alone."""
     best: dict[str, Layout] = {}
     for layout, _ in fitting:
-        if layout.plain:
+        if layout.plain and not layout.mixed:
             best.setdefault(layout.name, layout)
     return set(best.values())

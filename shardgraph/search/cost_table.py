@@ -11,6 +11,7 @@ from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.search.depths import TRACED
+from shardgraph.search.divided_costs import among_more, both, slower
 from shardgraph.search.layer_costs import LayerCosts, layer_costs, whole_costs
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
@@ -28,7 +29,8 @@ class CostTable:
     fastest placements.
 
     Placements of operators take seconds, so they are assigned for one ``degree``; the costs of a lower one are between
-    those and the undivided ones.
+    those and the undivided ones, and those of more ranks, and of most pairs of axes, follow from them
+    (:mod:`.divided_costs`).
     """
 
     source: Source
@@ -39,29 +41,68 @@ class CostTable:
 
     def of(self, layout: Layout, links: float = 1.0) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
-        be. Links inside a node have ``links`` times the bandwidth of the cluster's."""
-        key = self._key(layout), links
+        be. The links that operators use have ``links`` times the bandwidth of the cluster's."""
+        key = self._key(layout), layout.chunked, links
         if key not in self._scaled:
-            costs = self._divided(layout)
+            costs = self._divided(replace(layout, chunked=False))
+            if costs is not None and layout.chunked:
+                costs = self._in_chunks(costs, layout)
             self._scaled[key] = None if costs is None else costs.with_links_faster(links)
         return self._scaled[key]
 
     def _divided(self, layout: Layout) -> LayerCosts | None:
-        if layout.degree in (1, self.degree):
+        sizes = dict(layout.dividing)
+        filling = set(sizes) == {"cp", "tp"} and layout.degree == self.degree
+        if len(sizes) > 1 and not filling:
+            return self._along_two(layout)
+        if layout.degree in (1, self.degree) or filling:
             return self._priced(layout)
-        axis, *others = (axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1)
-        assert not others, "several axes are divided by the largest degree together"
-        one, divided = (self._priced(layout.along(axis, ranks)) for ranks in (1, self.degree))
+        ((axis, ranks),) = sizes.items()
+        if ranks > self.degree:
+            return self._along(layout, axis)
+        one, divided = (self._priced(layout.along(axis, each)) for each in (1, self.degree))
         if one is None or divided is None:  # experts may be too few for the largest degree
             return self._priced(layout)
-        return one.divided_by(layout.degree, divided, self.degree)
+        return one.divided_by(ranks, divided, self.degree)
+
+    def _along_two(self, layout: Layout) -> LayerCosts | None:
+        (outer, ranks), (inner, inner_ranks) = layout.dividing
+        one = self._priced(layout.along(outer, 1).along(inner, 1))
+        first, second = self._along(layout, outer), self._along(layout, inner)
+        if one is None or first is None or second is None:
+            return None
+        return both(one, first, ranks, second, inner_ranks)
+
+    def _along(self, layout: Layout, axis: str) -> LayerCosts | None:
+        """The costs of a layout's division along one of its axes alone, with the ranks of that axis where they are."""
+        ranks, undivided = dict(layout.dividing)[axis], layout
+        for each, _ in layout.dividing:
+            undivided = undivided.along(each, 1)
+        few = min(ranks, self.degree)
+        one, near = self._priced(undivided), self._divided(undivided.along(axis, few))
+        if one is None or near is None:
+            return None
+        machine = self.source.question.machine
+        factor = slower(machine, axis, machine.group_of(layout.dividing, axis), few, one.crossing)
+        return among_more(one, near, axis, few, ranks, factor)
+
+    def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
+        """The costs with scores in chunks, which changes those of ranks that divide the model by their share."""
+        undivided = Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
+        whole, chunked = self._priced(undivided), self._priced(replace(undivided, chunked=True))
+        if whole is None or chunked is None:
+            return None
+        tail = costs.tail.plus(chunked.tail, 1 / layout.degree).plus(whole.tail, -1 / layout.degree).positive
+        return replace(costs, tail=tail, working=costs.working + (chunked.working - whole.working) / layout.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
-        *_, offload, batch = key = self._key(layout)
+        *_, offload, batch = self._key(layout)
+        key = self._key(layout), layout.chunked
         if key not in self._known:
             alone = Layout(
-                tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload
-            )
+                tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload,
+                chunked=layout.chunked,
+            )  # fmt: skip
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
                 self._known[key] = self._analysed(plan, batch)

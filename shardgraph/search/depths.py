@@ -7,6 +7,7 @@ layers that are not alike. Such a graph is traced, and its placements are assign
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -109,6 +110,9 @@ class _Repeated(_Kept):
         key = placement_key(plan, plan.resolve(more))
         if key in joint.placed:
             return
+        # How parameters of further layers are stored over data ranks is nothing to their placements.
+        known = tuple(rule for rule in plan.parameters if fnmatch.filter(few, rule[0]))
+        plan = replace(plan, parameters=known)
         place(traced, plan, few)
         placed = traced.placed[placement_key(plan, plan.resolve(few))]
         stack = self._depths.more(self._layers)

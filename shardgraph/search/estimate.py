@@ -154,7 +154,8 @@ class _Estimate:
         reductions = self._reduction(part) if self.layout.stages == 1 else 0.0
         if self.layout.stages == 1 and self.layout.data == "zero2":
             return self._beside(forward, self._gather(part)), self._beside(backward, reductions)
-        return self._beside(forward, gathers), self._beside(backward, gathers + reductions)
+        again = gathers * (1 - self._kept / part.gathered) if self._kept else gathers
+        return self._beside(forward, gathers), self._beside(backward, again + reductions)
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of a half whose communication overlaps with computation, but for the first or the last of it."""
@@ -201,6 +202,11 @@ class _Estimate:
             self._groups[axis] = self.cluster.group_of(self._mesh, axis)
         return self._groups.get(axis)
 
+    @property
+    def _kept(self) -> float:
+        """Bytes of parameters that stay gathered for backward, of those that are sharded."""
+        return self.layout.kept * self.costs.layer.gathered
+
     def _gather(self, part: Part) -> float:
         if self.layout.data == "ddp":
             return 0.0
@@ -246,7 +252,11 @@ class _Estimate:
         largest = min(weights, self.costs.layer.parameters + outside)
         stored = weights / sharded
         computed = whole.gathered / weights if weights else 1.0  # of a lower precision, perhaps
-        gathered = {"ddp": 0.0, "zero2": weights * computed, "fsdp": largest * computed}
+        gathered = {
+            "ddp": 0.0,
+            "zero2": weights * computed,
+            "fsdp": min(weights * computed, largest * computed + self._kept),
+        }
         beside = gathered[layout.data] if sharded > 1 else 0.0
         lasting = stored * (1 + cost.states) + beside
         saved = (self._saved(rank.first, rank.own) + self.costs.working) * scale

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
+from shardgraph.search.depths import TRACED
 from shardgraph.search.estimate import Estimate, estimate
+from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
 from shardgraph.search.layouts import Layout, layouts
 from shardgraph.search.source import Source
@@ -22,6 +28,16 @@ _IDLE = 1.03
 
 _ROOMY = 0.8
 """Nothing is recomputed if memory without it is estimated at no more than this part of the budget."""
+
+_MIXTURES = 64
+"""Layouts that do not treat all layers alike that are estimated at most, those first that may be fastest."""
+
+_WORTHWHILE = 0.99
+"""They are priced one by one, and so only if they are estimated to take no more than this part of the time of those
+that treat all layers alike. Likewise losses in chunks, whose costs take programs of their own."""
+
+_GATHERED_AGAIN = 1.5
+"""A step that waits for parameters alone takes so many times as long if they are gathered again in backward."""
 
 _DEGREES = (8, 4, 2)
 
@@ -36,7 +52,7 @@ class Estimates:
     out, and why."""
 
     def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
-        self._question, self._budget, self._pipelines = source.question, budget, pipelines
+        self._source, self._question, self._budget, self._pipelines = source, source.question, budget, pipelines
         self._own_batches, self._recomputations = own_batches, source.recomputations
         self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
         self._layers = 0 if source.depths is None else source.depths.stack.layers
@@ -59,17 +75,34 @@ class Estimates:
         ``bound`` of those that recompute nothing are seconds per sample: what is estimated to take longer is not
         estimated with more recomputed, which would take longer still.
         """
-        every = list(layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes))
-        every = [layout for layout in every if layout.degree in (1, *self._degrees)]
-        estimated = self._estimated((layout for layout in every if not layout.shared), machine, batches, bound)
-        if self._degrees and self._may_pay(estimated):
-            estimated += self._estimated((layout for layout in every if layout.shared), machine, batches, bound)
-        elif self._degrees:
-            reason = f"ranks that divide the batch alone spend at least {1 / _IDLE:.0%} of a step on its computation"
-            if self._own_batches:
-                reason = "each rank keeps a batch of its own where that fits; shardgraph.plan searches the rest"
-            self.remarks[f"operators were not divided: {reason}"] = None
-        return _fastest_first(estimated)
+        free = layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes)
+        every = [layout for layout in free if layout.ep == 1 or self._divides_experts(layout.ep)]
+        inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
+        beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
+        estimated: list[Estimated] = []
+        for shared, group in itertools.product((False, True), (inside, beyond)):
+            which = [layout for layout in group if layout.shared == shared]
+            if self._may_pay(estimated):
+                estimated += self._estimated(which, machine, batches, bound)
+            elif which:
+                what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
+                self.remarks[f"{what}: {self._why_not}"] = None
+        estimated += self._in_chunks(estimated, machine)
+        return _fastest_first([*estimated, *self._mixtures(estimated, machine)])
+
+    @property
+    def left_out(self) -> Iterator[str]:
+        """What no layout has, though a plan may, and why."""
+        if self._pipelines:
+            yield (
+                "not searched with stages: chunks of the loss, layers of which some are recomputed or kept gathered, "
+                "and axes over several nodes, since pipelines take longest to price: ask for them in the plan"
+            )
+        if len(self._axes) > 2:
+            yield (
+                "not searched: experts, sequences and operators divided all three at once, since estimates are of two "
+                "axes at most: write the mesh and the axes into a plan"
+            )
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts without stages that keep something in host memory, the fastest first."""
@@ -94,14 +127,85 @@ class Estimates:
         memory as a full one.
         """
         kinds = ("none", "full") if layout.recompute == "budget" else (layout.recompute,)
-        links = machine.intra.bandwidth / self._question.machine.intra.bandwidth
+        links = self._links(layout, machine)
         guesses = []
         for kind in kinds:
             known = layout if layout.recompute == kind else replace(layout, recompute=kind)
             if (costs := self._costs.of(known, links)) is None:
                 return None
+            if layout.full and (whole := self._costs.of(replace(known, recompute="full"), links)) is not None:
+                costs = costs.with_some_as(whole, layout.full)
             guesses.append(estimate(known, costs, machine, self._question.optimizer))
         return replace(guesses[0], memory=min(guess.memory for guess in guesses))
+
+    def fitted(self, layout: Layout, machine: Cluster, more: float = 0.0) -> Layout | None:
+        """The layout of layers that are not treated alike with as few of them recomputed, or as many kept gathered, as
+        fit the memory, which is ``more`` than estimated; None if no number does."""
+
+        def fits(layers: int) -> bool:
+            guess = self.again(layout.with_layers(layers), machine)
+            return guess is not None and guess.memory + more <= self._budget
+
+        numbers = range(self._layers + 1)
+        if layout.full:
+            layers = bisect_left(numbers, True, key=fits)
+        else:
+            layers = bisect_left(numbers, True, key=lambda number: not fits(number)) - 1
+        return layout.with_layers(layers) if layers in numbers else None
+
+    def _in_chunks(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not."""
+        large = [pair for pair in estimated if pair[1].memory > self._budget and pair[0].stages == 1]
+        best = _WORTHWHILE * self._best_of(estimated)
+        faster = [layout for layout, _ in _fastest_first(pair for pair in large if per_sample(pair) < best)]
+        if not faster or not self._large_scores:
+            return []
+        return list(self._guesses((replace(layout, chunked=True) for layout in faster[:_MIXTURES]), machine))
+
+    @cached_property
+    def _large_scores(self) -> bool:
+        """Whether a deep model has a loss over large scores, and whether they exist in chunks is open; of others it is
+        chosen with the recomputation."""
+        source, plan = self._source, self._question.with_options(Layout().plan())
+        if source.depths is None or plan.loss_chunk is not None:
+            return False
+        few = source.at(source.depths, TRACED, plan)
+        return has_scores(few.captures.joint(few.call, plan).module, LOSS_CHUNK)
+
+    def _best_of(self, estimated: Sequence[Estimated]) -> float:
+        """The least seconds per sample of what fits."""
+        return min((per_sample(pair) for pair in estimated if pair[1].memory <= self._budget), default=math.inf)
+
+    def _mixtures(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """Layouts in which some layers are recomputed, or their parameters kept gathered, and the others are not,
+        where those that treat all alike are slower or do not fit."""
+        best = _WORTHWHILE * self._best_of(estimated)
+        seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
+        if seeds and self._layers > FEW:
+            self.remarks[
+                f"the {self._layers} equal layers are treated alike: where they are not, all of them are priced one by "
+                f"one, which is done for up to {FEW}; annotations of some (recompute(), keep_gathered()) hold in every "
+                "layout"
+            ] = None
+            return []
+        fastest = sorted(seeds, key=lambda seed: seed[0])[:_MIXTURES]
+        mixed = (self.fitted(layout, machine) for _, layout in fastest)
+        found = self._guesses((layout for layout in mixed if layout is not None and layout.mixed), machine)
+        return [pair for pair in found if per_sample(pair) < best]
+
+    def _seeds(self, pair: Estimated, best: float, machine: Cluster) -> Iterator[tuple[float, Layout]]:
+        """Layouts with one layer that is treated otherwise than in this one, if enough of them may bring less than
+        ``best`` seconds per sample, each with the least that it may take."""
+        layout, guess = pair
+        if not self._layers or layout.stages > 1:
+            return
+        if guess.memory > self._budget:
+            if "full" in self._recomputations and layout.recompute != "full" and per_sample(pair) < best:
+                yield per_sample(pair), replace(layout, full=1)
+        elif layout.data == "fsdp" and layout.shard > layout.ep == 1 and per_sample(pair) < best * _GATHERED_AGAIN:
+            all_kept = replace(layout, kept=self._layers)
+            if (least := self.again(all_kept, machine)) is not None and per_sample((all_kept, least)) < best:
+                yield per_sample((all_kept, least)), replace(layout, kept=1)
 
     def _estimated(
         self,
@@ -132,10 +236,28 @@ class Estimates:
             if (guess := self.again(layout, machine)) is not None:
                 yield layout, guess
 
+    def _links(self, layout: Layout, machine: Cluster) -> float:
+        """The bandwidth of the links that divided operators use, beside that of the question's cluster."""
+        known = self._question.machine
+        if layout.degree > known.devices_per_node and machine.inter and known.inter:
+            return machine.inter.bandwidth / known.inter.bandwidth
+        return machine.intra.bandwidth / known.intra.bandwidth
+
+    @property
+    def _why_not(self) -> str:
+        """Why ranks do not share what others may."""
+        if self._own_batches:
+            return "each rank keeps a batch of its own where that fits; shardgraph.plan searches the rest"
+        return f"ranks that divide less spend at least {1 / _IDLE:.0%} of a step on its computation"
+
     @property
     def _may_have_experts(self) -> bool:
         """Whether there are parameters of three dimensions, as those of experts are that can be divided."""
-        return any(len(shape) == 3 for shape in self._question.shapes.values())
+        return self._divides_experts(1)
+
+    def _divides_experts(self, ranks: int) -> bool:
+        """Whether there are any whose experts so many ranks can divide equally."""
+        return any(len(shape) == 3 and shape[0] % ranks == 0 for shape in self._question.shapes.values())
 
     def _may_pay(self, undivided: Sequence[Estimated]) -> bool:
         """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the

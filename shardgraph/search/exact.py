@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardgraph.errors import PlanError
+from shardgraph.plans.annotations.kinds import recompute
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
@@ -20,7 +21,7 @@ from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
 from shardgraph.search.stages import place_stages
 
-_FEW = 40
+FEW = 40
 """Layers of a model that is analysed whole, in a few seconds, if its layers are not done alike."""
 
 
@@ -55,6 +56,7 @@ class Priced:
     def candidate(self, budget: int, full: bool) -> Candidate:
         """Its line in the plan that is chosen, with the whole plan if ``full``."""
         plan, parts = self.plan, self.parts
+        some = any(isinstance(annotation, recompute) for _, annotation in plan.annotations)
         return Candidate(
             plan.name,
             plan.whole_mesh,
@@ -66,7 +68,7 @@ class Priced:
             compute=parts["compute"],
             exposed=parts["exposed"],
             bubble=parts["bubble"],
-            recompute=plan.recompute if isinstance(plan.recompute, str) else "some",
+            recompute=plan.recompute if isinstance(plan.recompute, str) and not some else "some",
             plan=replace(plan, considered=(), note="") if full else None,
         )
 
@@ -129,7 +131,7 @@ def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan
     layers = depths.stack.layers
     if layers > sum(SHALLOW[0]) and (analysis := folded(settled)) is not None:
         return plan, analysis
-    if layers <= _FEW or whole:
+    if layers <= FEW or whole:
         analysis = unfolded(settled.at(depths, layers, plan))
         return plan, replace(analysis, plan=plan)
     if plan.bucket:

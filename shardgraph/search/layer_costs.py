@@ -88,6 +88,12 @@ class LayerCosts:
         parts = {name: getattr(self, name).with_links_faster(factor) for name in ("head", "layer", "tail")}
         return replace(self, **parts)
 
+    def with_some_as(self, other: LayerCosts, layers: int) -> LayerCosts:
+        """The costs if so many of the layers cost as those of ``other``."""
+        share = layers / self.layers
+        layer = self.layer.plus(self.layer, -share).plus(other.layer, share)
+        return replace(self, layer=layer, working=max(self.working, other.working))
+
     def divided_by(self, degree: int, other: LayerCosts, of_other: int) -> LayerCosts:
         """The costs with operators divided among ``degree`` ranks, where these are undivided, and ``other`` are those
         of a division among ``of_other``: what is divided shrinks with the degree, the rest does not."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
+from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
@@ -18,6 +19,10 @@ DATA = ("ddp", "zero2", "fsdp")
 sends more than ``zero2`` and holds more."""
 
 
+TOGETHER = (("cp", "tp"), ("ep", "tp"), ("ep", "cp"))
+"""Pairs of axes along which a model is divided at once, the outer one first."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Numbers of ranks along each kind of axis, and what goes with them.
@@ -26,7 +31,10 @@ class Layout:
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of which ``data`` shards; ``tp`` ranks
     share a batch, and without ``cp`` shard activations between divided products along the sequence; ``cp`` ranks share
     a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and a part of the experts each.
-    A data rank computes ``microbatches`` of ``batch`` samples in a step. ``offload`` is the name of what is kept in
+    A data rank computes ``microbatches`` of ``batch`` samples in a step. Of the model's equal layers the first ``full``
+    are recomputed whole, whatever ``recompute`` says of the others, and the parameters of the last ``kept`` stay
+    gathered for backward where ``data`` gathers them again. If ``chunked``, scores of a loss over a large vocabulary
+    exist in chunks. ``offload`` is the name of what is kept in
     host memory (:meth:`Offload.of`), if anything is.
     """
 
@@ -43,6 +51,9 @@ class Layout:
     offload: str = ""
     batch: int = 1
     microbatches: int = 1
+    full: int = 0
+    kept: int = 0
+    chunked: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -60,6 +71,14 @@ class Layout:
         return self.tp * self.cp > 1
 
     @property
+    def dividing(self) -> Mesh:
+        """The axes along which the model is divided, apart from stages and what is stored, outermost first.
+
+        Operators are innermost, as they send most.
+        """
+        return tuple(axis for axis in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if axis[1] > 1)
+
+    @property
     def degree(self) -> int:
         """Ranks that the model is divided among, apart from stages and what is stored."""
         return self.tp * self.cp * self.ep
@@ -68,6 +87,15 @@ class Layout:
         """The layout with as many ranks along the axis ``"tp"``, ``"cp"`` or ``"ep"``."""
         size: dict[str, Any] = {axis: ranks}
         return replace(self, **size)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether equal layers are not treated alike."""
+        return bool(self.full or self.kept)
+
+    def with_layers(self, layers: int) -> Layout:
+        """The layout with so many of the layers treated as one of them, or some, are."""
+        return replace(self, full=layers) if self.full else replace(self, kept=layers)
 
     @property
     def plain(self) -> bool:
@@ -100,7 +128,7 @@ class Layout:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
         parts = ["pp" * (self.stages > 1), data * (self.replicate * self.shard > 1)]
-        parts += ["cp" * (self.cp > 1), ("tp" if self.cp > 1 else "tp+sp") * (self.tp > 1), "ep" * (self.ep > 1)]
+        parts += ["ep" * (self.ep > 1), "cp" * (self.cp > 1), ("tp" if self.cp > 1 else "tp+sp") * (self.tp > 1)]
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -108,7 +136,7 @@ class Layout:
         """Its mesh, outermost axis first."""
         shards = [("dp_replicate", self.replicate), ("dp_shard", self.shard)]
         data = shards if self.replicate > 1 else [("dp", self.shard)] if self.shard > 1 else []
-        axes = [("pp", self.stages), *data, ("cp", self.cp), ("tp", self.tp), ("ep", self.ep)]
+        axes = [("pp", self.stages), *data, *self.dividing]
         return tuple(axis for axis in axes if axis[1] > 1)
 
     def plan(self, balance: tuple[int, ...] = ()) -> Plan:
@@ -117,6 +145,7 @@ class Layout:
         if self.stages > 1:
             pipeline = Pipeline(self.microbatches, self.schedule, balance=balance, ranks=self.stages)
         plan = replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
+        plan = replace(plan, loss_chunk=LOSS_CHUNK) if self.chunked else plan
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 
@@ -125,16 +154,17 @@ def layouts(
 ) -> Iterator[Layout]:
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
-    The model is divided along one of ``axes`` (``"tp"``, ``"cp"``, ``"ep"``), or along sequences and operators
-    together, inside a node, among a power of two of ranks. Parameters are sharded over all data ranks, or over those of
-    a node, or of a few nodes, and replicated over the others.
+    The model is divided along ``axes`` (``"tp"``, ``"cp"``, ``"ep"``) among a power of two of ranks: along one of them,
+    or, where that is all of a node, along two together. Without stages it may also be several nodes: along one axis, or
+    along operators inside each node and another axis beyond. Parameters are sharded over all data ranks, or over those
+    of a node, or of a few nodes, and replicated over the others.
     """
-    inside = cluster.devices_per_node
+    inside = min(cluster.devices_per_node, ranks)
     for stages in _divisors(ranks) if pipelines else [1]:
         if stages > max(1, layers):
             continue
         for degree in _powers(ranks // stages):
-            if degree > inside:
+            if degree > inside and (degree % inside or stages > 1):
                 continue
             for staged in _staged(stages, layers):
                 for base in _divided(staged, degree, inside, axes):
@@ -142,10 +172,14 @@ def layouts(
 
 
 def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> Iterator[Layout]:
-    """The model divided along each axis; and where that fills a node, also along sequences and operators together."""
+    """The model divided along each axis; and where that fills a node, or several, also along two together."""
     yield from (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1]))
-    if degree == inside and {"cp", "tp"} <= set(axes):
-        yield from (staged.along("cp", ranks).along("tp", degree // ranks) for ranks in _powers(degree)[1:-1])
+    pairs = [(outer, inner) for outer, inner in TOGETHER if {outer, inner} <= set(axes)]
+    for outer, inner in pairs if degree == inside else ():
+        yield from (staged.along(outer, degree // ranks).along(inner, ranks) for ranks in _powers(degree)[1:-1])
+    for outer, inner in pairs if degree > inside > 1 else ():
+        if inner == "tp":
+            yield staged.along(outer, degree // inside).along(inner, inside)
 
 
 def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:

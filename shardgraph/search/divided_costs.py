@@ -1,0 +1,89 @@
+"""Costs of a model divided as no program was made for: among ranks of several nodes, or along two axes together.
+
+Placements of operators take seconds to assign, and there are many such divisions. So their costs follow from those of
+the model divided along one axis inside a node: what a division divides, it divides further among more ranks, and what
+it sends takes as much longer as the collectives of its axis do. Layouts that are best by these estimates are priced
+exactly like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.group import Group
+from shardgraph.search.layer_costs import LayerCosts, Part
+
+_LEAST = 2**20  # bytes of a message whose time says how much faster one group of ranks is than another
+_DIVIDED = ("saved", "parameters", "gathered", "reduced")
+_HALVES = ("forward", "backward")
+_PARTS = ("head", "layer", "tail")
+_AROUND = ("working", "crossing")
+
+
+def among_more(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many: int, slower: float) -> LayerCosts:
+    """The costs of a division along ``axis`` among ``many`` ranks, from those among ``few``; what it sends takes
+    ``slower`` times as long."""
+    if few == many and slower == 1:
+        return divided
+    line = undivided.divided_by(many, divided, few)
+
+    def part(one: Part, near: Part, far: Part) -> Part:
+        sent = near.sent * slower
+        halves = {}
+        for half in _HALVES:
+            whole, work = getattr(one, half), _work(one, near, half, few)
+            exposed = getattr(near, half) - work
+            work = max(0.0, whole + (work - whole) * (1 - 1 / many) / (1 - 1 / few))
+            # Attention hides what a ring passes on; all else waits for what is sent.
+            grown = sent / 2 - work if axis == "cp" else exposed + (sent - near.sent) / 2
+            halves[half] = work + max(exposed, grown)
+        return far.positive._replace(sent=sent, **halves)
+
+    changed: dict[str, Any] = {name: max(0.0, getattr(line, name)) for name in _AROUND}
+    changed |= {name: part(*(getattr(costs, name) for costs in (undivided, divided, line))) for name in _PARTS}
+    return replace(line, **changed)
+
+
+def both(undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: LayerCosts, inner_ranks: int) -> LayerCosts:
+    """The costs of a model divided along two axes, from those along each of them alone."""
+
+    def ratio(one: float, divided: float) -> float:
+        return divided / one if one else 1.0
+
+    def part(one: Part, a: Part, b: Part) -> Part:
+        fields = {name: getattr(a, name) * ratio(getattr(one, name), getattr(b, name)) for name in _DIVIDED}
+        of_a, of_b = ratio(one.saved, a.saved), ratio(one.saved, b.saved)
+        for half in _HALVES:
+            works = _work(one, a, half, outer_ranks), _work(one, b, half, inner_ranks)
+            exposed = getattr(a, half) - works[0], getattr(b, half) - works[1]
+            fields[half] = works[0] * ratio(getattr(one, half), works[1]) + exposed[0] * of_b + exposed[1] * of_a
+        return one._replace(sent=a.sent * of_b + b.sent * of_a, **fields)
+
+    every = undivided, outer, inner
+    changed: dict[str, Any] = {name: part(*(getattr(costs, name) for costs in every)) for name in _PARTS}
+    for name in _AROUND:
+        changed[name] = getattr(outer, name) * ratio(getattr(undivided, name), getattr(inner, name))
+    return replace(undivided, **changed)
+
+
+def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float) -> float:
+    """How many times as long the collectives along ``axis`` take in the group ``far`` as among ``near`` ranks of a
+    node, which send ``nbytes`` bytes of activations."""
+    whole = max(_LEAST, int(nbytes))
+
+    def seconds(group: Group) -> float:
+        part = whole // group.ranks
+        if axis == "cp":  # a ring, of as many steps
+            return (group.ranks - 1) * collective_seconds("send", part, part, group, cluster.efficiency)
+        operation = "all_to_all_single" if axis == "ep" else "all_reduce"
+        return collective_seconds(operation, whole, whole, group, cluster.efficiency)
+
+    return seconds(far) / seconds(Group.of_node(near, cluster.intra))
+
+
+def _work(one: Part, divided: Part, half: str, ranks: int) -> float:
+    """Seconds of a half of a divided part without what waits for collectives, but at least an equal share."""
+    return min(getattr(divided, half), max(getattr(divided, half) - divided.sent / 2, getattr(one, half) / ranks))

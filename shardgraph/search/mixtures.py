@@ -1,0 +1,31 @@
+"""Plans that do not treat all of a model's equal layers alike: for a memory limit between those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardgraph.passes.recompute.names import wildcards
+from shardgraph.plans.annotations.kinds import recompute
+from shardgraph.plans.plan import Plan
+from shardgraph.report.folding import Stack
+from shardgraph.search.layouts import Layout
+
+
+def mixed(plan: Plan, layout: Layout, stack: Stack) -> Plan:
+    """``plan``, of ``layout`` but for how the layers of ``stack`` differ, with that too.
+
+    The first layers are those to recompute: what they save is held longest. The last are those whose parameters stay
+    gathered: they are needed again soonest.
+    """
+    again = ((f"{stack.path}.{numbers}", recompute()) for numbers in _numbers(range(layout.full)))
+    plan = replace(plan, annotations=(*plan.annotations, *again))
+    last = range(stack.layers - layout.kept, stack.layers)
+    ((pattern, entry),) = plan.parameters
+    kept = ((f"{stack.path}.{numbers}.*", replace(entry, reshard_after_forward=False)) for numbers in _numbers(last))
+    return replace(plan, parameters=((pattern, entry), *kept))
+
+
+def _numbers(layers: Iterable[int]) -> list[str]:
+    """Wildcards for the numbers of layers."""
+    return wildcards([str(layer) for layer in layers])

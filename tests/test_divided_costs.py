@@ -1,0 +1,65 @@
+"""Costs of divisions among ranks of several nodes, or along two axes, from those along one axis inside a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardgraph.search.divided_costs import among_more, both, slower
+from shardgraph.search.layer_costs import LayerCosts, Part
+from tests.machines import toy_cluster
+
+LAYER = Part(forward=8.0, backward=16.0, saved=800.0, parameters=80.0, gathered=80.0, reduced=80.0, tensors=4.0)
+
+
+def costs(layer: Part) -> LayerCosts:
+    return LayerCosts(Part(), layer, Part(), 4, 1, 64.0, 8.0)
+
+
+def divided(ranks: int, sent: float, parameters: float = 1.0) -> LayerCosts:
+    """Work divided evenly, and ``sent`` seconds of waiting, half in forward and half in backward."""
+    layer = LAYER._replace(
+        forward=LAYER.forward / ranks + sent / 2,
+        backward=LAYER.backward / ranks + sent / 2,
+        sent=sent,
+        saved=LAYER.saved / ranks,
+        **{name: getattr(LAYER, name) * parameters for name in ("parameters", "gathered", "reduced")},
+    )
+    return replace(costs(layer), working=64.0 / ranks, crossing=8.0 / ranks)
+
+
+def test_twice_the_ranks_have_half_the_work_each_and_wait_as_much_longer_as_their_collectives_take():
+    found = among_more(costs(LAYER), divided(8, sent=1.0, parameters=1 / 8), "tp", 8, 16, 3.0)
+    expected = divided(16, sent=3.0, parameters=1 / 16)
+    assert found.layer == pytest.approx(expected.layer)
+    assert (found.working, found.crossing) == pytest.approx((expected.working, expected.crossing))
+
+
+def test_as_many_ranks_at_links_as_fast_cost_the_same():
+    known = divided(8, sent=1.0)
+    assert among_more(costs(LAYER), known, "ep", 8, 8, 1.0) == known
+
+
+@pytest.mark.parametrize(("factor", "seconds"), [(1.0, 0.5), (6.0, 3.0)])
+def test_a_ring_waits_only_for_what_attention_does_not_hide(factor, seconds):
+    hidden = divided(8, sent=0.0).layer._replace(sent=1.0)
+    found = among_more(costs(LAYER), replace(divided(8, sent=0.0), layer=hidden), "cp", 8, 16, factor)
+    assert found.layer.forward == pytest.approx(max(0.5, seconds))
+
+
+def test_two_axes_divide_the_work_of_each_other_and_what_they_send():
+    found = both(costs(LAYER), divided(2, sent=1.0), 2, divided(4, sent=2.0, parameters=1 / 4), 4)
+    assert found.layer.forward == pytest.approx(8.0 / 8 + (1.0 / 4 + 2.0 / 2) / 2)
+    assert found.layer.sent == pytest.approx(1.0 / 4 + 2.0 / 2)
+    assert found.layer.saved == pytest.approx(800.0 / 8) and found.layer.parameters == pytest.approx(20.0)
+    assert found.layer.tensors == 4.0 and found.working == pytest.approx(64.0 / 8)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+def test_collectives_beyond_a_node_take_as_much_longer_as_its_links_are_faster(axis):
+    cluster = toy_cluster(2, 4)
+    far = cluster.group_of((("ep", 2), ("tp", 4)) if axis == "ep" else ((axis, 8),), axis)
+    most = 10 * (7 / 8) / (3 / 4) if axis != "ep" else 10  # each of more ranks sends more of the whole
+    assert 2 < slower(cluster, axis, far, 4 if axis != "ep" else 2, 2**24) <= most + 1e-6
+    assert slower(cluster, axis, cluster.group_of(((axis, 4),), axis), 4, 2**24) == 1
