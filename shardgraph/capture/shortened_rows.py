@@ -76,9 +76,8 @@ def take_shortenings(gm: fx.GraphModule, name_of: Callable[[str], str], line: Li
     descriptions, (values,) = list(output.meta["desc"]), output.args
     taken: dict[str, list[fx.Node]] = {}
     for desc, value in zip(descriptions, values, strict=True):
-        if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
-            if renorms := _renorms(value):
-                taken.setdefault(name_of(desc.mutated_input.target), []).extend(renorms)
+        if _is_write(desc) and (renorms := _renorms(value)):
+            taken.setdefault(name_of(desc.mutated_input.target), []).extend(renorms)
     if not taken:
         return []
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -91,17 +90,20 @@ def take_shortenings(gm: fx.GraphModule, name_of: Callable[[str], str], line: Li
         for renorm in renorms:
             _, indices, max_norm, norm_type = renorm.args
             found.append(Shortening(fqn, indices, float(max_norm), float(norm_type), line(renorm)))
-    kept = [
-        (desc, value)
-        for desc, value in zip(descriptions, values, strict=True)
-        if not any(value in each for each in versions.values()) or type(desc).__name__ != "InputMutationAOTOutput"
-    ]
+    results = list(zip(descriptions, values, strict=True))
+    dropped = [desc for desc, _ in results if _is_write(desc) and name_of(desc.mutated_input.target) in taken]
+    kept = [(desc, value) for desc, value in results if desc not in dropped]
     output.args = (tuple(value for _, value in kept),)
     output.meta["desc"] = [desc for desc, _ in kept]
-    _drop_tangents(gm, {desc for desc in descriptions if desc is not None} - {desc for desc, _ in kept})
+    _drop_tangents(gm, dropped)
     for of_parameter in versions.values():
         _read_stored(gm, of_parameter)
     return found
+
+
+def _is_write(desc: Any) -> bool:
+    """Whether a result is the new value of a parameter."""
+    return type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput"
 
 
 def _renorms(value: Any) -> list[fx.Node]:
@@ -148,7 +150,7 @@ def _check_read(fqn: str, reader: fx.Node, before: list[fx.Node], renorms: list[
         )
 
 
-def _drop_tangents(gm: fx.GraphModule, results: set[Any]) -> None:
+def _drop_tangents(gm: fx.GraphModule, results: list[Any]) -> None:
     """Without a result, the gradient with respect to it is not added either."""
     for tangent in [node for node in gm.graph.nodes if node.op == "placeholder"]:
         if type(tangent.meta["desc"]).__name__ == "TangentAOTInput" and tangent.meta["desc"].output in results:

@@ -98,6 +98,8 @@ class Comparison:
         optimizers = [make(list(parameters)) for parameters in sets if trained]
         for step in range(steps):
             self._shorten_rows(step)
+            if max(self.errors.values(), default=0.0) > limit:
+                return None  # before any node
             parameters = {name: p.detach().clone() for name, p in self.original.named_parameters()}
             buffers, self.before = dict(self.buffers), self.after
             self._compare_step(step, buffers)
