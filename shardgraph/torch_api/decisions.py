@@ -202,11 +202,12 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
                     original(tx, instruction)
                     return
                 always_valid, number = decider.both(variable.as_proxy().node, line), tx.lineno
+                unlike = (UnequalWaysError,) if always_valid else _UNEQUAL
                 tx.pop()
                 _both.append(place)
                 try:
                     take_both(tx, variable, instruction, on_true, always_valid)
-                except (UnequalWaysError,) if always_valid else _UNEQUAL:
+                except unlike:
                     decider.unequal(line)
                     tx.push(variable)
                     tx.starts_line(number)
