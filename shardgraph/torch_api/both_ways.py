@@ -431,7 +431,7 @@ def _objects(tx: Any) -> frozenset[Any]:
     found: set[Any] = set()
     frames = []
     for variable in (*tx.symbolic_locals.values(), *tx.stack):
-        if isinstance(variable, LazyVariableTracker) and type(variable._cache.value) in (list, dict):
+        if isinstance(variable, LazyVariableTracker) and type(getattr(variable._cache, "value", None)) in (list, dict):
             variable.realize()
     while tx is not None:
         frames.append([list(tx.symbolic_locals.values()), list(tx.stack)])
